@@ -1,0 +1,1 @@
+"""Weights from trainers to rollout engines as transactions. See docs/architecture.md."""

@@ -1,0 +1,88 @@
+"""The `checkpoint_engine` section: which backend moves the weights, how, and within which deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.checkpoint_engine.errors import ConfigError
+from verl.utils import config as strict
+from verl.utils.config import option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlinesConfig:
+    """Seconds after which a phase of a sync is given up. Each phase has its own compensating action."""
+
+    prepare_s: float = option(120.0, "collect shards, plan, create and pre-fault the node arenas (first sync only)")
+    publish_s: float = option(120.0, "every trainer rank copies its own shards")
+    stage_s: float = option(300.0, "every rollout node holds all bytes in its spare slot")
+    verify_s: float = option(120.0, "every rollout node has digested its spare slot")
+    commit_s: float = option(30.0, "every rollout node has made the new version current")
+    activate_s: float = option(300.0, "every replica has paused, loaded the new version and answered")
+    resume_s: float = option(60.0, "every replica generates again")
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise strict.ConfigError(f"deadlines.{name} must be positive, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveOptions:
+    """Options of the backend `naive`. It has none: trainer ranks write straight into the node's spare slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEngineConfig:
+    """How weights move from the trainer to the rollout engines."""
+
+    backend: str = option("naive", "name in CheckpointEngineRegistry")
+    update_weights_bucket_megabytes: int = option(2048, "largest run of bytes in flight per sender, in MiB")
+    engine_kwargs: dict[str, Any] = option({}, "options of one backend: engine_kwargs.<backend>.<option>")
+    custom_backend_module: str | None = option(
+        None, "module imported on every process that registers a backend of yours"
+    )
+    block_kilobytes: int = option(4096, "largest piece with a digest of its own, in KiB")
+    slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
+    verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
+    activation: str = option(
+        "together",
+        "replicas activate at once, or one after the other while the rest generate",
+        choices=("together", "rolling"),
+    )
+    pause_mode: str = option(
+        "abort", "what happens to requests in flight at activation", choices=("abort", "wait", "keep")
+    )
+    retries: int = option(1, "how often a failed publish, stage or verify is tried again before the sync is aborted")
+    report_path: str | None = option(
+        None, "JSONL file that receives every SyncReport; null: <default_local_dir>/sync_reports.jsonl"
+    )
+    deadlines: DeadlinesConfig = section(DeadlinesConfig, "seconds per phase")
+
+    def __post_init__(self) -> None:
+        if self.update_weights_bucket_megabytes <= 0:
+            raise strict.ConfigError(
+                f"update_weights_bucket_megabytes must be positive, not {self.update_weights_bucket_megabytes}"
+            )
+        if self.block_kilobytes < 4:
+            raise strict.ConfigError(f"block_kilobytes must be at least 4, not {self.block_kilobytes}")
+        if self.retries < 0:
+            raise strict.ConfigError(f"retries must not be negative, not {self.retries}")
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_kilobytes * 1024
+
+    @property
+    def bucket_nbytes(self) -> int:
+        return self.update_weights_bucket_megabytes * 1024 * 1024
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> CheckpointEngineConfig:
+        """Raises ConfigError for anything that is not a valid `checkpoint_engine` section."""
+        try:
+            return strict.from_mapping(cls, values, "checkpoint_engine")
+        except strict.ConfigError as exc:
+            raise ConfigError(str(exc)) from exc

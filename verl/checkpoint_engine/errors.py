@@ -1,0 +1,83 @@
+"""Everything that the checkpoint engine raises on purpose.
+
+CheckpointEngineError
+├── ConfigError             what the user wrote cannot work (also a ValueError)
+├── BackendUnavailable      a backend's package or device is missing here; names the remedy
+├── PlanError               shards, specs and layout do not fit together; lists every name
+├── TransportError          bytes could not be moved
+│   └── TransportTimeout    a deadline passed; says who was waited for
+├── IntegrityError          bytes arrived that are not the trainer's bytes; names tensor and piece
+├── ActivationError         a replica did not load a committed version
+└── SyncAborted             the transaction ended without the new version; its cause is the first failure
+"""
+
+from __future__ import annotations
+
+from verl.utils.config import ConfigError as _ConfigError
+
+
+class CheckpointEngineError(Exception):
+    """Base of the tree. `version`, `phase` and `member` say where in which sync it happened; each may be None."""
+
+    def __init__(
+        self, message: str, *, version: int | None = None, phase: str | None = None, member: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.version = version
+        self.phase = phase
+        self.member = member
+
+    def __str__(self) -> str:
+        where = [
+            text
+            for text, value in (
+                (f"version {self.version}", self.version),
+                (self.phase, self.phase),
+                (self.member, self.member),
+            )
+            if value is not None
+        ]
+        return f"[{', '.join(str(text) for text in where)}] {self.message}" if where else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process boundaries (Ray pickles them); keyword-only arguments need help to survive that."""
+        return (_rebuild, (type(self), self.message, self.version, self.phase, self.member))
+
+
+def _rebuild(
+    cls: type[CheckpointEngineError], message: str, version: int | None, phase: str | None, member: str | None
+) -> CheckpointEngineError:
+    return cls(message, version=version, phase=phase, member=member)
+
+
+class ConfigError(CheckpointEngineError, _ConfigError):
+    pass
+
+
+class BackendUnavailable(CheckpointEngineError):
+    pass
+
+
+class PlanError(CheckpointEngineError):
+    pass
+
+
+class TransportError(CheckpointEngineError):
+    pass
+
+
+class TransportTimeout(TransportError):
+    pass
+
+
+class IntegrityError(CheckpointEngineError):
+    pass
+
+
+class ActivationError(CheckpointEngineError):
+    pass
+
+
+class SyncAborted(CheckpointEngineError):
+    pass

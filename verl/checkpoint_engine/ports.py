@@ -1,0 +1,64 @@
+"""What the checkpoint engine asks of the outside: trainers, rollout engines. One small Protocol per need.
+
+`verl.workers` implements these over Ray, FSDP and vLLM; tests implement them in a few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from verl.checkpoint_engine.types import Shard, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightSource(Protocol):
+    """The weights of one trainer rank. Called on that rank only; none of its methods is a collective."""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor of the whole model that the rollout engine needs, equal and in equal order on every rank.
+
+        Names are those of the Hugging Face checkpoint; dtypes are what the engine will receive. Tied weights appear once.
+        """
+
+    def shards(self) -> Sequence[Shard]:
+        """The non-empty parts that this rank holds."""
+
+    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        """Write the values of `shard`, which lies inside one of `shards()`, into `destination`, casting on the way.
+
+        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, and is borrowed for the call.
+        """
+
+
+class Replica(Protocol):
+    """One rollout engine, which may span several tensor-parallel ranks. Called by the manager on the driver.
+
+    Every method is safe to call again after a failure. A method that raises quarantines the replica.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique among the replicas of a job, for messages: `replica-0`."""
+
+    @property
+    def node_index(self) -> int:
+        """Index of the rollout node whose arena this replica reads."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating; `mode` (abort, wait, keep) says what happens to requests in flight. Idempotent."""
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        """Load `version` from the arena at `arena_path` into every rank. Called while paused.
+
+        The engine checks that the arena's committed version is `version`, that all of the model's weights are loaded,
+        and drops prefix caches. Raises ActivationError.
+        """
+
+    async def resume(self) -> None:
+        """Generate again. Idempotent."""
+
+    async def health(self) -> None:
+        """Return if the engine answers; raise otherwise."""

@@ -1,0 +1,16 @@
+"""Every environment variable that the project reads, with its default. Nothing else reads os.environ."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """`VERL_CACHE_DIR`: where built-in models and data are made. Default `~/.cache/verl-sync`."""
+    return Path(os.environ.get("VERL_CACHE_DIR", "~/.cache/verl-sync")).expanduser()
+
+
+def shm_dir() -> Path:
+    """`VERL_SHM_DIR`: the shared-memory file system that holds node arenas. Default `/dev/shm`."""
+    return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))

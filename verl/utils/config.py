@@ -1,0 +1,139 @@
+"""Strict conversion of plain mappings into configuration dataclasses.
+
+Every configuration class of the project is a frozen, keyword-only dataclass whose fields carry a one-line description
+(`option(default, "what it does")`). This module turns what the user wrote into such a class, or says in one error, with the
+full dotted key, what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """What the user wrote cannot be used. The message names the key, the value and the remedy."""
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] = ()) -> Any:
+    """A dataclass field with a default, a description for the generated reference, and the values it may take."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type[Any], help: str = "") -> Any:
+    """A dataclass field that holds a nested section with that section's own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"help": help})
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'x'?"`, or the sorted list of what is known when nothing is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(known) or 'none'}."
+
+
+@cache
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build `cls` from `values`; `path` is the dotted key of the section, for messages.
+
+    Raises ConfigError for an unknown key (with the nearest known one), a value of the wrong type, a value outside
+    `choices`, and whatever `__post_init__` of the class rejects.
+    """
+    hints = field_types(cls)
+    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            raise ConfigError(f"unknown configuration key {dotted!r}.{did_you_mean(str(key), known)}")
+        arguments[key] = _convert(hints[key], value, dotted)
+        choices = known[key].metadata.get("choices")
+        if choices and arguments[key] not in choices:
+            allowed = ", ".join(str(choice) for choice in choices)
+            raise ConfigError(
+                f"{dotted}={value!r} is not one of: {allowed}.{did_you_mean(str(value), map(str, choices))}"
+            )
+    try:
+        return cls(**arguments)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}" if path else str(exc)) from exc
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The inverse of `from_mapping`: plain dicts, lists and scalars."""
+    return dataclasses.asdict(config)
+
+
+def _convert(hint: Any, value: Any, dotted: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(typing.get_args(hint), value, dotted)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{dotted} is a section of keys; it cannot be set to {value!r}")
+        return from_mapping(typing.cast("type[Any]", hint), value, dotted)
+    if hint is Any:
+        return value
+    if origin in (list, tuple):
+        return _convert_sequence(hint, value, dotted)
+    if origin is dict or hint is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{dotted} takes a mapping, not {value!r}")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML reads 1e-6 as a string
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if hint is int and isinstance(value, bool):
+        raise ConfigError(f"{dotted} takes an integer, not {value!r}")
+    if isinstance(value, hint):
+        return value
+    raise ConfigError(f"{dotted} takes {_name(hint)}, not {value!r}")
+
+
+def _convert_union(members: tuple[Any, ...], value: Any, dotted: str) -> Any:
+    if value is None and type(None) in members:
+        return None
+    errors = []
+    for member in members:
+        if member is type(None):
+            continue
+        try:
+            return _convert(member, value, dotted)
+        except ConfigError as exc:
+            errors.append(exc)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ConfigError(f"{dotted} takes {' or '.join(_name(member) for member in members)}, not {value!r}")
+
+
+def _convert_sequence(hint: Any, value: Any, dotted: str) -> Any:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{dotted} takes a list, not {value!r}")
+    item = (typing.get_args(hint) or (Any,))[0]
+    items = [_convert(item, element, f"{dotted}[{index}]") for index, element in enumerate(value)]
+    return typing.get_origin(hint)(items)
+
+
+def _name(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(hint, str(hint))

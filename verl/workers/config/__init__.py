@@ -1,0 +1,35 @@
+"""Typed configuration: every key that a run understands, with its default and meaning."""
+
+from verl.workers.config.actor import ActorConfig, FSDPConfig, RefConfig
+from verl.workers.config.algorithm import (
+    AlgorithmConfig,
+    CustomRewardFunctionConfig,
+    KLControlConfig,
+    RewardModelConfig,
+    RolloutCorrectionConfig,
+)
+from verl.workers.config.data import DataConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.config.optim import OptimizerConfig
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig
+from verl.workers.config.trainer import ActorRolloutRefConfig, PPOConfig, RayConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "HFModelConfig",
+    "KLControlConfig",
+    "OptimizerConfig",
+    "PPOConfig",
+    "RayConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+]

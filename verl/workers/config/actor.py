@@ -1,0 +1,104 @@
+"""The `actor_rollout_ref.actor` and `actor_rollout_ref.ref` sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.utils.config import ConfigError, option, section
+from verl.workers.config.optim import OptimizerConfig
+
+STRATEGIES = ("fsdp2",)
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """How torch FSDP2 shards and computes."""
+
+    param_offload: bool = option(False, "keep parameters in host memory between steps (accelerators)")
+    optimizer_offload: bool = option(False, "keep optimizer state in host memory between steps (accelerators)")
+    reshard_after_forward: bool = option(True, "free gathered parameters after the forward pass")
+    fsdp_size: int = option(-1, "ranks per shard group; -1: all ranks")
+    model_dtype: str = option("fp32", "dtype of the sharded parameters", choices=("fp32", "bf16", "fp16"))
+    dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
+    forward_prefetch: bool = option(False, "gather the next layer's parameters during this layer's forward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = option("vanilla", "name registered with register_policy_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What a training checkpoint holds."""
+
+    save_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
+    load_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
+
+    def __post_init__(self) -> None:
+        for key in ("save_contents", "load_contents"):
+            if unknown := sorted(set(getattr(self, key)) - set(CHECKPOINT_CONTENTS)):
+                raise ConfigError(f"checkpoint.{key}: unknown {unknown}; known: {', '.join(CHECKPOINT_CONTENTS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """Training of the policy."""
+
+    strategy: str = option("fsdp2", "training engine", choices=STRATEGIES)
+    ppo_mini_batch_size: int = option(64, "prompts per optimizer step, each with rollout.n responses (verl: 256)")
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        None, "sequences per forward pass and rank; null: use_dynamic_bsz"
+    )
+    use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
+    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
+    ppo_epochs: int = option(1, "passes over each batch")
+    shuffle: bool = option(False, "shuffle sequences between passes")
+    clip_ratio: float = option(0.2, "PPO clip range; clip_ratio_low and clip_ratio_high override it")
+    clip_ratio_low: float | None = option(None, "lower clip range; null: clip_ratio")
+    clip_ratio_high: float | None = option(None, "upper clip range; null: clip_ratio")
+    clip_ratio_c: float = option(3.0, "dual-clip bound for negative advantages; must exceed 1")
+    loss_agg_mode: str = option(
+        "token-mean",
+        "how token losses become one number",
+        choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    )
+    entropy_coeff: float = option(0.0, "weight of the entropy bonus")
+    use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")
+    kl_loss_coef: float = option(0.001, "weight of that penalty")
+    kl_loss_type: str = option("low_var_kl", "KL estimator", choices=("kl", "abs", "mse", "low_var_kl"))
+    grad_clip: float = option(1.0, "largest gradient norm")
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    use_rollout_log_probs: bool = option(False, "take the rollout engine's log-probs as old log-probs")
+    optim: OptimizerConfig = section(OptimizerConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    data_loader_seed: int = option(42, "seed of actor.shuffle")
+
+    def __post_init__(self) -> None:
+        if self.ppo_mini_batch_size <= 0:
+            raise ConfigError(f"actor.ppo_mini_batch_size must be positive, not {self.ppo_mini_batch_size}")
+        if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
+            raise ConfigError("actor.ppo_micro_batch_size_per_gpu must be set when actor.use_dynamic_bsz=false")
+        if self.clip_ratio_c <= 1.0:
+            raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {self.clip_ratio_c}")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(low, high) of the PPO clip."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The frozen reference policy; it shares the actor's ranks."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, "sequences per forward pass and rank")
+    log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
+    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
+    fsdp_config: FSDPConfig = section(FSDPConfig)

@@ -1,0 +1,62 @@
+"""The `algorithm`, `custom_reward_function` and `reward_model` sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.config import option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig:
+    """Coefficient of the KL penalty in the reward."""
+
+    type: str = option("fixed", "fixed, or adapted towards target_kl", choices=("fixed", "adaptive"))
+    kl_coef: float = option(0.001, "the coefficient, or its first value")
+    horizon: int = option(10000, "samples over which the adaptive controller corrects")
+    target_kl: float = option(0.1, "KL that the adaptive controller aims at")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance sampling between the rollout engine's policy and the trainer's."""
+
+    rollout_is: str | None = option(
+        None, "importance weights per token, per sequence, or none", choices=(None, "token", "sequence")
+    )
+    rollout_is_threshold: float = option(2.0, "weights are truncated at this value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages and KL."""
+
+    adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
+    gamma: float = option(1.0, "discount factor")
+    lam: float = option(1.0, "lambda of GAE")
+    norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")
+    use_kl_in_reward: bool = option(False, "subtract a KL penalty against the reference policy from token rewards")
+    kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomRewardFunctionConfig:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict with "score"`."""
+
+    path: str | None = option(
+        None, "Python file with the function; null: verl.utils.reward_score.default_compute_score"
+    )
+    name: str = option("compute_score", "function name in that file")
+    reward_kwargs: dict[str, Any] = option({}, "keyword arguments passed to every call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """Reward computation."""
+
+    enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
+    reward_manager: str = option("naive", "scores each response with the reward function", choices=("naive",))
+    num_workers: int = option(1, "threads that score responses")

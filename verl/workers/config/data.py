@@ -1,0 +1,50 @@
+"""The `data` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.config import ConfigError, option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomClassConfig:
+    """A class of the user's own, loaded from a file."""
+
+    path: str | None = option(None, "Python file that defines the class; null: the built-in one")
+    name: str | None = option(None, "class name in that file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts: where they are and how they become token ids."""
+
+    train_files: str | list[str] = option(
+        "builtin:arithmetic", "parquet file or list of them; builtin:arithmetic is made on first use"
+    )
+    val_files: str | list[str] = option("builtin:arithmetic", "parquet file or list of them with held-out problems")
+    prompt_key: str = option("prompt", "column with the chat messages")
+    reward_fn_key: str = option("data_source", "column that selects the reward function")
+    train_batch_size: int = option(64, "prompts per training step (verl: 1024)")
+    val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once")
+    gen_batch_size: int | None = option(None, "prompts per generation batch; null: train_batch_size")
+    max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)")
+    max_response_length: int = option(16, "tokens; responses are padded on the right to this length (verl: 512)")
+    train_max_samples: int = option(-1, "use only this many training samples; -1: all")
+    val_max_samples: int = option(-1, "use only this many validation samples; -1: all")
+    shuffle: bool = option(True, "shuffle the training samples every epoch")
+    seed: int = option(1, "seed of the shuffle")
+    filter_overlong_prompts: bool = option(False, "drop prompts longer than max_prompt_length, and say how many")
+    truncation: str = option(
+        "error", "what to do with a prompt longer than max_prompt_length", choices=("error", "left", "right", "middle")
+    )
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to tokenizer.apply_chat_template")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "a Dataset class of your own")
+    return_raw_chat: bool = option(True, "keep the chat messages next to the token ids (agent loops need them)")
+    dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)")
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"data.{name} must be positive, not {getattr(self, name)}")

@@ -1,0 +1,98 @@
+"""The `actor_rollout_ref.rollout` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.config import ConfigError, option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Sampling during validation."""
+
+    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all")
+    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass")
+    temperature: float = option(0.0, "softmax temperature; 0: greedy")
+    n: int = option(1, "responses per prompt")
+    do_sample: bool = option(False, "false: greedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig:
+    """Tool calls and several assistant turns."""
+
+    enable: bool = option(False, "use the tool-calling agent loop for samples that name no other")
+    max_assistant_turns: int = option(5, "assistant messages per sample")
+    max_parallel_calls: int = option(1, "tool calls taken from one assistant message")
+    max_tool_response_length: int = option(256, "characters kept of one tool response")
+    tool_config_path: str | None = option(None, "YAML file that lists the tools")
+    format: str = option("hermes", "how tool calls are written in the model's text", choices=("hermes",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Agent-loop workers."""
+
+    num_workers: int = option(1, "Ray actors that run agent loops (verl: 8)")
+    default_agent_loop: str = option("single_turn_agent", "for samples that name none in the column agent_name")
+    agent_loop_config_path: str | None = option(None, "YAML file with agent loops of your own")
+    max_concurrency: int = option(1024, "samples in flight per worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation: the engine, its resources and its sampling."""
+
+    name: str = option("vllm", "rollout engine registered with RolloutReplicaRegistry")
+    mode: str = option("async", "requests are served one by one", choices=("async",))
+    n: int = option(8, "responses per prompt (verl: 1)")
+    temperature: float = option(1.0, "softmax temperature; log-probs are computed at it, too")
+    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all")
+    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass")
+    do_sample: bool = option(True, "false: greedy")
+    seed: int = option(0, "seed of the engine")
+    prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length")
+    response_length: int | None = option(None, "tokens; null: data.max_response_length")
+    dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))
+    gpu_memory_utilization: float = option(0.5, "share of device memory for weights and KV cache; on cpu: ignored")
+    cpu_kvcache_gib: float = option(1.0, "KV cache per replica on cpu, in GiB")
+    enforce_eager: bool = option(False, "never compile; on cpu: always eager")
+    free_cache_engine: bool = option(True, "free weights and KV cache while the trainer works, where the engine can")
+    tensor_model_parallel_size: int = option(1, "ranks of one replica (verl: 2)")
+    num_replicas: int | None = option(None, "replicas of the engine; null: as many as the ranks allow, on cpu one")
+    max_num_batched_tokens: int = option(8192, "tokens per engine step")
+    max_model_len: int | None = option(None, "longest sequence; null: prompt_length + response_length")
+    max_num_seqs: int = option(256, "sequences per engine step")
+    enable_chunked_prefill: bool = option(True, "split long prompts over engine steps")
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes; reset when weights change")
+    load_format: str = option(
+        "dummy", "where the engine's first weights come from; the first sync replaces them", choices=("dummy", "auto")
+    )
+    calculate_log_probs: bool = option(
+        True, "return the engine's log-probs and compare them with the trainer's (verl: false)"
+    )
+    ignore_eos: bool = option(False, "generate up to response_length")
+    num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu")
+    startup_timeout_s: float = option(300.0, "deadline for an engine to come up")
+    generate_timeout_s: float = option(600.0, "deadline for one response")
+    engine_kwargs: dict[str, Any] = option({}, "passed to the engine: engine_kwargs.vllm.<argument>")
+    val_kwargs: SamplingConfig = section(SamplingConfig, "sampling during validation")
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, "sequences per forward pass when the actor recomputes log-probs"
+    )
+    log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
+    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentConfig = section(AgentConfig)
+    checkpoint_engine: dict[str, Any] = option(
+        {}, "verl's place for the top-level section checkpoint_engine; means the same"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("n", "tensor_model_parallel_size", "max_num_seqs"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"rollout.{name} must be positive, not {getattr(self, name)}")
+        if self.temperature < 0:
+            raise ConfigError(f"rollout.temperature must not be negative, not {self.temperature}")

@@ -1,0 +1,99 @@
+"""The `trainer` and `ray_kwargs` sections, and the root of the whole configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.utils.config import ConfigError, option, section
+from verl.workers.config.actor import ActorConfig, RefConfig
+from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.config.data import DataConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.config.rollout import RolloutConfig
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+DEVICES = ("cpu", "cuda", "npu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorRolloutRefConfig:
+    """The policy: one model, trained by the actor, sampled by the rollout engine, compared with the reference."""
+
+    hybrid_engine: bool = option(True, "trainer and rollouts share the machines", choices=(True,))
+    model: HFModelConfig = section(HFModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run: length, machines, logging, checkpoints."""
+
+    total_epochs: int = option(30, "passes over the training data")
+    total_training_steps: int | None = option(None, "stop after this many steps; null: total_epochs")
+    project_name: str = option("verl_sync", "name of the project in logs and paths")
+    experiment_name: str = option("default", "name of the run in logs and paths")
+    logger: list[str] = option(["console", "jsonl", "tensorboard"], f"any of {', '.join(LOGGERS)}")
+    nnodes: int = option(1, "machines of the trainer")
+    n_gpus_per_node: int = option(2, "trainer ranks per machine, on any device (verl: 8)")
+    device: str | None = option(None, "cpu, cuda or npu; null: what is there", choices=(None, *DEVICES))
+    seed: int = option(1, "seed of parameter initialisation, data order and sampling")
+    val_before_train: bool = option(True, "validate before the first step")
+    val_only: bool = option(False, "validate and stop")
+    test_freq: int = option(-1, "validate every so many steps; -1: only at the end")
+    save_freq: int = option(-1, "checkpoint every so many steps; -1: only at the end")
+    max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all")
+    resume_mode: str = option(
+        "auto",
+        "continue from the last checkpoint, never, or from resume_from_path",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = option(None, "a global_step_N directory")
+    default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
+    balance_batch: bool = option(True, "give every rank about the same number of tokens")
+    log_val_generations: int = option(0, "validation samples shown on the console")
+    rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
+    validation_data_dir: str | None = option(None, "JSONL files with every validation sample")
+    num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank")
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.logger) - set(LOGGERS)):
+            raise ConfigError(f"trainer.logger: unknown {unknown}; known: {', '.join(LOGGERS)}")
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        for name in ("nnodes", "n_gpus_per_node"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"trainer.{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def output_dir(self) -> str:
+        return self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.n_gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """How Ray is started."""
+
+    ray_init: dict[str, Any] = option({}, "arguments of ray.init, for example address or num_cpus")
+    timeline_json_file: str | None = option(None, "write Ray's timeline here at the end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Everything that `python -m verl.trainer.main_ppo` understands."""
+
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    ray_kwargs: RayConfig = section(RayConfig)

@@ -1,0 +1,89 @@
+"""Tiny Hugging Face models with random weights, for tests and as the start of the built-in model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.builtin.tokenizer import VOCAB_SIZE, build_tokenizer
+from verl.utils.config import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+
+
+def make_tiny_model(
+    directory: str | Path,
+    architecture: str = "qwen2",
+    *,
+    tie_word_embeddings: bool = False,
+    hidden_size: int = 64,
+    intermediate_size: int | None = None,
+    layers: int = 2,
+    heads: int | None = None,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    max_position_embeddings: int = 512,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> Path:
+    """Write a causal LM with random weights and its tokenizer to `directory`, as `save_pretrained` does; returns it.
+
+    The same arguments give the same bytes. Defaults are the smallest shapes that vLLM's CPU attention takes (head size 32)
+    and that tensor parallel 2 can divide. Raises ConfigError for an unknown architecture.
+    """
+    import torch
+
+    tokenizer = build_tokenizer(max_position_embeddings)
+    model = build_model(
+        tokenizer,
+        architecture,
+        seed=seed,
+        dtype=dtype,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size or 2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads or max(hidden_size // head_dim, kv_heads),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tie_word_embeddings,
+        max_position_embeddings=max_position_embeddings,
+    )
+    with torch.no_grad():  # a norm weight of all ones would hide a mixed-up tensor
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
+    save_model(model, tokenizer, directory)
+    return Path(directory)
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, architecture: str, *, seed: int, dtype: str = "float32", **config_fields: Any
+) -> PreTrainedModel:
+    """A freshly initialised causal LM; `config_fields` are those of the architecture's Hugging Face config."""
+    import torch
+    import transformers
+
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"unknown architecture {architecture!r}.{did_you_mean(architecture, ARCHITECTURES)}")
+    config = transformers.AutoConfig.for_model(
+        architecture,
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **config_fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto: Any = transformers.AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_config(config, dtype=getattr(torch, dtype))
+    return model
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

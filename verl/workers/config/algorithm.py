@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option, section
+from verl.utils.config import ConfigError, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,11 @@ class KLControlConfig:
     horizon: int = option(10000, "samples over which the adaptive controller corrects")
     target_kl: float = option(0.1, "KL that the adaptive controller aims at")
 
+    def __post_init__(self) -> None:
+        for name in ("horizon", "target_kl"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"kl_ctrl.{name} must be positive, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
@@ -26,6 +31,12 @@ class RolloutCorrectionConfig:
         None, "importance weights per token, per sequence, or none", choices=(None, "token", "sequence")
     )
     rollout_is_threshold: float = option(2.0, "weights are truncated at this value")
+
+    def __post_init__(self) -> None:
+        if self.rollout_is_threshold <= 0:
+            raise ConfigError(
+                f"rollout_correction.rollout_is_threshold must be positive, not {self.rollout_is_threshold}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,57 @@
+"""The algorithms under the names that verl gives them, in one place to import from.
+
+What trainer ranks compute lives in `verl.workers.losses`, which `verl.workers` imports directly; what the driver
+computes lives next to this file.
+"""
+
+from verl.trainer.ppo.advantages import (
+    AdvantageEstimator,
+    compute_grpo_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+from verl.trainer.ppo.kl_control import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    apply_kl_penalty,
+    get_kl_controller,
+)
+from verl.trainer.ppo.rollout_correction import compute_rollout_importance_weights, rollout_probs_diff_metrics
+from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+from verl.workers.losses import (
+    LossTotals,
+    PolicyLoss,
+    agg_loss,
+    compute_policy_loss_vanilla,
+    get_policy_loss_fn,
+    kl_penalty,
+    register_policy_loss,
+)
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "KLController",
+    "LossTotals",
+    "PolicyLoss",
+    "agg_loss",
+    "apply_kl_penalty",
+    "compute_grpo_outcome_advantage",
+    "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rollout_importance_weights",
+    "entropy_from_logits",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "logprobs_from_logits",
+    "register_adv_est",
+    "register_policy_loss",
+    "rollout_probs_diff_metrics",
+]

@@ -1,0 +1,76 @@
+"""Masked statistics, and log-probabilities and entropy of logits in bounded extra memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_NUMEL = 1 << 24
+"""Logits worked on at once: 64 MiB of float32 per temporary."""
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Sum of `values` where `mask` is not zero. What stands elsewhere, NaN included, does not matter."""
+    kept = torch.where(mask.bool(), values, 0.0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean of `values` where `mask` is not zero; 0 where nothing is."""
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sample variance (divided by n - 1) of `values` where `mask` is not zero; 0 for fewer than two of them."""
+    count = mask.bool().sum()
+    return masked_sum((values - masked_mean(values, mask)) ** 2, mask) / (count - 1).clamp(min=1)
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
+    """`values` scaled to variance 1, and to mean 0 unless `shift_mean=False`, over the mask; 0 elsewhere."""
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return torch.where(mask.bool(), whitened if shift_mean else whitened + mean, 0.0)
+
+
+def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each label: logits [..., V], labels [...] -> float32 [...].
+
+    Computed in float32 a few rows at a time and computed again in the backward pass, so that no second copy of the
+    logits lives between the two. Labels must lie in [0, V), on padding too.
+    """
+    return _by_rows(_row_logprobs, logits, labels)
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of each distribution: logits [..., V] -> float32 [...]. Memory as in `logprobs_from_logits`."""
+    return _by_rows(_row_entropy, logits)
+
+
+def _row_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = logits.float()
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _row_entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_probs = logits.float().log_softmax(-1)
+    # A token that sampling excludes has logit -inf and contributes nothing; 0 * -inf would be NaN.
+    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+
+
+def _by_rows(function: Callable[..., torch.Tensor], logits: torch.Tensor, *per_row: torch.Tensor) -> torch.Tensor:
+    """`function` over rows in chunks of at most CHUNK_NUMEL logits."""
+    num_rows, width = logits[..., 0].numel(), logits.shape[-1]
+    rows = (logits.reshape(num_rows, width), *(tensor.reshape(num_rows) for tensor in per_row))
+    chunk = max(1, CHUNK_NUMEL // width)
+    if num_rows <= chunk:
+        return function(*rows).reshape(logits.shape[:-1])
+    recompute = torch.is_grad_enabled() and logits.requires_grad
+    results = []
+    for start in range(0, num_rows, chunk):
+        part = tuple(tensor[start : start + chunk] for tensor in rows)
+        results.append(checkpoint(function, *part, use_reentrant=False) if recompute else function(*part))
+    return torch.cat(results).reshape(logits.shape[:-1])

@@ -1,0 +1,20 @@
+"""What trainer ranks minimise: policy losses, KL estimates, and how token losses become one number."""
+
+from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.kl import kl_penalty
+from verl.workers.losses.policy import (
+    PolicyLoss,
+    compute_policy_loss_vanilla,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+
+__all__ = [
+    "LossTotals",
+    "PolicyLoss",
+    "agg_loss",
+    "compute_policy_loss_vanilla",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "register_policy_loss",
+]

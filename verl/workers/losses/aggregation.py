@@ -1,0 +1,66 @@
+"""One number from many token losses, the same however the mini-batch is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.torch_functional import masked_mean, masked_sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTotals:
+    """Denominators of a whole mini-batch: over all of its micro-batches on all data-parallel ranks.
+
+    A rank takes `LossTotals.of` its part of the mini-batch and all-reduces (sums) both numbers before the first
+    micro-batch.
+    """
+
+    num_tokens: float
+    """Tokens with a loss."""
+    num_sequences: float
+    """Sequences with at least one such token; the rest is padding and counts nowhere."""
+
+    @classmethod
+    def of(cls, loss_mask: torch.Tensor) -> LossTotals:
+        """The totals of `loss_mask` [B, R] alone."""
+        per_sequence = loss_mask.bool().sum(-1)
+        return cls(num_tokens=float(per_sequence.sum()), num_sequences=float((per_sequence > 0).sum()))
+
+    def __add__(self, other: LossTotals) -> LossTotals:
+        return LossTotals(
+            num_tokens=self.num_tokens + other.num_tokens, num_sequences=self.num_sequences + other.num_sequences
+        )
+
+
+def agg_loss(
+    loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str, *, totals: LossTotals | None = None
+) -> torch.Tensor:
+    """This micro-batch's share of the mini-batch loss: loss_mat, loss_mask [B, R] -> scalar.
+
+    The shares of all micro-batches on all ranks add up to the loss of the whole mini-batch, so gradients are summed
+    over micro-batches and over ranks. FSDP averages over ranks instead: multiply the share by the number of ranks
+    there. `totals` are those of the mini-batch; None says that this is all of it.
+
+    * `token-mean`: mean over all tokens (DAPO, arXiv:2503.14476).
+    * `seq-mean-token-sum`: mean over sequences of the sum over their tokens.
+    * `seq-mean-token-mean`: mean over sequences of the mean over their tokens (GRPO, arXiv:2402.03300).
+    * `seq-mean-token-sum-norm`: mean over sequences of the sum over their tokens divided by R, a constant
+      (Dr. GRPO, arXiv:2503.20783).
+
+    Raises ConfigError for another mode.
+    """
+    totals = totals or LossTotals.of(loss_mask)
+    num_tokens, num_sequences = max(totals.num_tokens, 1.0), max(totals.num_sequences, 1.0)
+    if loss_agg_mode == "token-mean":
+        return masked_sum(loss_mat, loss_mask) / num_tokens
+    if loss_agg_mode == "seq-mean-token-sum":
+        return masked_sum(loss_mat, loss_mask) / num_sequences
+    if loss_agg_mode == "seq-mean-token-mean":
+        return masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return masked_sum(loss_mat, loss_mask) / (num_sequences * loss_mask.shape[-1])
+    known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    raise ConfigError(f"actor.loss_agg_mode={loss_agg_mode!r} is not known.{did_you_mean(loss_agg_mode, known)}")

@@ -1,0 +1,90 @@
+"""Policy losses, by the name that `actor.policy_loss.loss_mode` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from verl.utils.registry import Registry
+from verl.utils.torch_functional import masked_sum
+from verl.workers.config import ActorConfig
+from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.kl import MAX_LOG_RATIO
+
+
+class PolicyLoss(Protocol):
+    """Called on every trainer rank, once per micro-batch; all tensors are [B, R].
+
+    Returns this micro-batch's share of the mini-batch loss (see `agg_loss`; `totals` are passed on to it) and metrics,
+    which are shares, too: their sums over micro-batches and ranks are the means over the tokens of the mini-batch.
+    """
+
+    def __call__(
+        self,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        config: ActorConfig,
+        rollout_is_weights: torch.Tensor | None = None,
+        *,
+        totals: LossTotals | None = None,
+    ) -> tuple[torch.Tensor, dict[str, float]]: ...
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor.policy_loss.loss_mode")
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorator that makes a `PolicyLoss` available as `actor.policy_loss.loss_mode=name`."""
+    return POLICY_LOSSES.register(name)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLoss:
+    """Raises ConfigError for a name that nobody registered."""
+    return POLICY_LOSSES.get(name)
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Clipped PPO with a dual clip.
+
+    With r = pi / pi_old the loss of a token is -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347; a `high`
+    of its own is DAPO's clip-higher, arXiv:2503.14476). Where A < 0 that is unbounded as r grows; it is held to at most
+    -c A with c = clip_ratio_c (dual clip, arXiv:1912.09729, eq. 5). `rollout_is_weights` multiply the token losses.
+    """
+    totals = totals or LossTotals.of(response_mask)
+    mask = response_mask.bool()
+    low, high = config.clip_range
+    # Masked before exp: log-probs of padding are arbitrary, and 0 * inf in the backward pass would be NaN.
+    log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    bound = -advantages * config.clip_ratio_c
+    token_losses = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
+    if rollout_is_weights is not None:
+        token_losses = token_losses * rollout_is_weights
+
+    def share(values: torch.Tensor) -> float:
+        return masked_sum(values.detach().float(), mask).item() / max(totals.num_tokens, 1.0)
+
+    metrics = {
+        "actor/pg_clipfrac": share(clipped > unclipped),
+        "actor/ppo_kl": share(-log_ratio),
+        "actor/pg_clipfrac_lower": share((pessimistic > bound) & (advantages < 0)),
+    }
+    return agg_loss(token_losses, mask, config.loss_agg_mode, totals=totals), metrics

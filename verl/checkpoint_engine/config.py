@@ -44,7 +44,7 @@ class CheckpointEngineConfig:
     custom_backend_module: str | None = option(
         None, "module imported on every process that registers a backend of yours"
     )
-    block_kilobytes: int = option(4096, "largest piece with a digest of its own, in KiB")
+    block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB")
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
     activation: str = option(

@@ -1,0 +1,333 @@
+"""A node's arena: versions of the weights in POSIX shared memory, in one or two slots.
+
+    <shm>/verl-<job>-<node>/         0700, one per rollout node and job
+        lock                         flock'ed by the owner as long as it lives
+        slot-0.3                     the bytes of one version (0600); `.3` is the generation of the file
+        manifest-17                  layout, plan and digests of version 17, which lies in the slot it names
+        current                      the committed version; replaced by rename, so it is either old or new
+
+The owner (one process per rollout node) creates the arena and decides which slot is current. Trainer ranks of the same
+host write into the spare slot; engines map the current one read-only. Control state never shares bytes with weights.
+
+A slot file is replaced, not reused, when somebody who should be gone may still hold it: a trainer that was given up on
+but wakes up later, a reader that hangs. What it then writes or reads is an orphan, not the next version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from verl.checkpoint_engine.digest import Manifest
+from verl.checkpoint_engine.errors import ConfigError, IntegrityError
+from verl.checkpoint_engine.janitor import Janitor, sweep
+from verl.checkpoint_engine.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.types import TensorSpec
+
+ARENA_PREFIX = "verl-"
+MAX_JOB_NAME = 64
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What the file `current` holds."""
+
+    version: int
+    slot: str
+    manifest: str
+
+
+class SlotView:
+    """One slot mapped into this process. The mapping, and every tensor made from it, lives until `close`."""
+
+    def __init__(self, path: Path, layout: Layout, *, writable: bool) -> None:
+        import torch
+
+        self.path = path
+        self.layout = layout
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        with path.open("r+b" if writable else "rb") as file:
+            self._memory = mmap.mmap(
+                file.fileno(), max(layout.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access
+            )
+        with warnings.catch_warnings():  # torch warns that it cannot mark a read-only buffer; nobody writes to these
+            warnings.simplefilter("ignore", UserWarning)
+            self.bytes: torch.Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor `spec` in this slot, borrowed. Writing to one from a read-only view ends the process."""
+        import torch
+
+        offset = self.layout.offsets[self.layout.index[spec.name]]
+        return self.bytes[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self.layout.specs:
+            yield spec.name, self.tensor(spec)
+
+    def close(self) -> None:
+        """Unmap. Tensors that still borrow the memory keep it mapped until they are gone."""
+        del self.bytes
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+@dataclass
+class _Slot:
+    path: Path
+    version: int | None = None
+    """The committed version that it holds; None while it is spare or being written."""
+
+
+class NodeArena:
+    """The owner's side. One per rollout node, used from one thread at a time.
+
+    Use as a context manager, or call `close`; a janitor process removes the directory if the owner is killed.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, slots: list[_Slot], lock_fd: int, janitor: Janitor) -> None:
+        self.directory = directory
+        self.layout = layout
+        self._slots = slots
+        self._current: _Slot | None = None
+        self._writing: _Slot | None = None
+        self._generation = len(slots)
+        self._lock_fd = lock_fd
+        self._janitor = janitor
+        self._views: dict[Path, SlotView] = {}
+
+    @classmethod
+    def create(cls, *, shm_dir: Path, job: str, node: str, layout: Layout, slots: int) -> NodeArena:
+        """Reserve and pre-fault `slots` x `layout.nbytes` of shared memory.
+
+        Raises ConfigError, before anything is allocated, if the memory is not there (says needed and free bytes) or the
+        arena of the same job and node exists and is in use.
+        """
+        sweep(shm_dir, ARENA_PREFIX)
+        require_free_bytes(shm_dir, slots * layout.nbytes)
+        directory = shm_dir / f"{ARENA_PREFIX}{job[:MAX_JOB_NAME]}-{node}"
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError as exc:
+            raise ConfigError(f"the arena {directory} is in use by another process of this job") from exc
+        lock_fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        janitor = Janitor(directory)
+        try:
+            made = [_Slot(directory / f"slot-{index}.{index}") for index in range(slots)]
+            for slot in made:
+                _allocate(slot.path, layout.nbytes)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            janitor.close()
+            os.close(lock_fd)
+            raise
+        return cls(directory, layout, made, lock_fd, janitor)
+
+    @property
+    def version(self) -> int | None:
+        """The committed version."""
+        return self._current.version if self._current else None
+
+    @property
+    def previous_version(self) -> int | None:
+        """The version that `rollback` would make current again; None with one slot or before the second commit."""
+        spare = self._spare()
+        return spare.version if spare is not self._current else None
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that the arena occupies."""
+        return len(self._slots) * self.layout.nbytes
+
+    def begin(self, version: int) -> Path:
+        """Open the spare slot for `version` and return its path for the writers.
+
+        The version that the slot held is given up. With one slot that is the committed one: until `commit`, nothing is.
+        """
+        if self._writing is not None:
+            self.drop()
+        slot = self._spare()
+        if slot is self._current:
+            (self.directory / "current").unlink(missing_ok=True)
+            self._current = None
+        if slot.version is not None:
+            self._manifest_path(slot.version).unlink(missing_ok=True)
+            slot.version = None
+        if _is_read_by_someone(slot.path):
+            self._replace(slot)
+        self._writing = slot
+        return slot.path
+
+    def slot_view(self) -> SlotView:
+        """The slot opened by `begin`, mapped read-only into the owner; kept mapped from sync to sync."""
+        if self._writing is None:
+            raise IntegrityError("no slot is open for writing")
+        return self._view(self._writing.path)
+
+    def commit(self, version: int, manifest: Manifest) -> None:
+        """Make the slot opened by `begin` current, at once for every reader that comes after."""
+        slot = self._writing
+        if slot is None or manifest.version != version:
+            raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
+        self._manifest_path(version).write_bytes(manifest.encode())
+        slot.version = version
+        self._point_at(slot)
+        self._writing = None
+
+    def drop(self) -> None:
+        """Give up what `begin` opened. Its writers may still be alive, so the file goes with it."""
+        if self._writing is not None:
+            self._replace(self._writing)
+            self._writing = None
+
+    def rollback(self) -> int:
+        """Make the previous version current again and return it. Raises IntegrityError if there is none."""
+        previous = self.previous_version
+        if previous is None:
+            raise IntegrityError("there is no previous version to return to", version=self.version, phase="activate")
+        failed = self._current
+        self._point_at(self._spare())
+        if failed is not None and failed.version is not None:
+            self._manifest_path(failed.version).unlink(missing_ok=True)
+            failed.version = None
+        return previous
+
+    def close(self) -> None:
+        """Unmap and remove everything. Idempotent."""
+        for view in self._views.values():
+            view.close()
+        self._views.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._janitor.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> NodeArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spare(self) -> _Slot:
+        """The slot that is not current; with one slot, that one."""
+        return next((slot for slot in self._slots if slot is not self._current), self._slots[0])
+
+    def _view(self, path: Path) -> SlotView:
+        if path not in self._views:
+            self._views[path] = SlotView(path, self.layout, writable=False)
+        return self._views[path]
+
+    def _replace(self, slot: _Slot) -> None:
+        if view := self._views.pop(slot.path, None):
+            view.close()
+        slot.path.unlink(missing_ok=True)
+        stem = slot.path.name.partition(".")[0]
+        slot.path = self.directory / f"{stem}.{self._generation}"
+        self._generation += 1
+        _allocate(slot.path, self.layout.nbytes)
+
+    def _point_at(self, slot: _Slot) -> None:
+        assert slot.version is not None  # callers have just set or checked it
+        committed = Committed(slot.version, slot.path.name, self._manifest_path(slot.version).name)
+        fresh = self.directory / "current.new"
+        fresh.write_bytes(msgspec.msgpack.encode(committed))
+        fresh.rename(self.directory / "current")
+        self._current = slot
+
+    def _manifest_path(self, version: int) -> Path:
+        return self.directory / f"manifest-{version}"
+
+
+def committed_version(arena_path: str | Path) -> int | None:
+    """The version that readers of this arena would get; None if nothing is committed."""
+    committed = _read_current(Path(arena_path))
+    return committed.version if committed else None
+
+
+def _read_current(directory: Path) -> Committed | None:
+    try:
+        data = (directory / "current").read_bytes()
+    except FileNotFoundError:
+        return None
+    return msgspec.msgpack.decode(data, type=Committed)
+
+
+def _require_committed(directory: Path, version: int) -> Committed:
+    committed = _read_current(directory)
+    if committed is None or committed.version != version:
+        state = "holds nothing" if committed is None else f"holds version {committed.version}"
+        raise IntegrityError(f"{directory} {state}; version {version} was asked for", version=version, phase="activate")
+    return committed
+
+
+@contextlib.contextmanager
+def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+    """Map the committed `version` read-only, for engines on the same host. Tensors are borrowed until the block ends.
+
+    Raises IntegrityError if the arena is gone or its committed version is another one.
+    """
+    directory = Path(arena_path)
+    committed = _require_committed(directory, version)
+    with (directory / committed.slot).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
+        _require_committed(directory, version)  # it may have been given up between the look and the lock
+        manifest = Manifest.decode((directory / committed.manifest).read_bytes())
+        view = SlotView(directory / committed.slot, manifest.plan.layout, writable=False)
+        try:
+            yield manifest, view
+        finally:
+            view.close()
+
+
+def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (Hugging Face name, tensor) of the committed `version`. A tensor is borrowed until the iterator ends."""
+    with open_committed(arena_path, version) as (_, view):
+        yield from view.tensors()
+
+
+def require_free_bytes(shm_dir: Path, needed: int) -> None:
+    """Raises ConfigError unless `needed` bytes of shared memory are free."""
+    stats = os.statvfs(shm_dir)
+    free = stats.f_bavail * stats.f_frsize
+    if needed > free:
+        raise ConfigError(
+            f"the node arena needs {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir}, "
+            f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free some, enlarge the file system, "
+            "or set checkpoint_engine.slots=1 to halve the need"
+        )
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    """A file whose pages exist: running out of memory is an error here, not a SIGBUS in a writer later."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, max(nbytes, 1))
+    except OSError as exc:
+        path.unlink()
+        raise ConfigError(f"cannot reserve {nbytes} bytes of shared memory at {path}: {exc.strerror}") from exc
+    finally:
+        os.close(fd)
+
+
+def _is_read_by_someone(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -1,0 +1,102 @@
+"""What a backend is: the way in which bytes get from trainer ranks into the spare slots of rollout nodes.
+
+One instance lives on every member. The manager (through `participants.py`) drives them like this:
+
+    every trainer rank and node     prepare                 register memory, say how to be reached
+    driver                          build_topology          who sends to whom
+    every trainer rank and node     init_process_group      connect
+    for every version
+        every trainer rank          send_weights            publish: the rank's own pieces, digested
+        every node                  receive_weights         stage: until the spare slot holds every byte
+    every trainer rank and node     finalize                disconnect, release
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from verl.checkpoint_engine.arena import NodeArena, open_committed
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.pipeline import Publication
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.types import Member
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do; matched against the job when the manager is built, never tested by name."""
+
+    staged: bool
+    """Bytes travel after the trainer has published, while it goes on."""
+    one_sided: bool
+    """Nodes fetch by themselves; trainer ranks take no part in staging."""
+    elastic: bool
+    """Nodes may come and go without a new process group."""
+    same_host: bool
+    """Trainer ranks and rollout nodes must share memory."""
+    device_types: tuple[str, ...]
+    """Devices whose memory it can read weights from."""
+
+
+class CheckpointEngine(ABC):
+    """One backend on one member. Methods block; each is called from one thread at a time."""
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
+        self.member = member
+        self.config = config
+
+    @abstractmethod
+    def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
+        """Register memory and return the address under which peers reach this member. Once per plan.
+
+        Called on every member; `arena` is the node's own, None on trainer ranks. Raises TransportError.
+        """
+
+    @classmethod
+    @abstractmethod
+    def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+        """Who sends to whom. Pure; called on the driver. Raises BackendUnavailable if these members cannot be joined."""
+
+    @abstractmethod
+    def init_process_group(self, topology: Topology) -> None:
+        """Connect to the peers that `topology` gives this member. Called on every member at once. Raises TransportError."""
+
+    @abstractmethod
+    def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
+        """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
+
+        Called on every trainer rank; `slots` has the path of the spare slot of every node. Raises TransportError.
+        """
+
+    @abstractmethod
+    def receive_weights(self, version: int, arena: NodeArena) -> int:
+        """Stage: return when the open slot of `arena` holds every byte of `version`, with the bytes that were moved.
+
+        Called on every node. Raises TransportError.
+        """
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Disconnect and release what `prepare` and `init_process_group` took. Idempotent."""
+
+
+class CheckpointEngineWithCache(CheckpointEngine):
+    """A backend whose nodes keep the committed version, so that an engine can (re)load without the trainer."""
+
+    def get_weights(self, arena_path: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor) of the committed `version`; tensors are borrowed until the iterator ends.
+
+        Called on a rollout node, by any process of that host. Raises IntegrityError if `version` is not committed.
+        """
+        with open_committed(arena_path, version) as (_, view):
+            yield from view.tensors()

@@ -1,0 +1,103 @@
+"""Digests of pieces, and the manifest that carries them from the trainer to the rollout nodes.
+
+xxh3 (https://github.com/Cyan4973/xxHash) detects accidents, not attackers: torn writes, stale buffers, flipped bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from verl.checkpoint_engine.errors import IntegrityError
+from verl.checkpoint_engine.plan import SyncPlan
+
+MANIFEST_FORMAT = 1
+MAX_PIECES_IN_MESSAGE = 8
+
+UInt64s = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version must be, byte for byte: the plan (with its layout) and the digest of each of its pieces."""
+
+    version: int
+    plan: SyncPlan
+    digests: UInt64s
+
+    @classmethod
+    def of(cls, version: int, plan: SyncPlan, per_owner: Sequence[UInt64s]) -> Manifest:
+        """Join the digests of all owners, rank 0 first. Raises IntegrityError if an owner's are missing or too many."""
+        for owner, digests in enumerate(per_owner):
+            expected = int(plan.first[owner + 1] - plan.first[owner])
+            if len(digests) != expected:
+                raise IntegrityError(
+                    f"trainer-{owner} sent {len(digests)} digests for {expected} pieces", version=version, phase="verify"
+                )
+        return cls(version, plan, np.concatenate(per_owner) if per_owner else np.zeros(0, np.uint64))
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode([MANIFEST_FORMAT, self.version, self.plan.encode(), self.digests.tobytes()])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Raises IntegrityError for anything that is not a manifest of a format that this code knows."""
+        try:
+            form, version, plan, digests = msgspec.msgpack.decode(data, type=tuple[int, int, bytes, bytes])
+        except msgspec.MsgspecError as exc:
+            raise IntegrityError(f"not a manifest: {exc}") from exc
+        if form != MANIFEST_FORMAT:
+            raise IntegrityError(f"the manifest has format {form}; this code reads format {MANIFEST_FORMAT}")
+        return cls(version, SyncPlan.decode(plan), np.frombuffer(digests, np.uint64))
+
+
+def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:
+    """xxh3_64 of one piece's bytes in C order. `region` is the memory that the plan's offsets count from."""
+    if rows == 1:
+        return xxhash.xxh3_64_intdigest(region[offset : offset + run_nbytes])
+    runs = np.lib.stride_tricks.as_strided(region[offset:], (rows, run_nbytes), (stride, 1), writeable=False)
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(runs))
+
+
+def digest_pieces(region: npt.NDArray[np.uint8], plan: SyncPlan, pieces: range) -> UInt64s:
+    """The digests of the given pieces of `plan`, read from `region`."""
+    extents = plan.extents
+    columns = zip(
+        extents.offset[pieces.start : pieces.stop].tolist(),
+        extents.run_nbytes[pieces.start : pieces.stop].tolist(),
+        extents.rows[pieces.start : pieces.stop].tolist(),
+        extents.stride[pieces.start : pieces.stop].tolist(),
+        strict=True,
+    )
+    return np.fromiter((digest_piece(region, *column) for column in columns), np.uint64, len(pieces))
+
+
+def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:
+    """Digest every piece of `region` and compare with the manifest.
+
+    xxhash gives up Python's global lock while it works on large inputs, so threads help where there are cores.
+    Raises IntegrityError that names tensor, box and owner of the pieces that differ.
+    """
+    plan = manifest.plan
+    bounds = np.linspace(0, len(plan), threads + 1).astype(int).tolist()
+    parts = [range(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    if threads == 1:
+        found = digest_pieces(region, plan, parts[0])
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+            found = np.concatenate(list(pool.map(lambda part: digest_pieces(region, plan, part), parts)))
+    wrong = np.flatnonzero(found != manifest.digests)
+    if len(wrong):
+        named = "; ".join(plan.describe(piece) for piece in wrong[:MAX_PIECES_IN_MESSAGE].tolist())
+        more = f"; and {len(wrong) - MAX_PIECES_IN_MESSAGE} more" if len(wrong) > MAX_PIECES_IN_MESSAGE else ""
+        raise IntegrityError(
+            f"{len(wrong)} of {len(plan)} pieces are not what the trainer sent: {named}{more}",
+            version=manifest.version,
+            phase="verify",
+        )

@@ -1,0 +1,89 @@
+"""Where every tensor of a version lies: Hugging Face names to aligned offsets in one memory region. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import xxhash
+
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.types import ITEMSIZE, TensorSpec
+
+ALIGNMENT = 256
+"""Bytes. Every tensor starts at a multiple of it: enough for vector loads on CPUs and for bulk copies on accelerators."""
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor `specs[i]` occupies `specs[i].nbytes` bytes from `offsets[i]`; the region has `nbytes` bytes.
+
+    Trainer ranks, rollout nodes and engines compute it from the same specs and compare `digest` before bytes move.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """Raises PlanError for a name that appears twice, an unknown dtype or a negative size, listing all of them."""
+        problems = []
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.name in seen:
+                problems.append(f"{spec.name}: appears twice")
+            seen.add(spec.name)
+            if spec.dtype not in ITEMSIZE:
+                problems.append(f"{spec.name}: unknown dtype {spec.dtype!r}")
+            elif any(size < 0 for size in spec.shape):
+                problems.append(f"{spec.name}: negative size in {spec.shape}")
+        if problems:
+            raise PlanError(f"the specs cannot be laid out: {'; '.join(problems)}")
+        offsets = []
+        end = 0
+        for spec in specs:
+            offsets.append(end)
+            end += align(spec.nbytes)
+        return cls(tuple(specs), tuple(offsets), end)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {spec.name: position for position, spec in enumerate(self.specs)}
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits that differ when any name, shape, dtype or offset differs."""
+        return xxhash.xxh3_128_hexdigest(self.encode())
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of tensors alone, without the gaps of alignment."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, int]]:
+        return iter(zip(self.specs, self.offsets, strict=True))
+
+    def tensor_at(self, offset: int) -> TensorSpec:
+        """The tensor that holds the byte at `offset`."""
+        position = int(np.searchsorted(np.asarray(self.offsets), offset, side="right")) - 1
+        return self.specs[position]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode([[spec.name, spec.shape, spec.dtype] for spec in self.specs])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        """Raises PlanError if `data` was not made by `encode`."""
+        try:
+            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str]])
+        except msgspec.MsgspecError as exc:
+            raise PlanError(f"not an encoded layout: {exc}") from exc
+        return cls.of([TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in rows])

@@ -1,0 +1,106 @@
+"""Backends by name. Built-in ones are "module:Class" strings until somebody asks for them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from verl.checkpoint_engine.base import CheckpointEngine
+from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.utils import config as strict
+
+EngineClass = TypeVar("EngineClass", bound=type[CheckpointEngine])
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a backend is, the pip extra that brings what it needs, and the dataclass of its options."""
+
+    target: str
+    extra: str | None = None
+    options: type[Any] | None = None
+
+
+BUILTIN = {
+    "naive": Backend("verl.checkpoint_engine.backends.naive:NaiveEngine", options=NaiveOptions),
+}
+
+
+class CheckpointEngineRegistry:
+    """`register` adds a backend of one's own, `get` finds a class, `new` makes an instance."""
+
+    _registered: dict[str, type[CheckpointEngine]] = {}
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[EngineClass], EngineClass]:
+        """Class decorator. Raises ValueError if another class has the name."""
+
+        def add(engine_class: EngineClass) -> EngineClass:
+            known = cls._registered.get(name)
+            if name in BUILTIN or (known is not None and known.__qualname__ != engine_class.__qualname__):
+                raise ValueError(f"a checkpoint engine named {name!r} is already registered")
+            cls._registered[name] = engine_class
+            return engine_class
+
+        return add
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted({*BUILTIN, *cls._registered})
+
+    @classmethod
+    def get(cls, name: str) -> type[CheckpointEngine]:
+        """Raises ConfigError for an unknown name, BackendUnavailable (naming the extra) for a missing package."""
+        if name in cls._registered:
+            return cls._registered[name]
+        if name not in BUILTIN:
+            hint = strict.did_you_mean(name, cls.names())
+            raise ConfigError(
+                f"unknown checkpoint_engine.backend {name!r}.{hint} Known: {', '.join(cls.names())}; "
+                "a backend of yours is registered by the module in checkpoint_engine.custom_backend_module"
+            )
+        backend = BUILTIN[name]
+        module, _, attribute = backend.target.partition(":")
+        try:
+            engine_class: type[CheckpointEngine] = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as exc:
+            raise BackendUnavailable(
+                f"checkpoint_engine.backend={name} needs the package {exc.name!r}: "
+                f"pip install 'verl-sync[{backend.extra or name}]'"
+            ) from exc
+        return engine_class
+
+    @classmethod
+    def new(cls, name: str, **arguments: Any) -> CheckpointEngine:
+        return cls.get(name)(**arguments)
+
+
+def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
+    """The class that `config` asks for, its options checked. Called on the driver, and again on every member.
+
+    Raises ConfigError or BackendUnavailable.
+    """
+    if config.custom_backend_module:
+        try:
+            importlib.import_module(config.custom_backend_module)
+        except ModuleNotFoundError as exc:
+            raise ConfigError(
+                f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
+            ) from exc
+    engine_class = CheckpointEngineRegistry.get(config.backend)
+    for name, options in config.engine_kwargs.items():
+        if name not in CheckpointEngineRegistry.names():
+            raise ConfigError(
+                f"checkpoint_engine.engine_kwargs.{name}: no such backend."
+                + strict.did_you_mean(name, CheckpointEngineRegistry.names())
+            )
+        options_class = BUILTIN[name].options if name in BUILTIN else None
+        if options_class is not None:
+            try:
+                strict.from_mapping(options_class, options, f"checkpoint_engine.engine_kwargs.{name}")
+            except strict.ConfigError as exc:
+                raise ConfigError(str(exc)) from exc
+    return engine_class

@@ -1,0 +1,222 @@
+"""Where the metrics of a run go: `trainer.logger`. Runs on the driver."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
+
+from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.console import StepConsole
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a backend may want to know about the run."""
+
+    project_name: str
+    experiment_name: str
+    output_dir: Path
+    config: Mapping[str, Any]
+    """The whole configuration as plain dicts, lists and scalars."""
+    total_steps: int | None
+    """For the progress bar; None: not known."""
+    resume_step: int
+    """The step that the run continues after; 0: from the start."""
+
+
+class Tracker(Protocol):
+    """One destination. Made before work starts; raises ConfigError there if it cannot work."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record one step, durably enough to survive a kill right after."""
+
+    def close(self) -> None: ...
+
+
+class Tracking:
+    """Sends the metrics of every step to all backends. A context manager: leaving it closes them.
+
+    Raises ConfigError at construction, with nothing left open, for an unknown backend, a missing package or an output
+    directory that cannot be written.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        backends: Sequence[str],
+        output_dir: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        *,
+        total_steps: int | None = None,
+        resume_step: int = 0,
+    ) -> None:
+        for backend in backends:
+            if backend not in BACKENDS:
+                raise ConfigError(f"trainer.logger={backend!r} is not known.{did_you_mean(backend, BACKENDS)}")
+        run = Run(
+            project_name=project_name,
+            experiment_name=experiment_name,
+            output_dir=Path(output_dir),
+            config=config,
+            total_steps=total_steps,
+            resume_step=resume_step,
+        )
+        self._trackers: list[Tracker] = []
+        with ExitStack() as undo:
+            for backend in dict.fromkeys(backends):
+                tracker = BACKENDS[backend](run)
+                undo.callback(tracker.close)
+                self._trackers.append(tracker)
+            self._closing = undo.pop_all()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Call once per step, with everything there is to say about it: backends may keep one record per step."""
+        scalars = {name: float(value) for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(scalars, step)
+
+    def close(self) -> None:
+        """Idempotent. Every backend is closed even if one fails."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonlTracker:
+    """`<output_dir>/metrics.jsonl`: one object per step, `{"step": 3, "actor/pg_loss": 0.1}`; NaN and inf are null.
+
+    Records of steps that the run is about to do again, or has nothing to do with, are not mixed with its own: the old
+    file is kept as `metrics-<n>.jsonl`, and only the records up to `resume_step` are carried into the new one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        path = _writable(run.output_dir) / METRICS_FILE
+        if path.exists():
+            records, complete = _parse(path)
+            kept = [record for record in records if run.resume_step > 0 and record["step"] <= run.resume_step]
+            if len(kept) < len(records) or not complete:
+                path.rename(_free_name(path))
+                path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._file: IO[str] = path.open("a")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorboardTracker:
+    """Event files in `<output_dir>/tensorboard`."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as exc:
+            raise ConfigError(
+                "trainer.logger=tensorboard needs the package 'tensorboard': pip install tensorboard"
+            ) from exc
+        self._writer = SummaryWriter(
+            str(_writable(run.output_dir / "tensorboard")), purge_step=run.resume_step + 1 if run.resume_step else None
+        )
+        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; its own environment variables (`WANDB_MODE`, ...) apply."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            import wandb
+        except ImportError as exc:
+            raise ConfigError("trainer.logger=wandb needs the package 'wandb': pip install 'verl-sync[wandb]'") from exc
+        self._run = wandb.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=dict(run.config),
+            dir=str(_writable(run.output_dir)),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _console(run: Run) -> StepConsole:
+    return StepConsole(total_steps=run.total_steps, first_step=run.resume_step)
+
+
+BACKENDS: dict[str, Callable[[Run], Tracker]] = {
+    "console": _console,
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+}
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in file order; a last line that a kill cut short is left out.
+
+    Raises FileNotFoundError, and ValueError naming the line for anything else that is not a record.
+    """
+    return _parse(Path(path))[0]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The records, and whether the last line is complete."""
+    lines = path.read_text().split("\n")
+    complete = lines.pop() == ""
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ValueError(f"{path}, line {number}: not a record of metrics with a step: {line[:80]!r}") from exc
+        records.append(record)
+    return records, complete
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _writable(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"the output directory {directory} cannot be made: {exc}") from exc
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"the output directory {directory} is not writable")
+    return directory

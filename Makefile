@@ -1,0 +1,47 @@
+# Every command a newcomer needs. `make` alone lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+# What the job, or pytest, gets on its command line: make run ARGS="trainer.total_training_steps=5"
+ARGS ?=
+
+.PHONY: help install run test lint style types imports format lock clean distclean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: ## make .venv with the pinned CPU stack; does nothing when nothing has changed
+	@scripts/install_cpu.sh
+
+run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
+	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
+
+test: install ## the whole test suite; options for pytest in ARGS="..."
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: style types imports ## everything below that only reads the code
+
+style: install ## ruff: rules and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: install ## mypy
+	$(BIN)/mypy
+
+imports: install ## import-linter: which package may import which
+	$(BIN)/lint-imports
+
+format: install ## let ruff fix and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: ## resolve requirements/cpu.in into cpu.lock; UPGRADE=1 moves every package to its newest version
+	@$(or $(PYTHON),python3.11) scripts/lock_cpu.py $(if $(UPGRADE),--upgrade)
+
+clean: ## remove caches and build products; keeps .venv, outputs and checkpoints
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find verl tests benchmarks examples recipe scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv
+	rm -rf .venv

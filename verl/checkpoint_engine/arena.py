@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from verl.checkpoint_engine.digest import Manifest
+from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
 from verl.checkpoint_engine.janitor import Janitor, sweep
 from verl.checkpoint_engine.layout import Layout
@@ -205,6 +205,11 @@ class NodeArena:
             self._manifest_path(failed.version).unlink(missing_ok=True)
             failed.version = None
         return previous
+
+    def reverify(self, version: int, *, threads: int = 1) -> None:
+        """Digest the committed `version` again. Raises IntegrityError that names what differs."""
+        with open_committed(self.directory, version) as (manifest, view):
+            verify(view.bytes.numpy(), manifest, threads=threads)
 
     def close(self) -> None:
         """Unmap and remove everything. Idempotent."""

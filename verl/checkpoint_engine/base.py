@@ -65,11 +65,11 @@ class CheckpointEngine(ABC):
     @classmethod
     @abstractmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-        """Who sends to whom. Pure; called on the driver. Raises BackendUnavailable if these members cannot be joined."""
+        """Who sends to whom. Pure; called on the driver. Raises BackendUnavailable if they cannot be joined."""
 
     @abstractmethod
     def init_process_group(self, topology: Topology) -> None:
-        """Connect to the peers that `topology` gives this member. Called on every member at once. Raises TransportError."""
+        """Connect to the peers that `topology` gives this member. Called on every member. Raises TransportError."""
 
     @abstractmethod
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:

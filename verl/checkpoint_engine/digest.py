@@ -38,7 +38,9 @@ class Manifest:
             expected = int(plan.first[owner + 1] - plan.first[owner])
             if len(digests) != expected:
                 raise IntegrityError(
-                    f"trainer-{owner} sent {len(digests)} digests for {expected} pieces", version=version, phase="verify"
+                    f"trainer-{owner} sent {len(digests)} digests for {expected} pieces",
+                    version=version,
+                    phase="verify",
                 )
         return cls(version, plan, np.concatenate(per_owner) if per_owner else np.zeros(0, np.uint64))
 
@@ -60,9 +62,9 @@ class Manifest:
 def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:
     """xxh3_64 of one piece's bytes in C order. `region` is the memory that the plan's offsets count from."""
     if rows == 1:
-        return xxhash.xxh3_64_intdigest(region[offset : offset + run_nbytes])
+        return xxhash.xxh3_64_intdigest(region[offset : offset + run_nbytes].data)
     runs = np.lib.stride_tricks.as_strided(region[offset:], (rows, run_nbytes), (stride, 1), writeable=False)
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(runs))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(runs).data)
 
 
 def digest_pieces(region: npt.NDArray[np.uint8], plan: SyncPlan, pieces: range) -> UInt64s:

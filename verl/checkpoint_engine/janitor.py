@@ -1,8 +1,8 @@
 """Shared memory does not go away with the process that made it. Two things see to it that it does.
 
-`Janitor` is a small process that outlives its owner by one directory removal: it holds the read end of a pipe whose only
-writer is the owner, so a SIGKILL of the owner reads as end-of-file. `sweep` removes what is left if both were killed:
-directories whose lock nobody holds.
+`Janitor` is a small process that outlives its owner by one directory removal: it holds the read end of a pipe whose
+only writer is the owner, so a SIGKILL of the owner reads as end-of-file. `sweep` removes what is left if both were
+killed: directories whose lock nobody holds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import ITEMSIZE, TensorSpec
 
 ALIGNMENT = 256
-"""Bytes. Every tensor starts at a multiple of it: enough for vector loads on CPUs and for bulk copies on accelerators."""
+"""Bytes. Every tensor starts at a multiple of it: enough for vector loads and for bulk copies of accelerators."""
 
 
 def align(nbytes: int) -> int:

@@ -32,7 +32,7 @@ class Publication:
 def publish(source: WeightSource, plan: SyncPlan, owner: int, slots: Sequence[SlotView]) -> Publication:
     """Write the pieces of `owner` into each of `slots`, digesting each piece while it is still in the cache.
 
-    The source casts once, into the first slot; the others get copies of that. Called on the owner's rank, on one thread.
+    The source casts once, into the first slot; the others get copies of that. Called on the owner's rank.
     """
     start_s = time.perf_counter()
     pieces = range(int(plan.first[owner]), int(plan.first[owner + 1]))

@@ -66,7 +66,7 @@ class ShardTable:
     def box(self, row: int, ndim: int) -> Box:
         return Box(tuple(self.start[row, :ndim].tolist()), tuple(self.stop[row, :ndim].tolist()))
 
-    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> ShardTable:
+    def take(self, rows: Int64s) -> ShardTable:
         return ShardTable(self.tensor[rows], self.start[rows], self.stop[rows])
 
     def encode(self) -> bytes:
@@ -86,7 +86,7 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class Extents:
-    """Where boxes lie in the region: `rows[i]` runs of `run_nbytes[i]` bytes, the first at `offset[i]`, `stride[i]` apart.
+    """Where boxes lie in the region: `rows[i]` runs of `run_nbytes[i]` bytes from `offset[i]`, `stride[i]` apart.
 
     A box of whole rows is one run. A box of columns is one run per row.
     """
@@ -138,9 +138,7 @@ class SyncPlan:
     def _end(self, piece: int) -> int:
         extents = self.extents
         return int(
-            extents.offset[piece]
-            + (extents.rows[piece] - 1) * extents.stride[piece]
-            + extents.run_nbytes[piece]
+            extents.offset[piece] + (extents.rows[piece] - 1) * extents.stride[piece] + extents.run_nbytes[piece]
         )
 
     def encode(self) -> bytes:
@@ -163,7 +161,7 @@ class SyncPlan:
 def make_plan(layout: Layout, held: Sequence[ShardTable], *, block_nbytes: int) -> SyncPlan:
     """The plan for trainer ranks that hold `held[rank]`.
 
-    A box that several ranks hold is sent by one of them; such pieces are dealt to the rank with the fewest bytes so far.
+    A box that several ranks hold is sent by one of them: its pieces are dealt to the rank with the fewest bytes so far.
     Raises PlanError, listing every tensor, unless the boxes cover each byte of the layout exactly once.
     """
     boxes, holders = _unique_boxes(held)
@@ -238,13 +236,15 @@ def _columns(layout: Layout, boxes: ShardTable) -> tuple[Int64s, Int64s, Int64s]
 
 def _unique_boxes(held: Sequence[ShardTable]) -> tuple[ShardTable, list[tuple[int, ...]]]:
     """Every distinct non-empty box once, with the ranks that hold it in ascending order."""
-    rank = np.concatenate([np.full(len(table), index, np.int64) for index, table in enumerate(held)] or [np.zeros(0)])
+    rank = np.concatenate(
+        [np.full(len(table), index, np.int64) for index, table in enumerate(held)] or [np.zeros(0, np.int64)]
+    )
     table = ShardTable(
         np.concatenate([table.tensor for table in held]),
         np.concatenate([table.start for table in held]),
         np.concatenate([table.stop for table in held]),
     )
-    filled = (table.stop > table.start).all(axis=1)
+    filled = np.flatnonzero((table.stop > table.start).all(axis=1))
     table, rank = table.take(filled), rank[filled]
     rows = np.column_stack([table.tensor, table.start, table.stop])
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -266,7 +266,8 @@ def _prove_coverage(layout: Layout, boxes: ShardTable) -> None:
     np.add.at(covered, boxes.tensor, numel)
     needed = np.array([spec.numel for spec in layout.specs], np.int64)
     problems = [
-        f"{layout.specs[position].name}: {needed[position] - covered[position]} of {needed[position]} elements held by nobody"
+        f"{layout.specs[position].name}: "
+        f"{needed[position] - covered[position]} of {needed[position]} elements held by nobody"
         for position in np.flatnonzero(covered < needed).tolist()
     ]
     overlapping = set(np.flatnonzero(covered > needed).tolist()) | _overlapping_tensors(layout, boxes)
@@ -279,14 +280,12 @@ def _prove_coverage(layout: Layout, boxes: ShardTable) -> None:
 
 
 def _overlapping_tensors(layout: Layout, boxes: ShardTable) -> set[int]:
-    """Tensors with two boxes that share an element. Contiguous boxes are intervals; only the rest is compared in pairs."""
+    """Tensors with two boxes that share an element. Contiguous boxes are intervals; others are compared in pairs."""
     if not len(boxes):
         return set()
     _, itemsize, _ = _columns(layout, boxes)
     extents = extents_of(layout, boxes)
-    evenly_contiguous = (extents.rows == 1) & (
-        (boxes.stop - boxes.start).prod(axis=1) * itemsize == extents.run_nbytes
-    )
+    evenly_contiguous = (extents.rows == 1) & ((boxes.stop - boxes.start).prod(axis=1) * itemsize == extents.run_nbytes)
     strided_tensors = np.unique(boxes.tensor[~evenly_contiguous])
     simple = ~np.isin(boxes.tensor, strided_tensors)
     rows = np.flatnonzero(simple)
@@ -319,7 +318,7 @@ def _split(layout: Layout, boxes: ShardTable, block_nbytes: int) -> tuple[ShardT
 
 
 def _uneven_below(sizes: Int64s, extent: Int64s, dim: int) -> npt.NDArray[np.bool_]:
-    """Boxes whose rows along `dim` are not one stride apart: a partial dimension below, with a partial one below that."""
+    """Boxes whose rows along `dim` are not one stride apart: two dimensions below are partial."""
     partial = extent != sizes
     below = partial[:, dim + 1 :]
     if below.shape[1] < 2:
@@ -327,7 +326,8 @@ def _uneven_below(sizes: Int64s, extent: Int64s, dim: int) -> npt.NDArray[np.boo
     innermost = below.shape[1] - 1 - np.argmax(below[:, ::-1], axis=1)
     column = np.arange(below.shape[1])
     between = (below & (column[None] < innermost[:, None])).any(axis=1)
-    return between & below.any(axis=1)
+    uneven: npt.NDArray[np.bool_] = between & below.any(axis=1)
+    return uneven
 
 
 def _cut(boxes: ShardTable, dim: int, step: Int64s) -> tuple[ShardTable, Int64s]:

@@ -20,7 +20,8 @@ class WeightSource(Protocol):
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor of the whole model that the rollout engine needs, equal and in equal order on every rank.
 
-        Names are those of the Hugging Face checkpoint; dtypes are what the engine will receive. Tied weights appear once.
+        Names are those of the Hugging Face checkpoint; dtypes are what the engine will receive. Tied weights appear
+        once.
         """
 
     def shards(self) -> Sequence[Shard]:
@@ -29,7 +30,8 @@ class WeightSource(Protocol):
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         """Write the values of `shard`, which lies inside one of `shards()`, into `destination`, casting on the way.
 
-        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, and is borrowed for the call.
+        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, and is borrowed for
+        the call.
         """
 
 
@@ -62,3 +64,15 @@ class Replica(Protocol):
 
     async def health(self) -> None:
         """Return if the engine answers; raise otherwise."""
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache, where the engine can; elsewhere nothing happens, and the log says so."""
+
+    async def wake_up(self) -> None:
+        """Allocate weights and KV cache again, without content."""
+
+    async def release_kv_cache(self) -> None:
+        """Free the KV cache alone."""
+
+    async def resume_kv_cache(self) -> None:
+        """Allocate the KV cache again."""

@@ -1,12 +1,13 @@
 """Strict conversion of plain mappings into configuration dataclasses.
 
 Every configuration class of the project is a frozen, keyword-only dataclass whose fields carry a one-line description
-(`option(default, "what it does")`). This module turns what the user wrote into such a class, or says in one error, with the
-full dotted key, what is wrong with it.
+(`option(default, "what it does")`). This module turns what the user wrote into such a class, or says in one error, with
+the full dotted key, what is wrong with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -55,7 +56,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     Raises ConfigError for an unknown key (with the nearest known one), a value of the wrong type, a value outside
     `choices`, and whatever `__post_init__` of the class rejects.
     """
-    hints = field_types(cls)
+    hints = field_types(typing.cast("Any", cls))
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -96,16 +97,15 @@ def _convert(hint: Any, value: Any, dotted: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{dotted} takes a mapping, not {value!r}")
         return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML reads 1e-6 as a string
-        try:
+    return _convert_scalar(hint, value, dotted)
+
+
+def _convert_scalar(hint: Any, value: Any, dotted: str) -> Any:
+    is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    if hint is float and is_number:  # YAML reads 1e-6 as a string
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            pass
-    if hint is int and isinstance(value, bool):
-        raise ConfigError(f"{dotted} takes an integer, not {value!r}")
-    if isinstance(value, hint):
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"{dotted} takes {_name(hint)}, not {value!r}")
 

@@ -55,7 +55,10 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRewardFunctionConfig:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict with "score"`."""
+    """A reward function of the user's own.
+
+    `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict with "score"`
+    """
 
     path: str | None = option(
         None, "Python file with the function; null: verl.utils.reward_score.default_compute_score"

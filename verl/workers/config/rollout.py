@@ -77,6 +77,9 @@ class RolloutConfig:
     num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu")
     startup_timeout_s: float = option(300.0, "deadline for an engine to come up")
     generate_timeout_s: float = option(600.0, "deadline for one response")
+    control_timeout_s: float = option(
+        300.0, "deadline for one control call to an engine: pause, load weights, resume, sleep, wake up"
+    )
     engine_kwargs: dict[str, Any] = option({}, "passed to the engine: engine_kwargs.vllm.<argument>")
     val_kwargs: SamplingConfig = section(SamplingConfig, "sampling during validation")
     log_prob_micro_batch_size_per_gpu: int | None = option(

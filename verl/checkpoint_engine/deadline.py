@@ -1,0 +1,74 @@
+"""Waiting for many, with a deadline, and able to say for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
+
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+
+T = TypeVar("T")
+
+
+async def all_within(
+    timeout_s: float, calls: Mapping[str, Awaitable[T]], *, version: int | None, phase: str
+) -> dict[str, T]:
+    """The results by member name. The first failure ends the wait at once; the other calls are cancelled.
+
+    Raises the member's own CheckpointEngineError (completed with version, phase and member), TransportError for any
+    other failure of a member, TransportTimeout that lists who is done and who is not when `timeout_s` have passed.
+    """
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    if not tasks:
+        return {}
+    try:
+        done, pending = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        for name, task in tasks.items():
+            if task in done and (error := task.exception()) is not None:
+                raise located(error, version=version, phase=phase, member=name) from error
+        if pending:
+            raise TransportTimeout(_who(tasks, timeout_s), version=version, phase=phase)
+        return {name: task.result() for name, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+
+
+async def each_within(
+    timeout_s: float, calls: Mapping[str, Awaitable[object]], *, version: int | None, phase: str
+) -> dict[str, CheckpointEngineError]:
+    """Wait for every call, failures or not, and return the failures by name. One slow member does not hide another."""
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    if not tasks:
+        return {}
+    await asyncio.wait(tasks.values(), timeout=timeout_s)
+    failures: dict[str, CheckpointEngineError] = {}
+    for name, task in tasks.items():
+        if not task.done():
+            task.cancel()
+            message = f"not done within {timeout_s} s"
+            failures[name] = TransportTimeout(message, version=version, phase=phase, member=name)
+        elif (error := task.exception()) is not None:
+            failures[name] = located(error, version=version, phase=phase, member=name)
+    return failures
+
+
+def located(error: BaseException, *, version: int | None, phase: str, member: str) -> CheckpointEngineError:
+    """`error` as one of ours that says where it happened. Cancellation and exits are not errors and pass through."""
+    if not isinstance(error, Exception):
+        raise error
+    if isinstance(error, CheckpointEngineError):
+        error.version = version if error.version is None else error.version
+        error.phase = error.phase or phase
+        error.member = error.member or member
+        return error
+    wrapped = TransportError(f"{type(error).__name__}: {error}", version=version, phase=phase, member=member)
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _who(tasks: Mapping[str, asyncio.Future[T]], timeout_s: float) -> str:
+    waiting = ", ".join(name for name, task in tasks.items() if not task.done())
+    done = ", ".join(name for name, task in tasks.items() if task.done()) or "none"
+    return f"{waiting} not done within {timeout_s} s; done: {done}"

@@ -1,0 +1,236 @@
+"""`CheckpointEngineManager`: brings the trainer's weights to every replica, one transaction per call.
+
+    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes, report_path=path)
+    await manager.add_replicas(replicas)
+    report = await manager.update_weights(global_steps)
+
+It lives on the driver, in one event loop. It knows its members only through ports; where they run is not its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.deadline import all_within, each_within
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
+from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.participants import Holding, MemberPort, NodePort, TrainerPort
+from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.ports import Replica
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.transaction import Fleet, Stopwatch, SyncTransaction
+from verl.checkpoint_engine.types import Member, SyncReport
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointEngineManager:
+    """Runs syncs for one trainer and any number of replicas on a fixed set of rollout nodes."""
+
+    def __init__(
+        self,
+        *,
+        config: CheckpointEngineConfig,
+        trainers: Sequence[TrainerPort],
+        nodes: Sequence[NodePort],
+        report_path: Path | None = None,
+    ) -> None:
+        """Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
+        if not trainers or not nodes:
+            raise ConfigError("a sync needs at least one trainer rank and one rollout node")
+        self._engine_class = resolve_backend(config)
+        self._config = config
+        self._trainers = list(trainers)
+        self._nodes = list(nodes)
+        self._replicas: dict[str, Replica] = {}
+        self._quarantined: dict[str, Replica] = {}
+        self._report_path = report_path
+        self._plan: SyncPlan | None = None
+        self._arena_paths: dict[int, str] = {}
+        self._version: int | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def _members(self) -> list[MemberPort]:
+        return [*self._trainers, *self._nodes]
+
+    @property
+    def version(self) -> int | None:
+        """The version in service; None before the first sync."""
+        return self._version
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Replicas in service."""
+        return list(self._replicas.values())
+
+    @property
+    def quarantined(self) -> list[Replica]:
+        """Replicas out of service: paused, of unknown version, or dead. `add_replicas` brings one back."""
+        return list(self._quarantined.values())
+
+    async def update_weights(self, global_steps: int) -> SyncReport:
+        """Bring the trainer's present weights to every replica as version `global_steps`.
+
+        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version.
+        """
+        async with self._lock:
+            clock = Stopwatch()
+            with clock.phase("prepare"):
+                plan = await self._prepared()
+            fleet = Fleet(self._trainers, self._nodes, self._arena_paths, self.replicas, plan)
+            transaction = SyncTransaction(global_steps, fleet, self._config, clock)
+            try:
+                report = await transaction.run()
+            except SyncAborted as exc:
+                self._quarantine(transaction.quarantined)
+                self._record(transaction.report("aborted", exc))
+                raise
+            self._version = global_steps
+            self._quarantine(transaction.quarantined)
+            self._record(report)
+            return report
+
+    async def add_replicas(self, replicas: Iterable[Replica]) -> None:
+        """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
+
+        Raises ActivationError naming a replica that could not load it; the others are in service.
+        """
+        async with self._lock:
+            added = list(replicas)
+            failures: dict[str, CheckpointEngineError] = {}
+            if self._version is not None:
+                failures = await each_within(
+                    self._config.deadlines.activate_s,
+                    {replica.name: self._catch_up(replica, self._version) for replica in added},
+                    version=self._version,
+                    phase="activate",
+                )
+            for replica in added:
+                target = self._quarantined if replica.name in failures else self._replicas
+                self._quarantined.pop(replica.name, None)
+                target[replica.name] = replica
+            if failures:
+                error = next(iter(failures.values()))
+                raise ActivationError(
+                    error.message, version=self._version, phase="activate", member=error.member
+                ) from error
+
+    async def remove_replicas(self, replicas: Iterable[Replica]) -> None:
+        """Take replicas out of service. Their engines are not touched."""
+        async with self._lock:
+            for replica in replicas:
+                self._replicas.pop(replica.name, None)
+                self._quarantined.pop(replica.name, None)
+
+    async def abort_replicas(self) -> None:
+        """Stop generation everywhere; requests in flight return what they have."""
+        await self._everywhere({replica.name: replica.pause("abort") for replica in self.replicas})
+
+    async def resume_generation_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.resume() for replica in self.replicas})
+
+    async def sleep_replicas(self) -> None:
+        """Free the engines' weights and KV caches where they can; call `wake_up_replicas` before the next sync."""
+        await self._everywhere({replica.name: replica.sleep() for replica in self.replicas})
+
+    async def wake_up_replicas(self) -> None:
+        """Allocate the engines' weights and KV caches again; the next sync, or `add_replicas`, fills them."""
+        await self._everywhere({replica.name: replica.wake_up() for replica in self.replicas})
+
+    async def release_kv_cache_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.release_kv_cache() for replica in self.replicas})
+
+    async def resume_kv_cache_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.resume_kv_cache() for replica in self.replicas})
+
+    async def close(self) -> None:
+        """Release what members hold: connections, arenas. Idempotent; members that are gone are logged."""
+        members = {member.name: member.close() for member in self._members}
+        failures = await each_within(self._config.deadlines.commit_s, members, version=self._version, phase="close")
+        for error in failures.values():
+            logger.info("while closing: %s", error)
+
+    async def _prepared(self) -> SyncPlan:
+        """The plan for the present members; made, and everybody connected, on the first sync."""
+        if self._plan is None:
+            timeout_s = self._config.deadlines.prepare_s
+            holdings = await all_within(
+                timeout_s,
+                {trainer.name: trainer.describe() for trainer in self._trainers},
+                version=None,
+                phase="prepare",
+            )
+            plan = plan_of(list(holdings.values()), block_nbytes=self._config.block_nbytes)
+            await self._connect(plan, list(holdings.values()), timeout_s)
+            self._plan = plan
+        return self._plan
+
+    async def _connect(self, plan: SyncPlan, holdings: Sequence[Holding], timeout_s: float) -> None:
+        encoded = plan.encode()
+        nodes = await all_within(
+            timeout_s, {node.name: node.prepare(encoded) for node in self._nodes}, version=None, phase="prepare"
+        )
+        addresses = await all_within(
+            timeout_s,
+            {trainer.name: trainer.prepare(encoded) for trainer in self._trainers},
+            version=None,
+            phase="prepare",
+        )
+        trainers = [
+            Member(role="trainer", index=index, host=holding.host, address=addresses[trainer.name])
+            for index, (trainer, holding) in enumerate(zip(self._trainers, holdings, strict=True))
+        ]
+        topology = self._engine_class.build_topology(trainers, list(nodes.values()))
+        members = {member.name: member.connect(topology) for member in self._members}
+        await all_within(timeout_s, members, version=None, phase="prepare")
+        self._arena_paths = {node.index: node.address for node in nodes.values()}
+
+    async def _catch_up(self, replica: Replica, version: int) -> None:
+        await self._nodes[replica.node_index].reverify(version)
+        await replica.pause(self._config.pause_mode)
+        await replica.activate(self._arena_paths[replica.node_index], version)
+        await replica.resume()
+
+    async def _everywhere(self, calls: dict[str, Awaitable[None]]) -> None:
+        await all_within(
+            self._config.deadlines.resume_s,
+            calls,
+            version=self._version,
+            phase="control",
+        )
+
+    def _quarantine(self, failures: dict[str, CheckpointEngineError]) -> None:
+        for name in failures:
+            self._quarantined[name] = self._replicas.pop(name)
+
+    def _record(self, report: SyncReport) -> None:
+        level = logging.INFO if report.outcome == "committed" else logging.ERROR
+        logger.log(
+            level,
+            "version %d %s in %.3f s (%.2f GB/s, trainer blocked %.3f s, generation paused %.3f s)",
+            report.version,
+            report.outcome,
+            report.total_s,
+            report.gbytes_per_s,
+            report.trainer_blocked_s,
+            max(report.paused_s.values(), default=0.0),
+        )
+        if self._report_path is not None:
+            with self._report_path.open("ab") as file:
+                file.write(msgspec.json.encode(report) + b"\n")
+
+
+def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
+    """The plan for these trainer ranks. Raises PlanError naming the ranks that describe another model than rank 0."""
+    strangers = [str(rank) for rank, holding in enumerate(holdings) if holding.layout != holdings[0].layout]
+    if strangers:
+        raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
+    layout = Layout.decode(holdings[0].layout)
+    return make_plan(layout, [ShardTable.decode(holding.shards) for holding in holdings], block_nbytes=block_nbytes)

@@ -1,0 +1,217 @@
+"""The two kinds of members of a sync, each in the process where its memory is.
+
+`TrainerRank` holds a rank's weight source, `RolloutNode` a node's arena; both hold one instance of the backend. Their
+methods are what crosses processes: they take and return records, bytes and numbers. Blocking work runs on one named
+thread per member, so that the event loop that calls them goes on answering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.errors import IntegrityError, PlanError
+from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.plan import ShardTable, SyncPlan
+from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.types import Member
+
+T = TypeVar("T")
+
+VERIFY_THREADS = 4
+"""More do not help: a few threads saturate the memory of one host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one trainer rank says about itself: the whole model's layout, its own shards, its host."""
+
+    host: str
+    layout: bytes
+    shards: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What one trainer rank says after publishing."""
+
+    digests: bytes
+    nbytes: int
+    seconds: float
+
+
+class MemberPort(Protocol):
+    """Any member as the manager sees it, wherever it runs. All methods raise CheckpointEngineError."""
+
+    @property
+    def name(self) -> str: ...
+    async def connect(self, topology: Topology) -> None: ...
+    async def close(self) -> None: ...
+
+
+class TrainerPort(MemberPort, Protocol):
+    """A trainer rank as the manager sees it."""
+
+    async def describe(self) -> Holding: ...
+    async def prepare(self, plan: bytes) -> str: ...
+    async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
+
+
+class NodePort(MemberPort, Protocol):
+    """A rollout node as the manager sees it."""
+
+    async def prepare(self, plan: bytes) -> Member: ...
+    async def begin(self, version: int) -> str: ...
+    async def stage(self, version: int) -> int: ...
+    async def verify(self, version: int, digests: bytes) -> None: ...
+    async def commit(self, version: int, digests: bytes) -> None: ...
+    async def drop(self) -> None: ...
+    async def rollback(self) -> int: ...
+    async def reverify(self, version: int) -> None: ...
+
+
+class _Participant:
+    def __init__(self, role: str, index: int, config: CheckpointEngineConfig) -> None:
+        self._config = config
+        self._member = Member(role=role, index=index, host=socket.gethostname())
+        self._engine = resolve_backend(config)(member=self._member, config=config)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-{self.name}")
+
+    @property
+    def name(self) -> str:
+        return self._member.name
+
+    async def connect(self, topology: Topology) -> None:
+        await self._run(lambda: self._engine.init_process_group(topology))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class TrainerRank(_Participant):
+    """One trainer rank. `source` is borrowed; it is read only inside `describe` and `publish`."""
+
+    def __init__(self, index: int, source: WeightSource, config: CheckpointEngineConfig) -> None:
+        super().__init__("trainer", index, config)
+        self._source = source
+
+    async def describe(self) -> Holding:
+        """Specs and shards of this rank. Raises PlanError if they contradict each other."""
+        return await self._run(self._describe)
+
+    def _describe(self) -> Holding:
+        layout = Layout.of(self._source.specs())
+        table = ShardTable.of(layout, self._source.shards())
+        return Holding(host=self._member.host, layout=layout.encode(), shards=table.encode())
+
+    async def prepare(self, plan: bytes) -> str:
+        return await self._run(lambda: self._engine.prepare(SyncPlan.decode(plan), None))
+
+    async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
+        """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
+        publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
+        return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
+
+    async def close(self) -> None:
+        await self._run(self._engine.finalize)
+        self._thread.shutdown(wait=False)
+
+
+class RolloutNode(_Participant):
+    """One rollout node: owns its arena."""
+
+    def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path) -> None:
+        super().__init__("node", index, config)
+        self._job = job
+        self._shm_dir = shm_dir
+        self._plan: SyncPlan | None = None
+        self._arena: NodeArena | None = None
+
+    async def prepare(self, plan: bytes) -> Member:
+        """Create the arena for the plan's layout, unless there is one, and say where it is."""
+        return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
+
+    def _prepare(self, plan: SyncPlan) -> Member:
+        if self._arena is not None and self._arena.layout.digest != plan.layout.digest:
+            self._arena.close()
+            self._arena = None
+        if self._arena is None:
+            self._arena = NodeArena.create(
+                shm_dir=self._shm_dir,
+                job=self._job,
+                node=self.name,
+                layout=plan.layout,
+                slots=self._config.slots,
+            )
+        self._plan = plan
+        address = self._engine.prepare(plan, self._arena)
+        return Member(
+            role="node", index=self._member.index, host=self._member.host, address=address or str(self._arena.directory)
+        )
+
+    async def begin(self, version: int) -> str:
+        """Open the spare slot for `version`; its path."""
+        return await self._run(lambda: str(self._open_arena.begin(version)))
+
+    async def stage(self, version: int) -> int:
+        """Return when the open slot holds every byte, with the bytes moved."""
+        return await self._run(lambda: self._engine.receive_weights(version, self._open_arena))
+
+    async def verify(self, version: int, digests: bytes) -> None:
+        """Digest the open slot and compare. Raises IntegrityError that names tensor, piece and owner."""
+        await self._run(lambda: self._verify(self._manifest(version, digests)))
+
+    def _verify(self, manifest: Manifest) -> None:
+        region = self._open_arena.slot_view().bytes.numpy()
+        verify(region, manifest, threads=min(VERIFY_THREADS, os.cpu_count() or 1))
+
+    async def commit(self, version: int, digests: bytes) -> None:
+        """Make the open slot the current one."""
+        await self._run(lambda: self._open_arena.commit(version, self._manifest(version, digests)))
+
+    async def drop(self) -> None:
+        """Forget the open slot. Idempotent."""
+        await self._run(lambda: self._arena.drop() if self._arena else None)
+
+    async def rollback(self) -> int:
+        """Make the previous version current; that version."""
+        return await self._run(lambda: self._open_arena.rollback())
+
+    async def reverify(self, version: int) -> None:
+        """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
+        await self._run(lambda: self._open_arena.reverify(version))
+
+    async def close(self) -> None:
+        """Remove the arena."""
+        await self._run(self._close)
+        self._thread.shutdown(wait=False)
+
+    def _close(self) -> None:
+        self._engine.finalize()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def _open_arena(self) -> NodeArena:
+        if self._arena is None:
+            raise IntegrityError("the node has no arena: it was never prepared, or was closed", member=self.name)
+        return self._arena
+
+    def _manifest(self, version: int, digests: bytes) -> Manifest:
+        if self._plan is None:
+            raise PlanError("the node has no plan", version=version, member=self.name)
+        return Manifest(version, self._plan, np.frombuffer(digests, np.uint64))

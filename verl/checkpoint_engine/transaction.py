@@ -1,0 +1,254 @@
+"""One sync: publish -> stage -> verify -> commit -> activate -> resume.
+
+What a failure leads to stands next to what failed:
+
+    publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted
+    commit                    nodes that committed roll back, the others drop; SyncAborted
+    activate, some replicas   those are quarantined: paused, out of service; the version stands
+    activate, every replica   the nodes roll back and the replicas load the previous version again; SyncAborted
+    resume                    the replica is quarantined
+
+Until `commit`, nothing that serves has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.deadline import all_within, each_within
+from verl.checkpoint_engine.errors import (
+    ActivationError,
+    CheckpointEngineError,
+    IntegrityError,
+    SyncAborted,
+    TransportError,
+)
+from verl.checkpoint_engine.participants import NodePort, TrainerPort
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.ports import Replica
+from verl.checkpoint_engine.types import PHASES, SyncReport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Everybody who takes part in one sync, connected for one plan."""
+
+    trainers: Sequence[TrainerPort]
+    nodes: Sequence[NodePort]
+    arena_paths: Mapping[int, str]
+    """Node index to the directory of its arena."""
+    replicas: Sequence[Replica]
+    plan: SyncPlan
+
+
+class Stopwatch:
+    """Seconds per phase. Phases follow each other without gaps, so they add up to the total."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self.seconds[name] += now - self._last
+            self._last = now
+
+
+@dataclass
+class SyncTransaction:
+    """Moves one version through one fleet. Used once."""
+
+    version: int
+    fleet: Fleet
+    config: CheckpointEngineConfig
+    clock: Stopwatch
+    retries: int = 0
+    nbytes_moved: int = 0
+    trainer_blocked_s: float = 0.0
+    paused_s: dict[str, float] = field(default_factory=dict)
+    quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
+    _pause_began: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> SyncReport:
+        """Raises SyncAborted, its cause being the first failure, when the fleet stays on the previous version."""
+        digests = await self._move_with_retries()
+        await self._commit(digests)
+        await self._activate()
+        return self.report("committed")
+
+    def report(self, outcome: str, error: BaseException | None = None) -> SyncReport:
+        nodes = len(self.fleet.nodes)
+        return SyncReport(
+            version=self.version,
+            backend=self.config.backend,
+            outcome=outcome,
+            nbytes_needed=self.fleet.plan.layout.payload_nbytes * nodes,
+            nbytes_moved=self.nbytes_moved,
+            phase_s=dict(self.clock.seconds),
+            total_s=sum(self.clock.seconds.values()),
+            trainer_blocked_s=self.trainer_blocked_s,
+            paused_s=dict(self.paused_s),
+            replicas_updated=tuple(
+                replica.name for replica in self.fleet.replicas if replica.name not in self.quarantined
+            )
+            if outcome == "committed"
+            else (),
+            replicas_quarantined=tuple(self.quarantined),
+            retries=self.retries,
+            error=str(error) if error else None,
+        )
+
+    async def _move_with_retries(self) -> bytes:
+        while True:
+            try:
+                return await self._move()
+            except (TransportError, IntegrityError) as exc:
+                await self._drop()
+                if self.retries >= self.config.retries:
+                    raise self._aborted(exc) from exc
+                self.retries += 1
+                logger.warning("version %d: %s; trying again (%d)", self.version, exc, self.retries)
+            except CheckpointEngineError as exc:
+                await self._drop()
+                raise self._aborted(exc) from exc
+            except asyncio.CancelledError:
+                await self._drop()
+                raise
+
+    async def _move(self) -> bytes:
+        """Publish, stage and verify; the digests of all pieces."""
+        deadlines, nodes = self.config.deadlines, self.fleet.nodes
+        with self.clock.phase("publish"):
+            slots = await self._all(
+                deadlines.publish_s, {node.name: node.begin(self.version) for node in nodes}, "publish"
+            )
+            published = await self._all(
+                deadlines.publish_s,
+                {trainer.name: trainer.publish(self.version, slots) for trainer in self.fleet.trainers},
+                "publish",
+            )
+        self.nbytes_moved += sum(result.nbytes for result in published.values())
+        self.trainer_blocked_s = max(result.seconds for result in published.values())
+        digests = b"".join(published[trainer.name].digests for trainer in self.fleet.trainers)
+        with self.clock.phase("stage"):
+            moved = await self._all(deadlines.stage_s, {node.name: node.stage(self.version) for node in nodes}, "stage")
+        self.nbytes_moved += sum(moved.values())
+        if self.config.verify:
+            with self.clock.phase("verify"):
+                await self._all(
+                    deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
+                )
+        return digests
+
+    async def _commit(self, digests: bytes) -> None:
+        with self.clock.phase("commit"):
+            calls = {node.name: node.commit(self.version, digests) for node in self.fleet.nodes}
+            failures = await each_within(self.config.deadlines.commit_s, calls, version=self.version, phase="commit")
+            if failures:
+                committed = {node.name: node.rollback() for node in self.fleet.nodes if node.name not in failures}
+                await self._compensate(committed, "commit")
+                await self._drop()
+                cause = next(iter(failures.values()))
+                raise self._aborted(cause) from cause
+
+    async def _activate(self) -> None:
+        if self.config.activation == "rolling":
+            waves = [[replica] for replica in self.fleet.replicas]
+        else:
+            waves = [list(self.fleet.replicas)]
+        for wave in waves:
+            with self.clock.phase("activate"):
+                ready = await self._load(wave, self.version)
+            with self.clock.phase("resume"):
+                await self._resume(ready)
+        if self.fleet.replicas and all(replica.name in self.quarantined for replica in self.fleet.replicas):
+            cause = next(iter(self.quarantined.values()))
+            with self.clock.phase("resume"):
+                await self._roll_back()
+            raise self._aborted(cause) from cause
+
+    async def _load(self, replicas: Sequence[Replica], version: int) -> list[Replica]:
+        """Pause, then load `version`, on every one of `replicas`; those that did both. The others are quarantined."""
+        now = time.perf_counter()
+        self._pause_began |= {replica.name: now for replica in replicas}
+        paused = await self._survivors(
+            replicas, {replica.name: replica.pause(self.config.pause_mode) for replica in replicas}, "activate"
+        )
+        return await self._survivors(
+            paused,
+            {replica.name: replica.activate(self.fleet.arena_paths[replica.node_index], version) for replica in paused},
+            "activate",
+        )
+
+    async def _resume(self, replicas: Sequence[Replica]) -> None:
+        await self._survivors(replicas, {replica.name: replica.resume() for replica in replicas}, "resume")
+        now = time.perf_counter()
+        self.paused_s |= {replica.name: now - self._pause_began[replica.name] for replica in replicas}
+
+    async def _survivors(
+        self, replicas: Sequence[Replica], calls: Mapping[str, Awaitable[object]], phase: str
+    ) -> list[Replica]:
+        timeout_s = self.config.deadlines.resume_s if phase == "resume" else self.config.deadlines.activate_s
+        failures = await each_within(timeout_s, calls, version=self.version, phase=phase)
+        for name, error in failures.items():
+            if not isinstance(error, ActivationError):
+                error = ActivationError(error.message, version=self.version, phase=phase, member=name)
+            self.quarantined[name] = error
+            logger.error("quarantined: %s", error)
+        return [replica for replica in replicas if replica.name not in failures]
+
+    async def _roll_back(self) -> None:
+        """No replica could load the version: give the previous one back to every replica that still answers."""
+        try:
+            previous = await self._all(
+                self.config.deadlines.commit_s, {node.name: node.rollback() for node in self.fleet.nodes}, "activate"
+            )
+        except CheckpointEngineError as exc:
+            logger.error("version %d cannot be rolled back: %s", self.version, exc)  # noqa: TRY400 - the cause is told by the abort
+            return
+        failed = self.quarantined
+        self.quarantined = {}
+        ready = await self._load(self.fleet.replicas, next(iter(previous.values())))
+        await self._resume(ready)
+        logger.warning("rolled back: %s", ", ".join(replica.name for replica in ready) or "no replica answers")
+        self.quarantined = {name: failed[name] for name in self.quarantined}
+
+    async def _drop(self) -> None:
+        await self._compensate({node.name: node.drop() for node in self.fleet.nodes}, "drop")
+
+    async def _compensate(self, calls: Mapping[str, Awaitable[object]], phase: str) -> None:
+        """Undo on every node that answers. A node that does not is logged: its next `begin` starts clean anyway."""
+        failures = await each_within(
+            self.config.deadlines.commit_s,
+            calls,
+            version=self.version,
+            phase=phase,
+        )
+        for error in failures.values():
+            logger.error("could not undo: %s", error)
+
+    async def _all(self, timeout_s: float, calls: Mapping[str, Awaitable[T]], phase: str) -> dict[str, T]:
+        return await all_within(timeout_s, calls, version=self.version, phase=phase)
+
+    def _aborted(self, cause: CheckpointEngineError) -> SyncAborted:
+        return SyncAborted(
+            f"the previous version stays in service: {type(cause).__name__}: {cause.message}",
+            version=self.version,
+            phase=cause.phase,
+            member=cause.member,
+        )

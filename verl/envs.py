@@ -14,3 +14,8 @@ def cache_dir() -> Path:
 def shm_dir() -> Path:
     """`VERL_SHM_DIR`: the shared-memory file system that holds node arenas. Default `/dev/shm`."""
     return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))
+
+
+def vllm_logging_level(default: str) -> str:
+    """`VLLM_LOGGING_LEVEL`, passed on to vLLM's processes."""
+    return os.environ.get("VLLM_LOGGING_LEVEL", default)

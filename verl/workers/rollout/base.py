@@ -1,0 +1,301 @@
+"""`RolloutReplica`: the driver's handle of one inference engine, which may span several tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.engine import EngineSpec
+from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
+from verl.workers.rollout.records import (
+    NO_VERSION,
+    RolloutMode,
+    SamplingOptions,
+    StopReason,
+    TokenOutput,
+    WeightVersionSpan,
+)
+from verl.workers.rollout.server import CONCURRENCY_GROUPS, RolloutServer
+
+__all__ = [
+    "NO_VERSION",
+    "NoWeights",
+    "Placement",
+    "ReplicaDied",
+    "ReplicaTimeout",
+    "RolloutError",
+    "RolloutMode",
+    "RolloutReplica",
+    "SamplingOptions",
+    "StopReason",
+    "TokenOutput",
+    "WeightVersionSpan",
+]
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 10.0
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RAY_RESOURCE = {"cuda": "GPU", "npu": "NPU"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a server runs. The default lets Ray choose, and is right for one replica on one machine."""
+
+    node_index: int = 0
+    """Rollout node whose arena the replica reads."""
+    local_index: int = 0
+    """Index among the `local_count` replicas of the same machine; they divide its CPU cores."""
+    local_count: int = 1
+    node_id: str | None = None
+    """Ray node that the server must run on."""
+    placement_group: PlacementGroup | None = None
+    """Placement group, and its bundle, that the server must run in; takes precedence over `node_id`."""
+    bundle_index: int = -1
+    device_ids: tuple[str, ...] = ()
+    """Accelerators shared with others, one per tensor-parallel rank. Modes HYBRID and COLOCATED need them."""
+
+
+class RolloutReplica(ABC):
+    """Starts one server actor and forwards calls to it, each with a deadline and an error that names the replica.
+
+    Implements `verl.checkpoint_engine.ports.Replica`. Lives on the driver; not thread-safe. One of `init_hybrid`,
+    `init_colocated`, `init_standalone` starts it; use `launch_all` to start several at once.
+    """
+
+    engine: ClassVar[str]
+    """"module:Class" of the `Engine` that the server runs."""
+    can_sleep_on: ClassVar[tuple[str, ...]] = ()
+    """Devices on which the engine can free its memory."""
+
+    def __init__(self, *, replica_rank: int, config: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> None:
+        """`model.path` is a local directory; `config.prompt_length` and `response_length` are set.
+
+        Raises ConfigError for anything in `config` that the engine cannot do.
+        """
+        self.replica_rank = replica_rank
+        self.config = config
+        self.model = model
+        self.device = device
+        self.mode: RolloutMode | None = None
+        self.placement = Placement()
+        self._handle: ActorHandle[RolloutServer] | None = None
+        self._max_model_len = _max_model_len(config)
+        self.check_config()
+
+    @abstractmethod
+    def check_config(self) -> None:
+        """Raise ConfigError, on the driver, for whatever this engine cannot do."""
+
+    @abstractmethod
+    def env_vars(self) -> dict[str, str]:
+        """Environment of the server process."""
+
+    @property
+    def name(self) -> str:
+        return f"replica-{self.replica_rank}"
+
+    @property
+    def node_index(self) -> int:
+        return self.placement.node_index
+
+    @property
+    def server_handle(self) -> ActorHandle[RolloutServer]:
+        """`await handle.generate.remote(prompt_ids, sampling, request_id) -> TokenOutput`."""
+        if self._handle is None:
+            raise RolloutError(f"{self.name} has not been started")
+        return self._handle
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    async def init_hybrid(self, placement: Placement) -> None:
+        """Start on the trainer's accelerators; `sleep` and `wake_up` make room for each other."""
+        await self._init(RolloutMode.HYBRID, placement)
+
+    async def init_colocated(self, placement: Placement) -> None:
+        """Start on accelerators that others use at the same time; `sleep` and `wake_up` do nothing."""
+        await self._init(RolloutMode.COLOCATED, placement)
+
+    async def init_standalone(self, placement: Placement | None = None) -> None:
+        """Start on accelerators of its own, which Ray assigns; `sleep` and `wake_up` do nothing."""
+        await self._init(RolloutMode.STANDALONE, placement or Placement())
+
+    async def _init(self, mode: RolloutMode, placement: Placement) -> None:
+        ranks = self.config.tensor_model_parallel_size
+        shares = mode is not RolloutMode.STANDALONE and self.device != "cpu"
+        if shares and len(placement.device_ids) != ranks:
+            raise ConfigError(
+                f"{self.name}: {mode.value} with tensor_model_parallel_size={ranks} needs {ranks} device ids, "
+                f"not {placement.device_ids}"
+            )
+        self.mode, self.placement = mode, placement
+        await self.launch_servers()
+
+    async def launch_servers(self) -> None:
+        """Start the server actor and its engine. Also restarts a replica whose server or engine died."""
+        if self.mode is None:
+            raise RolloutError(f"{self.name} has no mode yet; call init_hybrid, init_colocated or init_standalone")
+        if self._handle is not None:
+            await self.shutdown()
+        spec = EngineSpec(
+            name=self.name,
+            engine=self.engine,
+            config=self.config,
+            model=self.model,
+            device=self.device,
+            max_model_len=self._max_model_len,
+            seed=self.config.seed + self.replica_rank,
+            local_index=self.placement.local_index,
+            local_count=self.placement.local_count,
+            can_sleep=self._can_sleep,
+        )
+        actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
+        self._handle = actor.options(**self._actor_options()).remote(spec)
+        try:
+            await self._call("start", timeout_s=self.config.startup_timeout_s)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def _can_sleep(self) -> bool:
+        wanted = self.mode is RolloutMode.HYBRID and self.config.free_cache_engine
+        if wanted and self.device not in self.can_sleep_on:
+            logger.info("%s: free_cache_engine has no effect on %s", self.name, self.device)
+        return wanted and self.device in self.can_sleep_on
+
+    def _actor_options(self) -> dict[str, Any]:
+        env = self.env_vars()
+        options: dict[str, Any] = {"num_cpus": self.config.num_cpus, "max_restarts": 0}
+        if self.device in RAY_RESOURCE:
+            if self.mode is RolloutMode.STANDALONE:
+                ranks = self.config.tensor_model_parallel_size
+                options |= {"num_gpus": ranks} if self.device == "cuda" else {"resources": {"NPU": ranks}}
+            else:  # their owner holds them in Ray's books; we only look at them
+                env |= {VISIBLE_DEVICES[self.device]: ",".join(self.placement.device_ids)}
+                env |= {f"RAY_EXPERIMENTAL_NOSET_{VISIBLE_DEVICES[self.device]}": "1"}
+        if self.placement.placement_group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self.placement.placement_group, placement_group_bundle_index=self.placement.bundle_index
+            )
+        elif self.placement.node_id is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.placement.node_id, soft=False)
+        return options | {"runtime_env": {"env_vars": env}}
+
+    async def shutdown(self) -> None:
+        """End the engine and the server. Never raises for a server that is dead already."""
+        if self._handle is None:
+            return
+        try:
+            await self._call("shutdown", timeout_s=HEALTH_TIMEOUT_S)
+        except (RolloutError, RayTaskError) as exc:
+            logger.warning("%s did not shut down in order and is killed: %s", self.name, exc)
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
+
+    # -- verl.checkpoint_engine.ports.Replica -----------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        """See the port. `wait` may take as long as the longest response: `rollout.generate_timeout_s`."""
+        config = self.config
+        await self._call(
+            "pause", mode, timeout_s=config.generate_timeout_s if mode == "wait" else config.control_timeout_s
+        )
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        await self._call("activate", arena_path, version)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def health(self) -> None:
+        """Raises ReplicaDied when the server or its engine is gone, ReplicaTimeout when it does not answer."""
+        await self._call("health", timeout_s=HEALTH_TIMEOUT_S)
+
+    # -- verl's names -----------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache until `wake_up`, or `activate` and `resume`. Nothing happens where it cannot."""
+        await self._call("sleep", True)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`, with the version that was active before, reloaded from its arena."""
+        await self._call("wake_up")
+
+    async def abort_all_requests(self) -> None:
+        """End every request in flight with its tokens so far, and stay paused until `resume_generation`."""
+        await self.pause("abort")
+
+    async def resume_generation(self) -> None:
+        await self.resume()
+
+    async def clear_kv_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self._call("clear_cache")
+
+    async def release_kv_cache(self) -> None:
+        """Abort what is in flight and free the KV cache, not the weights. Nothing happens where it cannot."""
+        await self._call("sleep", False)
+
+    async def resume_kv_cache(self) -> None:
+        """Allocate the KV cache again. Generation goes on with `resume_generation`."""
+        await self._call("wake_cache")
+
+    async def _call(self, method: str, *args: object, timeout_s: float | None = None) -> Any:
+        """One control call. Errors of ours arrive as themselves; a dead server is ReplicaDied."""
+        timeout_s = self.config.control_timeout_s if timeout_s is None else timeout_s
+        try:
+            return await asyncio.wait_for(_result(getattr(self.server_handle, method).remote(*args)), timeout_s)
+        except TimeoutError as exc:
+            raise ReplicaTimeout(f"{self.name} did not answer {method} within {timeout_s} s") from exc
+        except RayActorError as exc:
+            raise ReplicaDied(f"{self.name} died: {str(exc).strip().splitlines()[0]}") from exc
+        except RayTaskError as exc:
+            if isinstance(exc.cause, (RolloutError, CheckpointEngineError, ConfigError)):
+                raise exc.cause from exc
+            raise RolloutError(f"{self.name}: {method} failed: {exc}") from exc
+
+
+async def _result(ref: Awaitable[Any]) -> Any:
+    return await ref
+
+
+async def launch_all(*launches: Awaitable[None]) -> None:
+    """Start several replicas at once: `launch_all(*(replica.init_hybrid(p) for replica, p in ...))`.
+
+    An engine takes tens of seconds to start. If one fails, its error is raised after the others have come up or failed;
+    `shutdown` those that came up.
+    """
+    results = await asyncio.gather(*launches, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        raise failures[0]
+
+
+def _max_model_len(config: RolloutConfig) -> int:
+    if config.max_model_len is not None:
+        return config.max_model_len
+    if config.prompt_length is None or config.response_length is None:
+        raise ConfigError(
+            "rollout.max_model_len, or both rollout.prompt_length and rollout.response_length, must be set"
+        )
+    return config.prompt_length + config.response_length

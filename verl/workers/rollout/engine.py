@@ -1,0 +1,98 @@
+"""The port between the rollout server and one inference engine, and the facts that an engine is built from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.records import SamplingOptions, TokenOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Everything that a server process needs to build its engine. Made on the driver, pickled to the server."""
+
+    name: str
+    """The replica's, for messages."""
+    engine: str
+    """"module:Class" of an `Engine`."""
+    config: RolloutConfig
+    model: HFModelConfig
+    """`path` is a local Hugging Face directory."""
+    device: str
+    max_model_len: int
+    seed: int
+    """Differs between replicas, so that two of them do not sample the same responses."""
+    local_index: int = 0
+    """Index of this replica among the `local_count` replicas on its machine; they divide the CPU cores."""
+    local_count: int = 1
+    can_sleep: bool = False
+
+
+class Engine(Protocol):
+    """One inference engine. Every method runs on the server's engine loop, never from two threads.
+
+    The server guarantees: `start` first and once; `activate` only while paused; `generate` only with whole weights.
+    """
+
+    async def start(self) -> None:
+        """Load the model; return when `generate` would work."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        """Sample one response. Cancelling it ends the request in the engine."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating; return when no step is running. New requests queue up until `resume`. Idempotent.
+
+        `abort` ends requests in flight with their tokens so far, `wait` lets them finish, `keep` freezes them.
+        """
+
+    async def resume(self) -> None:
+        """Generate again. Idempotent."""
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        """Load every weight of `version` from the arena and forget caches computed with older weights."""
+
+    async def clear_cache(self) -> None:
+        """Forget cached prefixes."""
+
+    async def sleep(self, *, weights: bool) -> None:
+        """Free the KV cache on the device, and with `weights` the weights (their values are lost)."""
+
+    async def wake(self, *, weights: bool) -> None:
+        """Allocate again what `sleep` freed: the weights (with undefined values) or the KV cache."""
+
+    async def health(self) -> None:
+        """Return if the engine answers; raise ReplicaDied or whatever the engine raises otherwise."""
+
+    async def shutdown(self) -> None:
+        """End every process and thread of the engine."""
+
+
+def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
+    """The tokens that end a response: those of the generation config, the model config and the tokenizer.
+
+    Chat models often end a turn with another token than the one in the model config, so the union is taken.
+    """
+    directory = Path(model.path)
+    ids: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        if (directory / file).exists():
+            ids |= _as_set(json.loads((directory / file).read_text()).get("eos_token_id"))
+    tokenizer_directory = Path(model.tokenizer_path or model.path)
+    if (tokenizer_directory / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory, trust_remote_code=model.trust_remote_code)
+        ids |= _as_set(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def _as_set(value: Any) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)

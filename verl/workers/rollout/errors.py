@@ -1,0 +1,27 @@
+"""What a rollout replica raises on purpose.
+
+RolloutError
+├── NoWeights        asked to generate before any weights were activated, or after an activation failed
+├── ReplicaDied      the server process, or the engine behind it, is gone
+└── ReplicaTimeout   no answer within the deadline
+
+A version that could not be loaded is `verl.checkpoint_engine.errors.ActivationError`.
+"""
+
+from __future__ import annotations
+
+
+class RolloutError(Exception):
+    """Base of the tree. One message that begins with the replica's name, so that it survives Ray's pickling."""
+
+
+class NoWeights(RolloutError):
+    pass
+
+
+class ReplicaDied(RolloutError):
+    pass
+
+
+class ReplicaTimeout(RolloutError):
+    pass

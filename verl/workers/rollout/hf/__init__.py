@@ -1,0 +1,1 @@
+"""Plain transformers as a rollout engine: small, slow, quick to start."""

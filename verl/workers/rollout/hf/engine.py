@@ -1,0 +1,213 @@
+"""Plain transformers behind the `Engine` port: one batch at a time, one token per step.
+
+Requests that arrive while a batch is decoded wait until it has finished; that is simple, and enough for tests and for
+seeing what an engine has to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from verl.checkpoint_engine.arena import read_committed
+from verl.workers.rollout.engine import EngineSpec, eos_token_ids
+from verl.workers.rollout.errors import ReplicaDied, RolloutError
+from verl.workers.rollout.hf.batch import DecodeBatch
+from verl.workers.rollout.hf.sampling import sample
+from verl.workers.rollout.hf.weights import load_weights
+from verl.workers.rollout.records import NO_VERSION, SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Request:
+    """One response in the making."""
+
+    prompt: list[int]
+    sampling: SamplingOptions
+    stop: frozenset[int]
+    generator: torch.Generator
+    output: asyncio.Future[TokenOutput]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(index of the first token, version) of each span."""
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.tokens), version))
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+
+    @property
+    def ended(self) -> StopReason | None:
+        if self.tokens and self.tokens[-1] in self.stop:
+            return "completed"
+        return "length" if len(self.tokens) >= self.max_tokens else None
+
+    def finish(self, reason: StopReason) -> None:
+        if self.output.done():  # its caller has given up
+            return
+        stops = [start for start, _ in self.versions[1:]] + [len(self.tokens)]
+        spans = tuple(
+            WeightVersionSpan(start, stop, version)
+            for (start, version), stop in zip(self.versions, stops, strict=bool(self.versions))
+        )
+        log_probs = self.log_probs if self.sampling.logprobs else None
+        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans))
+
+
+class HFEngine:
+    """See `verl.workers.rollout.engine.Engine`. State lives on the engine loop; the model is used in one thread."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name}-model")
+        self._version = NO_VERSION
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []
+        self._pause_mode: str | None = None
+        self._stepping = False
+
+    async def start(self) -> None:
+        self._changed = asyncio.Condition()
+        self._eos = frozenset(eos_token_ids(self._spec.model))
+        self._generator = torch.Generator(self._spec.device).manual_seed(self._spec.seed)
+        self._model = await self._in_model_thread(self._build)
+        self._batch = DecodeBatch(self._model)
+        self._decoding = asyncio.create_task(self._decode())
+
+    def _build(self) -> PreTrainedModel:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model, trust = self._spec.model, self._spec.model.trust_remote_code
+        dtype = getattr(torch, self._spec.config.dtype)
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust, **model.override_config)
+        factory: Any = AutoModelForCausalLM
+        if self._spec.config.load_format == "auto":
+            built = factory.from_pretrained(model.path, config=config, dtype=dtype, trust_remote_code=trust)
+        else:
+            built = factory.from_config(config, dtype=dtype, trust_remote_code=trust)
+        whole: PreTrainedModel = built.to(self._spec.device).eval()
+        return whole
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        generator = self._generator
+        if sampling.seed is not None:
+            generator = torch.Generator(self._spec.device).manual_seed(sampling.seed)
+        request = Request(
+            prompt=list(prompt_ids),
+            sampling=sampling,
+            stop=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
+            generator=generator,
+            output=asyncio.get_running_loop().create_future(),
+            max_tokens=min(sampling.max_tokens, self._spec.max_model_len - len(prompt_ids)),
+        )
+        async with self._changed:
+            self._waiting.append(request)
+            self._changed.notify_all()
+        return await request.output
+
+    async def pause(self, mode: str) -> None:
+        async with self._changed:
+            self._pause_mode = mode
+            await self._changed.wait_for(lambda: not self._stepping and (mode != "wait" or not self._active))
+            if mode == "abort":
+                for request in (*self._active, *self._waiting):
+                    request.finish("aborted")
+                self._active.clear()
+                self._waiting.clear()
+
+    async def resume(self) -> None:
+        async with self._changed:
+            self._pause_mode = None
+            self._changed.notify_all()
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        await self._in_model_thread(lambda: load_weights(self._model, read_committed(arena_path, version)))
+        self._version = version
+        self._batch.forget()
+
+    async def clear_cache(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._stepping)
+            self._batch.forget()
+
+    async def sleep(self, *, weights: bool) -> None:
+        raise RolloutError(f"{self._spec.name}: the hf engine cannot sleep")
+
+    async def wake(self, *, weights: bool) -> None:
+        raise RolloutError(f"{self._spec.name}: the hf engine cannot sleep")
+
+    async def health(self) -> None:
+        if self._decoding.done():
+            error = None if self._decoding.cancelled() else self._decoding.exception()
+            raise ReplicaDied(f"{self._spec.name}: decoding has ended") from error
+
+    async def shutdown(self) -> None:
+        self._decoding.cancel()
+        self._model_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _decode(self) -> None:
+        """Step as long as there is something to decode. A failure ends the engine, and every request with it."""
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(self._can_step)
+                    self._admit()
+                    self._stepping = bool(self._active)
+                if self._stepping:
+                    tokens, log_probs = await self._in_model_thread(self._step)
+                    async with self._changed:
+                        self._stepping = False
+                        self._record(tokens, log_probs)
+                        self._changed.notify_all()
+        except Exception as exc:
+            for request in (*self._active, *self._waiting):
+                if not request.output.done():
+                    request.output.set_exception(ReplicaDied(f"{self._spec.name}: decoding failed: {exc!r}"))
+            raise
+
+    def _can_step(self) -> bool:
+        if self._pause_mode is None:
+            return bool(self._active or self._waiting)
+        return self._pause_mode == "wait" and bool(self._active)
+
+    def _admit(self) -> None:
+        """Take waiting requests once the batch is empty; forget those that nobody waits for any more."""
+        if self._active or self._pause_mode is not None:
+            return
+        while self._waiting and len(self._active) < self._spec.config.max_num_seqs:
+            request = self._waiting.popleft()
+            if not request.output.done():
+                self._active.append(request)
+        self._batch.forget()
+
+    def _step(self) -> tuple[list[int], list[float]]:
+        logits = self._batch.next_logits([request.prompt + request.tokens for request in self._active])
+        return sample(
+            logits, [request.sampling for request in self._active], [request.generator for request in self._active]
+        )
+
+    def _record(self, tokens: list[int], log_probs: list[float]) -> None:
+        for request, token, log_prob in zip(self._active, tokens, log_probs, strict=True):
+            request.add(token, log_prob, self._version)
+            if reason := request.ended:
+                request.finish(reason)
+        going_on = [row for row, request in enumerate(self._active) if not request.output.done()]
+        if len(going_on) < len(self._active):
+            self._active = [self._active[row] for row in going_on]
+            if going_on:
+                self._batch.keep(going_on)
+
+    async def _in_model_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._model_thread, work)

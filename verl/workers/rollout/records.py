@@ -1,0 +1,97 @@
+"""What agent loops and rollout servers say to each other. No engine, no Ray, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from verl.workers.config.rollout import RolloutConfig
+
+NO_VERSION = -1
+"""Version of tokens sampled from weights that did not come through the checkpoint engine (`load_format=auto`)."""
+
+StopReason = Literal["completed", "length", "aborted"]
+PAUSE_MODES = ("abort", "wait", "keep")
+
+
+class RolloutMode(Enum):
+    """What a replica shares with the trainer; decides who claims the accelerators and whether the engine sleeps."""
+
+    HYBRID = "hybrid"
+    """The trainer's own accelerators, in turns: the engine sleeps while the trainer works."""
+    COLOCATED = "colocated"
+    """The same accelerators as other workers, at the same time: the engine claims none from Ray and never sleeps."""
+    STANDALONE = "standalone"
+    """Accelerators of its own, claimed from Ray; the engine never sleeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How one response is sampled, for any engine.
+
+    Log-probs are those of the distribution that was sampled from: after temperature, top-k and top-p. Greedy
+    (`temperature=0`) reports log-probs at temperature 1.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    logprobs: bool = True
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """End the response, next to the model's own end-of-sequence tokens; the token that ends it is part of it."""
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+
+    @classmethod
+    def for_training(cls, rollout: RolloutConfig, *, max_tokens: int) -> SamplingOptions:
+        return cls(
+            max_tokens=max_tokens,
+            temperature=rollout.temperature if rollout.do_sample else 0.0,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            logprobs=rollout.calculate_log_probs,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    @classmethod
+    def for_validation(cls, rollout: RolloutConfig, *, max_tokens: int) -> SamplingOptions:
+        options = rollout.val_kwargs
+        return cls(
+            max_tokens=max_tokens,
+            temperature=options.temperature if options.do_sample else 0.0,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            logprobs=False,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionSpan:
+    """Response tokens `[start, stop)` were sampled from `version`."""
+
+    start: int
+    stop: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One response. `aborted`: the engine was told to stop; the tokens so far are valid and can be continued."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    """One per token, or None where they were not asked for."""
+    stop_reason: StopReason
+    weight_versions: tuple[WeightVersionSpan, ...]
+    """Cover all tokens, in order, without gaps."""

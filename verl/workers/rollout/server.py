@@ -1,0 +1,204 @@
+"""The Ray actor around one inference engine.
+
+    agent loops --generate-->  [group "generate": own event loop] --\
+                                                                     >-- engine loop (one thread) -- Engine
+    replica     --pause, ...-> [group "control": own event loop]  --/
+
+Ray runs every concurrency group of an async actor on an event loop in a thread of its own; that keeps control calls
+apart from thousands of parked `generate` calls. An engine's client may be used from one loop only, so all of it runs on
+the engine loop, and both groups cross over with `EngineLoop.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import ray
+
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
+from verl.workers.rollout.engine import Engine, EngineSpec
+from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
+from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CONCURRENCY_GROUPS = {"generate": 100_000, "control": 64}
+"""Calls that Ray lets run at once. How many sequences decode at once is the engine's `max_num_seqs`."""
+
+
+class EngineLoop:
+    """An event loop in a daemon thread. Lives as long as the process: engine processes are children of its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` on the engine loop from any other loop. Cancelling this cancels `work`."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class RolloutServer:
+    """Serves one engine and guards it: nothing is generated from weights that are absent, torn or asleep.
+
+    Actor methods come in two groups (see the module); underscore methods run on the engine loop, where all state lives.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        module, _, class_name = spec.engine.partition(":")
+        self._engine: Engine = getattr(importlib.import_module(module), class_name)(spec)
+        self._loop = EngineLoop(f"{spec.name}-engine")
+        self._version: int | None = NO_VERSION if spec.config.load_format == "auto" else None
+        self._committed: tuple[str, int] | None = None
+        self._torn = False
+        """An activation began and did not succeed: the engine holds weights of two versions."""
+        self._weights_asleep = False
+        self._cache_asleep = False
+        self._changing = asyncio.Lock()
+        """Held while weights or memory change; `health` and `pause` do not take it, so they are always answered."""
+
+    # -- group generate: called by agent loops ----------------------------------------------------------------------
+
+    @ray.method(concurrency_group="generate")
+    async def generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        """Sample one response to `prompt_ids`. While paused, the call waits for `resume`.
+
+        Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
+        `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
+        """
+        return await self._loop.run(self._generate(prompt_ids, sampling, request_id))
+
+    async def _generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        name, timeout_s = self._spec.name, self._spec.config.generate_timeout_s
+        if self._version is None:
+            raise NoWeights(f"{name} cannot generate: no version of the weights is active; sync the weights first")
+        if not 0 < len(prompt_ids) < self._spec.max_model_len:
+            raise RolloutError(
+                f"{name}: request {request_id} has a prompt of {len(prompt_ids)} tokens; between 1 and "
+                f"{self._spec.max_model_len - 1} fit (rollout.max_model_len={self._spec.max_model_len})"
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._engine.generate(prompt_ids, sampling, request_id)
+        except TimeoutError as exc:
+            raise ReplicaTimeout(
+                f"{name}: request {request_id} not finished within rollout.generate_timeout_s={timeout_s}"
+            ) from exc
+
+    # -- group control: called by the replica -----------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    async def start(self) -> None:
+        await self._loop.run(self._engine.start())
+
+    @ray.method(concurrency_group="control")
+    async def pid(self) -> int:
+        """Process id of the server, for tests and for people."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    async def health(self) -> int | None:
+        """The active version (None: nothing yet, NO_VERSION: from disk). Raises if the engine does not answer."""
+        return await self._loop.run(self._health())
+
+    async def _health(self) -> int | None:
+        await self._engine.health()
+        return self._version
+
+    @ray.method(concurrency_group="control")
+    async def pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"pause mode {mode!r} is not one of: {', '.join(PAUSE_MODES)}")
+        await self._loop.run(self._engine.pause(mode))
+
+    @ray.method(concurrency_group="control")
+    async def activate(self, arena_path: str, version: int) -> None:
+        """Load `version`. Raises ActivationError; the server then refuses to generate until an activation succeeds."""
+        await self._loop.run(self._locked(self._activate, arena_path, version))
+
+    async def _activate(self, arena_path: str, version: int) -> None:
+        self._version, self._torn = None, True
+        try:
+            if self._weights_asleep:
+                await self._engine.wake(weights=True)
+                self._weights_asleep = False
+            await self._engine.activate(arena_path, version)
+        except Exception as exc:
+            reason = exc.message if isinstance(exc, CheckpointEngineError) else f"{type(exc).__name__}: {exc}"
+            raise ActivationError(
+                f"weights from {arena_path} were not loaded: {reason}",
+                version=version,
+                phase="activate",
+                member=self._spec.name,
+            ) from exc
+        self._version, self._torn = version, False
+        self._committed = (arena_path, version)
+
+    @ray.method(concurrency_group="control")
+    async def resume(self) -> None:
+        """Generate again; allocates a sleeping KV cache first. Raises NoWeights after a failed activation."""
+        await self._loop.run(self._locked(self._resume))
+
+    async def _resume(self) -> None:
+        if self._torn:  # requests that pause("keep") froze would go on with torn weights
+            raise NoWeights(f"{self._spec.name} cannot resume: its last activation failed; activate a version first")
+        await self._wake_cache()
+        await self._engine.resume()
+
+    @ray.method(concurrency_group="control")
+    async def clear_cache(self) -> None:
+        await self._loop.run(self._locked(self._engine.clear_cache))
+
+    @ray.method(concurrency_group="control")
+    async def sleep(self, weights: bool) -> bool:
+        """Abort, pause, and free the KV cache (and `weights`). False where the engine cannot sleep."""
+        return await self._loop.run(self._locked(self._sleep, weights))
+
+    async def _sleep(self, weights: bool) -> bool:
+        if not self._spec.can_sleep:
+            logger.info("%s does not sleep on %s", self._spec.name, self._spec.device)
+            return False
+        await self._engine.pause("abort")
+        await self._engine.sleep(weights=weights)
+        self._cache_asleep = True
+        if weights:
+            self._weights_asleep, self._version = True, None
+        return True
+
+    @ray.method(concurrency_group="control")
+    async def wake_up(self) -> None:
+        """Undo `sleep`: allocate, load the version that was active before, allocate the KV cache, generate."""
+        await self._loop.run(self._locked(self._wake_up))
+
+    async def _wake_up(self) -> None:
+        if self._weights_asleep and self._committed is not None:
+            await self._activate(*self._committed)
+        elif self._weights_asleep:  # slept before its first version; the first sync fills it
+            await self._engine.wake(weights=True)
+            self._weights_asleep = False
+        await self._resume()
+
+    @ray.method(concurrency_group="control")
+    async def wake_cache(self) -> None:
+        await self._loop.run(self._locked(self._wake_cache))
+
+    async def _wake_cache(self) -> None:
+        if self._cache_asleep:
+            await self._engine.wake(weights=False)
+            self._cache_asleep = False
+
+    @ray.method(concurrency_group="control")
+    async def shutdown(self) -> None:
+        await self._loop.run(self._engine.shutdown())
+
+    async def _locked(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        async with self._changing:
+            return await work(*args)

@@ -1,0 +1,194 @@
+"""vLLM behind the `Engine` port. The one file that imports vLLM; runs in the server process only."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+from verl.workers.rollout.engine import EngineSpec, eos_token_ids
+from verl.workers.rollout.errors import ReplicaDied, RolloutError
+from verl.workers.rollout.records import (
+    NO_VERSION,
+    SamplingOptions,
+    StopReason,
+    TokenOutput,
+    WeightVersionSpan,
+)
+from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
+
+logger = logging.getLogger(__name__)
+
+STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
+
+
+class VLLMEngine:
+    """One `AsyncLLM` whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._eos: tuple[int, ...] = ()
+        self._llm: AsyncLLM | None = None
+        self._activating = False
+
+    async def start(self) -> None:
+        """Blocks the engine loop for as long as vLLM takes; nothing else can happen before anyway."""
+        self._eos = eos_token_ids(self._spec.model)
+        if self._spec.device == "cpu":
+            self._bind_threads()
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+    def _bind_threads(self) -> None:
+        """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes."""
+        spec = self._spec
+        cores = assign_cores(
+            sorted(os.sched_getaffinity(0)),
+            replicas=spec.local_count,
+            ranks=spec.config.tensor_model_parallel_size,
+            replica=spec.local_index,
+        )
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind(cores)
+
+    def _arguments(self) -> dict[str, Any]:
+        spec, config = self._spec, self._spec.config
+        arguments: dict[str, Any] = {
+            "model": spec.model.path,
+            "skip_tokenizer_init": True,  # prompts and responses are token ids
+            "trust_remote_code": spec.model.trust_remote_code,
+            "hf_overrides": spec.model.override_config,
+            "dtype": config.dtype,
+            "load_format": config.load_format,
+            "seed": spec.seed,
+            "tensor_parallel_size": config.tensor_model_parallel_size,
+            "max_model_len": spec.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            # vLLM wants room for one token of each sequence, and without chunks for a whole prompt.
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, spec.max_model_len, config.max_num_seqs),
+            "enable_chunked_prefill": config.enable_chunked_prefill,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "enforce_eager": config.enforce_eager or spec.device == "cpu",
+            "enable_sleep_mode": spec.can_sleep,
+            "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
+            "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+            "weight_transfer_config": WeightTransferConfig(backend=ENGINE_NAME),
+            "disable_log_stats": True,
+        }
+        if spec.device == "cpu":
+            arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
+        else:
+            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        return arguments | (config.engine_kwargs.get("vllm") or {})
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
+        final: RequestOutput | None = None
+        try:
+            async for output in self._running().generate(prompt, self._sampling_params(sampling), request_id):
+                final = output  # FINAL_ONLY: there is one
+        except EngineDeadError as exc:
+            raise ReplicaDied(f"{self._spec.name}: the engine died during request {request_id}") from exc
+        if final is None:
+            raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
+        return self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
+
+    def _sampling_params(self, sampling: SamplingOptions) -> SamplingParams:
+        stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token, and no others
+            flat_logprobs=False,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,  # the model's end-of-sequence tokens are in stop_token_ids
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _token_output(self, output: CompletionOutput, request_id: str, *, logprobs: bool) -> TokenOutput:
+        if output.finish_reason not in STOP_REASONS:
+            raise RolloutError(f"{self._spec.name}: request {request_id} ended with {output.finish_reason!r}")
+        token_ids = list(output.token_ids)
+        log_probs: list[float] | None = None
+        if logprobs:
+            positions: Any = output.logprobs or []
+            log_probs = [position[token].logprob for position, token in zip(positions, token_ids, strict=True)]
+        spans = tuple(
+            WeightVersionSpan(span.start, span.end, _version(span.version)) for span in output.weight_versions or ()
+        )
+        return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans)
+
+    async def pause(self, mode: str) -> None:
+        await self._running().pause_generation(mode=mode)  # type: ignore[arg-type]
+
+    async def resume(self) -> None:
+        await self._running().resume_generation()
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        llm = self._running()
+        self._activating = True
+        try:
+            await llm.start_weight_update()
+            await llm.update_weights(
+                WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
+            )
+            await llm.finish_weight_update(str(version))
+            await self.clear_cache()
+        except EngineDeadError as exc:
+            raise ReplicaDied("the engine died while it loaded weights") from exc
+        finally:
+            self._activating = False
+
+    async def clear_cache(self) -> None:
+        """Requests frozen by pause("keep") are computed again from their tokens."""
+        if not await self._running().reset_prefix_cache(reset_running_requests=True):
+            raise RolloutError(f"{self._spec.name}: vLLM did not reset its prefix cache")
+
+    async def sleep(self, *, weights: bool) -> None:
+        if weights:
+            await self._running().sleep(level=2)
+        else:
+            await self._running().release_kv_cache_memory()
+
+    async def wake(self, *, weights: bool) -> None:
+        await self._running().wake_up(tags=["weights"] if weights else ["kv_cache"])
+
+    async def health(self) -> None:
+        """Ask the engine core something, except while it loads weights and cannot answer."""
+        llm = self._running()
+        try:
+            await llm.check_health()
+            if not self._activating:
+                await llm.get_weight_version()
+        except EngineDeadError as exc:
+            raise ReplicaDied(f"{self._spec.name}: the engine died") from exc
+
+    async def shutdown(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise ReplicaDied(f"{self._spec.name}: the engine is not running")
+        return self._llm
+
+
+def _version(label: str) -> int:
+    """vLLM calls the weights it started with `default`; ours are labelled with their number."""
+    return int(label) if label.lstrip("-").isdigit() else NO_VERSION

@@ -1,0 +1,61 @@
+"""The driver's side of a vLLM replica. Does not import vLLM unless `engine_kwargs.vllm` has to be checked."""
+
+from __future__ import annotations
+
+from verl import envs
+from verl.utils.config import ConfigError, did_you_mean
+from verl.workers.rollout.base import RolloutReplica
+
+# Set by us from keys of the configuration, or fixed because the rest relies on them.
+OWNED_ARGUMENTS = {
+    "model": "actor_rollout_ref.model.path",
+    "dtype": "rollout.dtype",
+    "seed": "rollout.seed",
+    "load_format": "rollout.load_format",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "weight_transfer_config": "the checkpoint engine",
+    "logprobs_mode": "the trainer, which compares log-probs",
+    "generation_config": "rollout's sampling keys",
+    "enable_sleep_mode": "rollout.free_cache_engine",
+}
+
+
+class VLLMReplica(RolloutReplica):
+    """One `AsyncLLM`: an engine-core process and one worker process per tensor-parallel rank behind the server."""
+
+    engine = "verl.workers.rollout.vllm.engine:VLLMEngine"
+    can_sleep_on = ("cuda", "npu")
+
+    def check_config(self) -> None:
+        arguments = self.config.engine_kwargs.get("vllm") or {}
+        if not arguments:
+            return
+        for name in arguments:
+            if name in OWNED_ARGUMENTS:
+                raise ConfigError(f"rollout.engine_kwargs.vllm.{name} is decided by {OWNED_ARGUMENTS[name]}")
+        import dataclasses
+
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(f"vLLM has no argument {name!r} (engine_kwargs.vllm).{did_you_mean(name, known)}")
+
+    def env_vars(self) -> dict[str, str]:
+        env = {
+            # On cpu, vLLM warns ten times per start about what cannot be otherwise: no Triton, eager mode, tcmalloc.
+            "VLLM_LOGGING_LEVEL": envs.vllm_logging_level("ERROR" if self.device == "cpu" else "WARNING"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the server has threads; vLLM would choose it, with a warning
+        }
+        if self.device == "cpu":
+            env["OMP_NUM_THREADS"] = "1"  # of the server and the engine core; vLLM sets it for its workers
+        return env

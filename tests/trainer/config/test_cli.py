@@ -1,0 +1,119 @@
+import io
+import subprocess
+import sys
+
+import pytest
+import yaml
+from rich.console import Console
+
+from verl.trainer.config.cli import run_hydra
+from verl.trainer.config.help import plain_page, print_help
+from verl.trainer.config.schema import keys
+from verl.utils.config import ConfigError
+
+
+def run(*argv):
+    """The configurations that `main` was called with."""
+    seen = []
+    run_hydra(seen.append, list(argv))
+    return seen
+
+
+def test_main_gets_the_configuration_once():
+    (config,) = run("trainer.experiment_name=mine")
+    assert config.trainer.experiment_name == "mine"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["trainer.nnode=2"],
+        ["trainer.nnodes"],
+        ["trainer.nnodes=x"],
+        ["data.truncation=lefty"],
+        ["critic.optim.lr=1"],
+        ["--config-name=nothing"],
+        ["--multirun"],
+        ["--cfg=everything"],
+        ["--cfg=job", "--package=nothing.here"],
+        ["algorithm.adv_estimator=grp"],
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*argv)
+    output = capsys.readouterr()
+    assert caught.value.code == 2
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+
+
+def test_a_config_error_from_main_is_reported_the_same_way(capsys):
+    def main(config):
+        raise ConfigError("no such model directory: /models/x")
+
+    with pytest.raises(SystemExit):
+        run_hydra(main, [])
+    assert capsys.readouterr().err == "error: no such model directory: /models/x\n"
+
+
+def test_any_other_exception_of_main_keeps_its_traceback():
+    def main(config):
+        raise RuntimeError("worker died")
+
+    with pytest.raises(RuntimeError, match="worker died"):
+        run_hydra(main, [])
+
+
+def test_cfg_job_prints_the_composed_yaml_and_does_not_run(capsys):
+    assert run("--cfg", "job", "trainer.nnodes=2", "data.val_files=${data.train_files}") == []
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["nnodes"] == 2
+    assert printed["data"]["val_files"] == "${data.train_files}"
+
+
+def test_cfg_job_can_print_one_section_resolved(capsys):
+    run("--cfg", "job", "-p", "data", "--resolve", "data.val_files=${data.train_files}")
+    out = capsys.readouterr().out
+    assert out.startswith("# @package data\n")
+    assert yaml.safe_load(out)["val_files"] == "builtin:arithmetic"
+
+
+def test_what_cfg_job_prints_can_be_run_again(tmp_path, capsys):
+    run("--cfg", "job", "trainer.nnodes=2", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
+    (config,) = run("--config-path", str(tmp_path), "--config-name", "again", "trainer.save_freq=5")
+    assert (config.trainer.nnodes, config.data.train_batch_size, config.trainer.save_freq) == (2, 8, 5)
+
+
+def test_flags_may_stand_between_overrides():
+    (config,) = run("trainer.save_freq=2", "--config-name", "ppo_trainer", "trainer.test_freq=3")
+    assert (config.trainer.save_freq, config.trainer.test_freq) == (2, 3)
+
+
+def test_help_lists_every_key_and_five_examples():
+    page = plain_page()
+    assert not [key for key in keys() if f"  {key}=" not in page]
+    assert page.count("python -m verl.trainer.main_ppo") >= 6
+    assert "docs/configuration.md" in page
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_help_can_be_printed_on_a_terminal_and_into_a_pipe(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    print_help(console)
+    text = console.file.getvalue()
+    assert ("\x1b[" in text) is terminal
+    assert "tensor_model_parallel_size" in text
+
+
+def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):
+    code = "from verl.trainer.config.cli import run_hydra; run_hydra(lambda config: None)"
+    for argv, expected in ((["trainer.nnode=2"], 2), (["trainer.nnodes=2"], 0)):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == expected, result.stderr
+        assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,46 @@
+import importlib.util
+from pathlib import Path
+
+import yaml
+
+from verl.trainer.config.loader import load_config
+from verl.trainer.config.schema import keys
+from verl.workers.config import PPOConfig
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_config", REPOSITORY / "scripts" / "generate_config.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_yaml_tree_and_the_reference_are_up_to_date():
+    stale = [
+        str(path)
+        for path, text in generator().rendered().items()
+        if not (REPOSITORY / path).is_file() or (REPOSITORY / path).read_text(encoding="utf-8") != text
+    ]
+    assert not stale, "run python scripts/generate_config.py"
+
+
+def test_no_yaml_file_lies_beside_the_generated_ones():
+    generated = {REPOSITORY / path for path in generator().rendered()}
+    assert set((REPOSITORY / "verl/trainer/config").rglob("*.yaml")) <= generated
+
+
+def test_composing_the_tree_gives_the_dataclasses_defaults():
+    assert load_config() == PPOConfig()
+
+
+def test_every_key_is_in_the_reference_with_its_meaning():
+    reference = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
+    missing = [key.path for key in keys().values() if f"| `{key.path}` |" not in reference or not key.help]
+    assert not missing
+
+
+def test_plain_yaml_readers_see_numbers_where_we_have_numbers():
+    text = (REPOSITORY / "verl/trainer/config/actor/dp_actor.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["optim"]["lr"] == 1e-6

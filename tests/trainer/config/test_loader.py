@@ -1,0 +1,118 @@
+import pytest
+
+from verl.trainer.config.loader import load_config, merge_checkpoint_engine
+from verl.utils.config import ConfigError, to_mapping
+from verl.workers.config import PPOConfig
+
+ALIAS = "actor_rollout_ref.rollout.checkpoint_engine"
+
+
+def with_sections(top, alias):
+    values = to_mapping(PPOConfig())
+    values["checkpoint_engine"] |= top
+    values["actor_rollout_ref"]["rollout"]["checkpoint_engine"] = alias
+    return values
+
+
+@pytest.mark.parametrize(
+    ("top", "alias", "explicit", "expected"),
+    [
+        ({}, {}, (), {"backend": "naive"}),
+        ({}, {"backend": "nixl"}, (), {"backend": "nixl"}),
+        ({"backend": "nixl"}, {"backend": "nixl"}, (), {"backend": "nixl"}),
+        ({"backend": "nixl"}, {"retries": 3}, (), {"backend": "nixl", "retries": 3}),
+        ({}, {"backend": "naive"}, ("checkpoint_engine.backend",), {"backend": "naive"}),
+        ({}, {"deadlines": {"stage_s": 9}}, (), {}),
+        (
+            {"engine_kwargs": {"nixl": {"a": 1}}},
+            {"engine_kwargs": {"nixl": {"b": 2}}},
+            (),
+            {"engine_kwargs": {"nixl": {"a": 1, "b": 2}}},
+        ),
+    ],
+)
+def test_verls_place_of_the_checkpoint_engine_section_is_merged(top, alias, explicit, expected):
+    merged = merge_checkpoint_engine(with_sections(top, alias), explicit)
+    assert {key: merged["checkpoint_engine"][key] for key in expected} == expected
+    assert not merged["actor_rollout_ref"]["rollout"].get("checkpoint_engine")
+    if "deadlines" in alias:
+        assert merged["checkpoint_engine"]["deadlines"] == {
+            **to_mapping(PPOConfig().checkpoint_engine.deadlines),
+            "stage_s": 9,
+        }
+
+
+@pytest.mark.parametrize(
+    ("top", "alias", "explicit"),
+    [
+        ({"backend": "nixl"}, {"backend": "gloo"}, ()),
+        ({}, {"backend": "gloo"}, ("checkpoint_engine.backend",)),
+        ({"engine_kwargs": {"nixl": {"a": 1}}}, {"engine_kwargs": {"nixl": {"a": 2}}}, ()),
+    ],
+)
+def test_different_values_in_both_places_are_an_error_that_names_both(top, alias, explicit):
+    with pytest.raises(ConfigError) as caught:
+        merge_checkpoint_engine(with_sections(top, alias), explicit)
+    assert "same key" in str(caught.value)
+    assert ALIAS in str(caught.value)
+
+
+def test_merging_leaves_its_argument_as_it_was():
+    values = with_sections({}, {"backend": "nixl"})
+    merge_checkpoint_engine(values)
+    assert values == with_sections({}, {"backend": "nixl"})
+
+
+def test_the_alias_works_from_the_command_line():
+    config = load_config([f"{ALIAS}.backend=nixl", f"{ALIAS}.engine_kwargs.nixl.device=mlx5_0"])
+    assert config.checkpoint_engine.backend == "nixl"
+    assert config.checkpoint_engine.engine_kwargs == {"nixl": {"device": "mlx5_0"}}
+    assert config.actor_rollout_ref.rollout.checkpoint_engine == {}
+
+
+def test_a_yaml_file_of_the_users_own_builds_on_the_built_in_one(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 3}\n")
+    config = load_config(["trainer.n_gpus_per_node=5"], config_path=tmp_path, config_name="mine.yaml")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.total_epochs) == (3, 5, 30)
+
+
+def test_a_yaml_file_may_hold_only_what_differs_and_need_not_name_the_defaults(tmp_path):
+    (tmp_path / "bare.yaml").write_text("trainer: {nnodes: 3}\n")
+    config = load_config(["data.train_batch_size=8"], config_path=tmp_path, config_name="bare")
+    assert (config.trainer.nnodes, config.data.train_batch_size) == (3, 8)
+
+
+def test_an_unknown_key_in_a_yaml_file_is_named_with_its_section(tmp_path):
+    (tmp_path / "bad.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnode: 3}\n")
+    with pytest.raises(ConfigError, match=r"'trainer.nnode'. Did you mean 'trainer.nnodes'"):
+        load_config(config_path=tmp_path, config_name="bad")
+
+
+def test_a_config_group_of_the_users_own_can_be_chosen(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("defaults: [legacy_data, _self_]\ntrain_batch_size: 12\n")
+    assert load_config(["data=mine"], config_dir=tmp_path).data.train_batch_size == 12
+
+
+def test_verls_relative_config_path_finds_the_built_in_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(config_path="config") == PPOConfig()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"config_name": "ppo_trainr"}, "no configuration file ppo_trainr.yaml.*Did you mean 'ppo_trainer'"),
+        ({"config_path": "/does/not/exist"}, "--config-path=/does/not/exist: no such directory"),
+        ({"config_dir": "/does/not/exist"}, "--config-dir=/does/not/exist: no such directory"),
+    ],
+)
+def test_a_file_or_directory_that_is_not_there_is_named(where, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(**where)
+
+
+def test_a_yaml_file_that_cannot_be_parsed_is_named(tmp_path):
+    (tmp_path / "broken.yaml").write_text("trainer: [\n")
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(config_path=tmp_path, config_name="broken")

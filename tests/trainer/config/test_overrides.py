@@ -1,0 +1,82 @@
+import pytest
+
+from verl.trainer.config.loader import load_config
+from verl.trainer.config.schema import is_known
+from verl.trainer.config.verl_keys import VERL_KEYS
+from verl.utils.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.nnode=2", "unknown configuration key 'trainer.nnode'. Did you mean 'trainer.nnodes'?"),
+        (
+            "actor.optim.lr=1",
+            "unknown configuration key 'actor.optim.lr'. Did you mean 'actor_rollout_ref.actor.optim.lr'?",
+        ),
+        ("train_batch_size=8", "unknown configuration key 'train_batch_size'. Did you mean 'data.train_batch_size'?"),
+        ("trainer.ppo_epochs=2", "'actor_rollout_ref.actor.ppo_epochs'"),
+        ("data={train_batch_siz: 3}", "unknown configuration key 'data.train_batch_siz'"),
+        ("trainer.nnodes.x=1", "'trainer.nnodes' is a value, not a section."),
+        ("zzz=1", "unknown configuration key 'zzz'. See --help"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backnd=x", "Did you mean 'checkpoint_engine.backend'?"),
+        ("trainer.nnodes=x", "trainer.nnodes takes an integer, not 'x'"),
+        ("trainer.seed=null", "trainer.seed takes an integer, not None"),
+        ("data.truncation=lefty", "data.truncation='lefty' is not one of: error, left, right, middle"),
+        ("data.custom_cls=3", "data.custom_cls is a section of keys"),
+        ("checkpoint_engine.deadlines.stage_s=-1", "deadlines.stage_s must be positive, not -1"),
+        ("trainer.nnodes", "malformed override 'trainer.nnodes': write key=value"),
+        ("=3", "malformed override '=3'"),
+        ("data.train_files=/a (b)/c", "two pairs of quotes: 'data.train_files=\"/a (b)/c\"'"),
+        ("trainer.nnodes=1,2", "has several values"),
+        ("data=foo", "Could not find 'data/foo' Available options in 'data': legacy_data"),
+        ("data.seed=${foo}", "data.seed: Interpolation key 'foo' not found"),
+        ("data.seed=???", "data.seed"),
+        ("critic.optim.lr=1", "verl key 'critic.optim.lr' is not supported here: there is no critic"),
+        ("actor_rollout_ref.model.lora_rank=8", "verl key 'actor_rollout_ref.model.lora_rank' is not supported here"),
+        ("async_training.staleness_threshold=1", "verl key 'async_training.staleness_threshold' is not supported here"),
+        ("algorithm.rollout_correction.rollout_rs=token", "the nearest is algorithm.rollout_correction.rollout_is"),
+    ],
+)
+def test_what_cannot_be_set_is_one_line_that_says_why(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config([override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("section", "read"),
+    [
+        ("actor_rollout_ref.rollout.engine_kwargs", lambda config: config.actor_rollout_ref.rollout.engine_kwargs),
+        ("actor_rollout_ref.model.override_config", lambda config: config.actor_rollout_ref.model.override_config),
+        ("ray_kwargs.ray_init", lambda config: config.ray_kwargs.ray_init),
+        ("data.apply_chat_template_kwargs", lambda config: config.data.apply_chat_template_kwargs),
+        ("checkpoint_engine.engine_kwargs", lambda config: config.checkpoint_engine.engine_kwargs),
+    ],
+)
+def test_free_form_sections_take_new_keys_with_and_without_plus(prefix, section, read):
+    assert read(load_config([f"{prefix}{section}.some.key=3"])) == {"some": {"key": 3}}
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=3e-4", lambda c: c.actor_rollout_ref.actor.optim.lr, 3e-4),
+        ("+trainer.nnodes=2", lambda c: c.trainer.nnodes, 2),
+        ("data.train_files=[a.parquet,b.parquet]", lambda c: c.data.train_files, ["a.parquet", "b.parquet"]),
+        ("data={train_batch_size: 8}", lambda c: (c.data.train_batch_size, c.data.seed), (8, 1)),
+        ('trainer.logger=["console"]', lambda c: c.trainer.logger, ["console"]),
+        ("data.val_files=${data.train_files}", lambda c: c.data.val_files, "builtin:arithmetic"),
+        ("~trainer.nnodes", lambda c: c.trainer.nnodes, 1),
+        ("actor@actor_rollout_ref.actor=dp_actor", lambda c: c.actor_rollout_ref.actor.ppo_epochs, 1),
+        ("hydra.run.dir=/nowhere", lambda c: c.trainer.nnodes, 1),
+    ],
+)
+def test_values_arrive_with_their_types(override, read, value):
+    assert read(load_config([override])) == value
+
+
+def test_no_key_that_exists_is_listed_as_one_of_verl_that_does_not():
+    assert [key for key in VERL_KEYS if is_known(key.removesuffix(".*"))] == []

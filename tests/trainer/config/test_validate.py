@@ -1,0 +1,99 @@
+import pytest
+
+from verl.trainer.config.loader import load_config
+from verl.trainer.config.validate import validate
+from verl.utils.config import ConfigError
+from verl.workers.config import PPOConfig
+
+
+def problems(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(list(overrides)))
+    return str(caught.value).splitlines()
+
+
+def test_the_defaults_fit_together():
+    validate(PPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [
+                "data.train_batch_size=5",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+                "actor_rollout_ref.rollout.n=1",
+            ],
+            ["data.train_batch_size=5 * actor_rollout_ref.rollout.n=1 = 5", "2 trainer ranks"],
+        ),
+        (
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=48"],
+            ["ppo_mini_batch_size=48 does not divide data.train_batch_size=64"],
+        ),
+        (
+            [
+                "data.train_batch_size=6",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+                "actor_rollout_ref.rollout.n=3",
+            ],
+            ["ppo_mini_batch_size=3 * actor_rollout_ref.rollout.n=3 = 9", "2 trainer ranks"],
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=false",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
+            ],
+            ["ppo_micro_batch_size_per_gpu=7 does not divide the 256 sequences"],
+        ),
+        (
+            ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"],
+            ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu must be set"],
+        ),
+        (["actor_rollout_ref.rollout.max_model_len=20"], ["max_model_len=20", "= 80"]),
+        (["actor_rollout_ref.rollout.response_length=20"], ["response_length=20", "max_response_length=16"]),
+        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=70"], ["ppo_max_token_len_per_gpu=70", "= 80"]),
+        (["algorithm.kl_ctrl.type=adaptive"], ["algorithm.use_kl_in_reward=false"]),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=-1"],
+            ["kl_loss_coef=-1"],
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+            ["rollout_is=token needs actor_rollout_ref.rollout.calculate_log_probs=true"],
+        ),
+        (
+            ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"],
+            ["actor_rollout_ref.rollout.n=1 must be at least 2"],
+        ),
+        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], ["fsdp_size=3 does not divide 2 trainer ranks"]),
+        (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path=/no/reward.py: no such file"]),
+        (["actor_rollout_ref.rollout.multi_turn.enable=true"], ["multi_turn.tool_config_path"]),
+        (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
+        (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], ["'vanila'", "vanilla"]),
+        (["checkpoint_engine.backend=navie"], ["'navie'", "naive"]),
+        (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
+    ],
+)
+def test_a_combination_that_cannot_work_is_named_with_its_values(overrides, parts):
+    (line,) = problems("trainer.device=cpu", *overrides)
+    assert [part for part in parts if part not in line] == []
+
+
+def test_all_problems_are_reported_at_once():
+    found = problems(
+        "checkpoint_engine.backend=navie", "algorithm.adv_estimator=grp", "custom_reward_function.path=/no"
+    )
+    assert len(found) == 3
+
+
+def test_a_users_module_may_register_the_name_that_is_looked_up(tmp_path, monkeypatch):
+    (tmp_path / "my_estimator.py").write_text(
+        "from verl.trainer.ppo.core_algos import register_adv_est\n"
+        "@register_adv_est('validate_test_estimator')\n"
+        "def mine(token_level_rewards, response_mask, index, config): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "algorithm.adv_estimator=validate_test_estimator"
+    validate(load_config([name, "actor_rollout_ref.model.external_lib=my_estimator"]))

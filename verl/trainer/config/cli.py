@@ -1,0 +1,95 @@
+"""The command line of every trainer: Hydra's words and flags, one clear line for every mistake."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.config.help import print_help
+from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config
+from verl.trainer.config.validate import validate
+from verl.utils.config import ConfigError
+from verl.workers.config import PPOConfig
+
+USAGE_ERROR = 2
+"""Exit code for what the user wrote; anything else that goes wrong in a run has a traceback and exit code 1."""
+
+
+def run_hydra(main: Callable[[PPOConfig], None], argv: Sequence[str] | None = None) -> None:
+    """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
+
+    Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
+    starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
+    traceback. Supports --help, --cfg job, --package, --resolve, --config-name, --config-path and --config-dir as Hydra
+    does; leaves no output directory behind.
+    """
+    arguments = _parser().parse_intermixed_args(argv)
+    if arguments.help:
+        print_help()
+        return
+    try:
+        if arguments.cfg:
+            _print_configuration(arguments)
+            return
+        config = load_config(
+            arguments.overrides,
+            config_path=arguments.config_path,
+            config_name=arguments.config_name,
+            config_dir=arguments.config_dir,
+        )
+        validate(config)
+        main(config)
+    except (ConfigError, BackendUnavailable) as exc:
+        _fail(str(exc))
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _fail(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job",))
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn", default=DEFAULT_NAME)
+    parser.add_argument("--config-dir", "-cd")
+    return parser
+
+
+def _print_configuration(arguments: argparse.Namespace) -> None:
+    """What Hydra's `--cfg job` prints: the composed YAML. Raises ConfigError if a run would not accept it."""
+    where = {
+        "config_path": arguments.config_path,
+        "config_name": arguments.config_name,
+        "config_dir": arguments.config_dir,
+    }
+    load_config(arguments.overrides, **where)
+    tree = compose_tree(arguments.overrides, **where)
+    selected = OmegaConf.select(tree, arguments.package) if arguments.package else tree
+    if arguments.package:
+        if selected is None:
+            raise ConfigError(f"--package {arguments.package}: no such section")
+        sys.stdout.write(f"# @package {arguments.package}\n")
+    if not isinstance(selected, DictConfig):
+        sys.stdout.write(f"{selected}\n")
+        return
+    try:
+        sys.stdout.write(OmegaConf.to_yaml(selected, resolve=arguments.resolve))
+    except OmegaConfBaseException as exc:
+        raise ConfigError(f"--resolve: {str(exc).splitlines()[0]}") from exc
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write("".join(f"error: {line}\n" for line in message.splitlines()))
+    raise SystemExit(USAGE_ERROR)

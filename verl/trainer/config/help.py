@@ -1,0 +1,87 @@
+"""The page behind `python -m verl.trainer.main_ppo --help`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from verl.trainer.config.schema import Key, Section, sections, yaml_text
+
+USAGE = "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help]"
+ABOUT = (
+    "Trains a language model with reinforcement learning: PPO-family advantages, a sharded trainer, a rollout engine, "
+    "and verified weight synchronisation between them. With no argument: a built-in model on built-in problems."
+)
+EXAMPLES = (
+    ("the built-in job", ""),
+    (
+        "a short one",
+        "trainer.total_training_steps=5 data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    ),
+    (
+        "your own model and data",
+        "actor_rollout_ref.model.path=/models/qwen data.train_files=train.parquet data.val_files=val.parquet",
+    ),
+    ("your own reward function", "custom_reward_function.path=reward.py custom_reward_function.name=compute_score"),
+    ("your own YAML file", "--config-path=. --config-name=my_run trainer.resume_mode=disable"),
+)
+FLAGS = (
+    ("--cfg job", "print the composed configuration and stop (--package KEY: one section; --resolve: interpolations)"),
+    ("--config-name NAME", "YAML file to start from, without .yaml; it may say `defaults: [ppo_trainer, _self_]`"),
+    ("--config-path DIR", "directory of that file; --config-dir DIR: one more directory to search"),
+    ("--help", "this page"),
+)
+REFERENCE = "Every key with its type and meaning: docs/configuration.md"
+
+
+def print_help(console: Console | None = None) -> None:
+    """Write the page to stdout: tables on a terminal, one key per line where output is piped."""
+    console = console or Console()
+    if console.is_terminal:
+        _rich_page(console)
+    else:
+        console.print(Text(plain_page()), soft_wrap=True)
+
+
+def plain_page() -> str:
+    lines = [f"usage: {USAGE}", "", ABOUT, "", "examples:"]
+    lines += [f"  {_command(arguments)}    # {what}" for what, arguments in EXAMPLES]
+    lines += ["", "options:", *(f"  {flag:<20} {meaning}" for flag, meaning in FLAGS)]
+    lines += ["", REFERENCE, "", "keys:"]
+    for section in _with_keys():
+        lines += ["", f"{section.path}: {section.doc}"]
+        lines += [f"  {key.path}={yaml_text(key.default)}    {_meaning(key)}" for key in section.keys]
+    return "\n".join(lines)
+
+
+def _rich_page(console: Console) -> None:
+    console.print(Text.assemble(("usage: ", "bold"), USAGE), Text(), Text(ABOUT), Text(), Text("examples", "bold"))
+    for what, arguments in EXAMPLES:
+        console.print(Padding(Text.assemble((f"{what}\n", "dim"), f"  {_command(arguments)}"), (0, 2)), soft_wrap=True)
+    console.print(Text(), Text("options", "bold"))
+    options = Table.grid(padding=(0, 2))
+    for flag, meaning in FLAGS:
+        options.add_row(Text(f"  {flag}", "cyan"), Text(meaning))
+    console.print(options, Text(), Text(REFERENCE))
+    for section in _with_keys():
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(ratio=2)
+        table.add_column(ratio=3)
+        for key in section.keys:
+            name = Text.assemble((f"  {key.name}", "cyan"), f"={yaml_text(key.default)}")
+            table.add_row(name, Text(_meaning(key)))
+        console.print(Text(), Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")), table)
+
+
+def _with_keys() -> list[Section]:
+    return [section for section in sections() if section.keys]
+
+
+def _command(arguments: str) -> str:
+    return f"python -m verl.trainer.main_ppo {arguments}".rstrip()
+
+
+def _meaning(key: Key) -> str:
+    return key.help + (f" [{key.choices_text}]" if key.choices else "")

@@ -1,0 +1,177 @@
+"""From YAML files and `key=value` words to a `PPOConfig`, or one ConfigError that says what is wrong.
+
+Hydra's compose API does the composing. It writes no files, changes no directory and configures no logging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.trainer.config.overrides import normalize, parse, set_keys
+from verl.trainer.config.schema import keys
+from verl.trainer.config.suggest import ALIAS, CANONICAL, key_error, unknown_keys
+from verl.utils.config import ConfigError, did_you_mean, from_mapping
+from verl.workers.config import PPOConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent
+DEFAULT_NAME = "ppo_trainer"
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | Path | None = None,
+    config_name: str = DEFAULT_NAME,
+    config_dir: str | Path | None = None,
+) -> PPOConfig:
+    """The configuration of a run: the YAML file `config_name`, changed by `overrides`.
+
+    `config_path` is the directory of `config_name` (default: the built-in one); relative paths start at the working
+    directory, then at verl/trainer, as verl's `--config-path=config` does. The built-in files can be used from a file
+    of the user's own in any case (`defaults: [ppo_trainer, _self_]`). `config_dir` is one more directory to search.
+    Raises ConfigError.
+    """
+    composed = compose_tree(overrides, config_path=config_path, config_name=config_name, config_dir=config_dir)
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as exc:
+        where = f"{exc.full_key}: " if exc.full_key else ""
+        raise ConfigError(where + _one_line(exc)) from exc
+    return build_config(values, set_keys(overrides))
+
+
+def compose_tree(
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | Path | None = None,
+    config_name: str = DEFAULT_NAME,
+    config_dir: str | Path | None = None,
+) -> DictConfig:
+    """What Hydra composes, with the override keys checked, but neither resolved nor converted. Raises ConfigError."""
+    directory = _directory(config_path)
+    name = config_name.removesuffix(".yaml")
+    primary = directory / f"{name}.yaml"
+    if not primary.is_file():
+        known = [path.stem for path in directory.glob("*.yaml")]
+        raise ConfigError(f"no configuration file {name}.yaml in {directory}.{did_you_mean(name, known)}")
+    search = _search_path(primary, overrides, config_dir)
+    roots = [directory, *(Path(url.removeprefix("file://")) for url in search if url.startswith("file://"))]
+    arguments = normalize(overrides, _groups(roots))
+    arguments = [text for text in arguments if not text.lstrip("+").startswith("hydra.searchpath=")]
+    try:
+        with initialize_config_dir(str(directory), job_name=name, version_base="1.3"):
+            return compose(name, overrides=[*arguments, f"hydra.searchpath={_hydra_list(search)}"])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as exc:
+        raise ConfigError(_one_line(exc)) from exc
+
+
+def build_config(values: Any, explicit: Collection[str] = ()) -> PPOConfig:
+    """The typed configuration of composed plain `values`; `explicit` are the keys that the command line set."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a configuration file holds a mapping, not {values!r}")
+    for dotted in unknown_keys(values):
+        raise ConfigError(key_error(dotted) or f"unknown configuration key {dotted!r}.")
+    return from_mapping(PPOConfig, merge_checkpoint_engine(values, explicit))
+
+
+def merge_checkpoint_engine(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:
+    """`values` with verl's `actor_rollout_ref.rollout.checkpoint_engine` moved to the top-level section.
+
+    A key of the top-level section counts as given when it differs from the default or stands in `explicit`. Raises
+    ConfigError, naming both keys, when one is given in both places with different values.
+    """
+    merged: dict[str, Any] = _copy(values)
+    section: Any = merged
+    for name in ALIAS.split(".")[:-1]:
+        section = section.get(name) or {}
+        if not isinstance(section, dict):
+            return merged
+    alias = section.pop(CANONICAL, None)
+    if not alias:
+        return merged
+    if not isinstance(alias, Mapping):
+        raise ConfigError(f"{ALIAS} is a section of keys; it cannot be set to {alias!r}")
+    target = merged.setdefault(CANONICAL, {})
+    _merge(target, alias, CANONICAL, explicit)
+    return merged
+
+
+def _merge(target: dict[str, Any], alias: Mapping[str, Any], path: str, explicit: Collection[str]) -> None:
+    for name, value in alias.items():
+        dotted = f"{path}.{name}"
+        present = target.get(name)
+        if isinstance(value, Mapping) and isinstance(present, dict):
+            _merge(present, value, dotted, explicit)
+            continue
+        known = keys().get(dotted)
+        given = dotted in explicit or (name in target and (known is None or present != known.default))
+        if given and present != value:
+            raise ConfigError(
+                f"{dotted}={present!r} and {ALIAS}{dotted.removeprefix(CANONICAL)}={value!r} are the same key with "
+                "different values: set one of them"
+            )
+        target[name] = value
+
+
+def _copy(values: Any) -> Any:
+    return {key: _copy(value) for key, value in values.items()} if isinstance(values, Mapping) else values
+
+
+def _directory(config_path: str | Path | None) -> Path:
+    if config_path is None:
+        return CONFIG_DIR
+    text = str(config_path).removeprefix("file://")
+    candidates = [Path(text).expanduser().resolve(), (CONFIG_DIR.parent / text).resolve()]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise ConfigError(f"--config-path={config_path}: no such directory")
+
+
+def _search_path(primary: Path, overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
+    """Where Hydra looks for config groups after the primary file's own directory."""
+    search: list[str] = []
+    if config_dir is not None:
+        extra = Path(config_dir).expanduser().resolve()
+        if not extra.is_dir():
+            raise ConfigError(f"--config-dir={config_dir}: no such directory")
+        search.append(f"file://{extra}")
+    given: list[Any] = [item.value() for item in parse(overrides) if item.key_or_group == "hydra.searchpath"]
+    if not given:
+        try:
+            given = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath") or []]
+        except (OSError, yaml.YAMLError, OmegaConfBaseException) as exc:
+            raise ConfigError(f"{primary} cannot be read: {_one_line(exc)}") from exc
+    for item in given[-1]:
+        text = str(item)
+        search.append(text if "://" in text else f"file://{Path(text).resolve()}")
+    return [*search, f"file://{CONFIG_DIR}"]
+
+
+def _groups(roots: Sequence[Path]) -> set[str]:
+    """Names of config groups: the directories below the search path that hold YAML files."""
+    return {str(file.parent.relative_to(root)) for root in roots if root.is_dir() for file in root.glob("*/*.yaml")}
+
+
+def _hydra_list(items: Sequence[str]) -> str:
+    quoted = ",".join("'" + item.replace("'", "\\'") + "'" for item in items)
+    return f"[{quoted}]"
+
+
+def _one_line(exc: Exception) -> str:
+    """The message of a foreign error up to its help text, on one line."""
+    lines: list[str] = []
+    for line in str(exc).splitlines():
+        if line.startswith(("Config search path", "See http", "    full_key", "Set the environment")):
+            break
+        if line.strip():
+            lines.append(line.strip())
+    return " ".join(lines) or type(exc).__name__

@@ -1,0 +1,68 @@
+"""What stands on the command line: checked against the schema, then handed to Hydra in a form that it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from verl.trainer.config.suggest import key_error
+from verl.utils.config import ConfigError
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Raises ConfigError for the first one that Hydra's grammar does not read, with the usual reason."""
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for text in overrides:
+        if text.startswith("=") or ("=" not in text and not text.startswith("~")):
+            raise ConfigError(f"malformed override {text!r}: write key=value")
+        try:
+            parsed.extend(parser.parse_overrides([text]))
+        except HydraException as exc:
+            reason = str(exc).splitlines()[0]
+            key, _, value = text.partition("=")
+            raise ConfigError(
+                f"malformed override {text!r}: {reason}; a value with special characters takes two pairs of quotes: "
+                f"'{key}=\"{value}\"'"
+            ) from exc
+    return parsed
+
+
+def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
+    """The overrides with every key checked; raises ConfigError for the first that cannot be set.
+
+    Setting a key becomes Hydra's `++key=value`, which sets it whether or not the composed YAML already holds it: keys
+    of free-form sections are new by nature, and a YAML file of the user's own need not list every key. The schema has
+    already said that the key exists. Choices of config groups (`rollout=...`) and Hydra's own keys pass unchanged.
+    """
+    result: list[str] = []
+    for override in parse(overrides):
+        text = override.input_line or ""
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{text!r} has several values; one run takes one (a list is written {key}=[a,b], a comma in a string "
+                f"'{key}=\"a,b\"')"
+            )
+        if _is_group_choice(override, groups) or override.is_hydra_override():
+            result.append(text)
+            continue
+        if message := key_error(key):
+            raise ConfigError(message)
+        result.append(text if override.is_delete() else "++" + text.lstrip("+"))
+    return result
+
+
+def set_keys(overrides: Sequence[str]) -> set[str]:
+    """The full dotted keys that the command line sets."""
+    return {override.key_or_group for override in parse(overrides) if not override.is_delete()}
+
+
+def _is_group_choice(override: Override, groups: Collection[str]) -> bool:
+    """Whether it selects a file of a config group: `data=my_data`, `rollout@actor_rollout_ref.rollout=mine`."""
+    if override.package is not None:
+        return True
+    return override.key_or_group in groups and isinstance(override.value(), (str, list, type(None)))

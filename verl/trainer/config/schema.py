@@ -1,0 +1,113 @@
+"""The configuration dataclasses as a flat list of keys.
+
+One walk over the dataclasses serves the YAML tree, the reference, the help page and the error messages, so none of them
+can disagree with what `from_mapping` accepts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from verl.utils.config import field_types
+from verl.workers.config import PPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One configuration key: `path` is the full dotted name, `default` a plain value as YAML would hold it."""
+
+    path: str
+    type: str
+    default: Any
+    choices: tuple[Any, ...]
+    help: str
+    free_form: bool
+    """The value is a mapping whose keys are not ours: anything below `path` is accepted."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def choices_text(self) -> str:
+        return ", ".join(map(yaml_text, self.choices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One section and the keys that stand directly in it; `path` is "" for the root."""
+
+    path: str
+    doc: str
+    keys: tuple[Key, ...]
+
+
+def yaml_text(value: object) -> str:
+    """`value` as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n...\n").strip()
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """Every section, in the order in which the dataclasses declare them; a section precedes its nested ones."""
+    return tuple(_walk(PPOConfig(), "", ""))
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every key by its full dotted name."""
+    return {key.path: key for section in sections() for key in section.keys}
+
+
+@cache
+def section_paths() -> frozenset[str]:
+    return frozenset(section.path for section in sections() if section.path)
+
+
+def free_form_key(dotted: str) -> Key | None:
+    """The free-form key that `dotted` is or lies below."""
+    parts = dotted.split(".")
+    for length in range(1, len(parts) + 1):
+        key = keys().get(".".join(parts[:length]))
+        if key is not None and key.free_form:
+            return key
+    return None
+
+
+def is_known(dotted: str) -> bool:
+    """Whether `dotted` names a key, a section, or anything below a free-form key."""
+    return dotted in keys() or dotted in section_paths() or free_form_key(dotted) is not None
+
+
+def _walk(config: Any, path: str, help_text: str) -> Iterator[Section]:
+    config_class: Any = type(config)
+    hints = field_types(config_class)
+    found: list[Key] = []
+    nested: list[tuple[Any, str, str]] = []
+    for field in dataclasses.fields(config):
+        dotted = f"{path}.{field.name}" if path else field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            nested.append((value, dotted, field.metadata.get("help", "")))
+            continue
+        found.append(
+            Key(
+                path=dotted,
+                type=str(field.type),
+                default=list(value) if isinstance(value, tuple) else value,
+                choices=tuple(field.metadata.get("choices", ())),
+                help=field.metadata.get("help", ""),
+                free_form=(typing.get_origin(hints[field.name]) or hints[field.name]) is dict,
+            )
+        )
+    doc = (config_class.__doc__ or "").strip().splitlines()[0]
+    yield Section(path=path, doc=help_text or doc, keys=tuple(found))
+    for value, dotted, text in nested:
+        yield from _walk(value, dotted, text)

@@ -1,0 +1,57 @@
+"""What to say about a key that does not exist: one line with the key that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.trainer.config.schema import free_form_key, is_known, keys, section_paths
+from verl.trainer.config.verl_keys import verl_key_message
+
+ALIAS = "actor_rollout_ref.rollout.checkpoint_engine"
+"""verl's place for the section that stands at the top level here; both are accepted and mean the same."""
+CANONICAL = "checkpoint_engine"
+
+
+def canonical(dotted: str) -> str:
+    """`dotted` with verl's place of the checkpoint engine's section replaced by ours."""
+    return CANONICAL + dotted.removeprefix(ALIAS) if dotted.startswith(f"{ALIAS}.") else dotted
+
+
+def key_error(dotted: str) -> str | None:
+    """Why the full dotted key `dotted` cannot be set; None if it can."""
+    if is_known(canonical(dotted)):
+        return None
+    return verl_key_message(dotted) or f"unknown configuration key {dotted!r}.{_suggestion(canonical(dotted))}"
+
+
+def unknown_keys(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The full dotted names in `values` that `key_error` objects to; below an unknown section only the section."""
+    for name, value in values.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        if not is_known(canonical(dotted)):
+            yield dotted
+        elif isinstance(value, Mapping) and (dotted == ALIAS or free_form_key(canonical(dotted)) is None):
+            yield from unknown_keys(value, dotted)
+
+
+def _suggestion(dotted: str) -> str:
+    everything = [*keys(), *section_paths()]
+    if above := [path for path in keys() if dotted.startswith(f"{path}.")]:
+        return f" {above[0]!r} is a value, not a section."
+    nearest_first = sorted(everything, key=lambda path: -difflib.SequenceMatcher(None, dotted, path).ratio())
+    found = (
+        [path for path in nearest_first if path.endswith(f".{dotted}")]
+        or difflib.get_close_matches(dotted, everything, n=1, cutoff=0.85)
+        or [path for path in nearest_first if _last(path) == _last(dotted)]
+        or difflib.get_close_matches(dotted, everything, n=1, cutoff=0.7)
+        or [path for path in nearest_first if _last(path) in difflib.get_close_matches(_last(dotted), {_last(path)})]
+    )
+    if not found:
+        return " See --help for every key."
+    return f" Did you mean {' or '.join(map(repr, found[:3]))}?"
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]

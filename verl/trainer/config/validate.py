@@ -1,0 +1,205 @@
+"""What no single section can know: whether the sections fit together. Runs on the driver before any process starts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from verl.utils.config import ConfigError
+from verl.workers.config import PPOConfig
+
+
+def validate(config: PPOConfig) -> None:
+    """Raises ConfigError that names, one per line, every combination that cannot work, with the values that clash.
+
+    Imports the user's modules (`model.external_lib`, `checkpoint_engine.custom_backend_module`), since they may
+    register the names that are looked up. Raises BackendUnavailable for one whose package is missing.
+    """
+    problems = [problem for check in CHECKS for problem in check(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _batch_sizes(config: PPOConfig) -> Iterator[str]:
+    """The batch of a step splits evenly into optimizer steps, and each of those over the trainer's ranks."""
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    prompts, responses = config.data.train_batch_size, policy.rollout.n
+    mini, ranks = policy.actor.ppo_mini_batch_size, trainer.world_size
+    over_ranks = (
+        f"cannot be divided by {ranks} trainer ranks "
+        f"(trainer.nnodes={trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
+    )
+    times_n = f"actor_rollout_ref.rollout.n={responses}"
+    if (prompts * responses) % ranks:
+        yield f"data.train_batch_size={prompts} * {times_n} = {prompts * responses} sequences {over_ranks}"
+    elif (mini * responses) % ranks:
+        yield f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} * {times_n} = {mini * responses} {over_ranks}"
+    if prompts % mini:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={prompts}"
+            " (both count prompts)"
+        )
+
+
+def _micro_batch_sizes(config: PPOConfig) -> Iterator[str]:
+    policy, ranks = config.actor_rollout_ref, config.trainer.world_size
+    mini, responses = policy.actor.ppo_mini_batch_size, policy.rollout.n
+    micro = policy.actor.ppo_micro_batch_size_per_gpu
+    per_rank, rest = divmod(mini * responses, ranks)
+    if not policy.actor.use_dynamic_bsz and micro and not rest and per_rank % micro:
+        yield (
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {per_rank} sequences of "
+            f"a mini-batch on one rank (ppo_mini_batch_size={mini} * rollout.n={responses} / {ranks} ranks)"
+        )
+    for path, section in (("rollout", policy.rollout), ("ref", policy.ref)):
+        if not section.log_prob_use_dynamic_bsz and not section.log_prob_micro_batch_size_per_gpu:
+            yield (
+                f"actor_rollout_ref.{path}.log_prob_micro_batch_size_per_gpu must be set when "
+                f"actor_rollout_ref.{path}.log_prob_use_dynamic_bsz=false"
+            )
+
+
+def _lengths(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for ours, theirs, name in (
+        (rollout.prompt_length, config.data.max_prompt_length, "prompt_length"),
+        (rollout.response_length, config.data.max_response_length, "response_length"),
+    ):
+        if ours is not None and ours != theirs:
+            yield f"actor_rollout_ref.rollout.{name}={ours} differs from data.max_{name}={theirs}: leave it null"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield (
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}"
+        )
+    budgets = {
+        "actor.ppo_max_token_len_per_gpu": (
+            config.actor_rollout_ref.actor.use_dynamic_bsz,
+            config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+        ),
+        "rollout.log_prob_max_token_len_per_gpu": (
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+        "ref.log_prob_max_token_len_per_gpu": (
+            config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz,
+            config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        ),
+    }
+    for name, (used, budget) in budgets.items():
+        if used and budget < longest:
+            yield (
+                f"actor_rollout_ref.{name}={budget} is less than one sequence: data.max_prompt_length + "
+                f"data.max_response_length = {longest}"
+            )
+
+
+def _algorithm(config: PPOConfig) -> Iterator[str]:
+    """Keys that only mean something together."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive has no effect with algorithm.use_kl_in_reward=false: set one of them"
+    for used, key, value in (
+        (actor.use_kl_loss, "actor_rollout_ref.actor.kl_loss_coef", actor.kl_loss_coef),
+        (algorithm.use_kl_in_reward, "algorithm.kl_ctrl.kl_coef", algorithm.kl_ctrl.kl_coef),
+    ):
+        if used and value < 0:
+            yield f"{key}={value} would reward distance from the reference policy; it must not be negative"
+    if not rollout.calculate_log_probs:
+        for used, key in (
+            (actor.use_rollout_log_probs, "actor_rollout_ref.actor.use_rollout_log_probs=true"),
+            (
+                algorithm.rollout_correction.rollout_is is not None,
+                f"algorithm.rollout_correction.rollout_is={algorithm.rollout_correction.rollout_is}",
+            ),
+        ):
+            if used:
+                yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
+    if algorithm.adv_estimator == "rloo" and rollout.n < 2:
+        yield (
+            "algorithm.adv_estimator=rloo compares the responses to one prompt with each other: "
+            f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
+        )
+
+
+def _ranks(config: PPOConfig) -> Iterator[str]:
+    """Sharding groups, and on accelerators the rollout replicas, are made of the trainer's ranks."""
+    from verl.utils.device import resolve_device
+
+    ranks, rollout = config.trainer.world_size, config.actor_rollout_ref.rollout
+    for path, section in (("actor", config.actor_rollout_ref.actor), ("ref", config.actor_rollout_ref.ref)):
+        size = section.fsdp_config.fsdp_size
+        if size != -1 and (size <= 0 or ranks % size):
+            yield f"actor_rollout_ref.{path}.fsdp_config.fsdp_size={size} does not divide {ranks} trainer ranks"
+    if resolve_device(config.trainer.device) == "cpu":
+        return
+    parallel = rollout.tensor_model_parallel_size
+    if ranks % parallel:
+        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {ranks} trainer ranks"
+    elif rollout.num_replicas is not None and rollout.num_replicas * parallel > ranks:
+        yield (
+            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "
+            f"{rollout.num_replicas * parallel} exceeds {ranks} trainer ranks"
+        )
+
+
+def _files(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for key, path in (
+        ("custom_reward_function.path", config.custom_reward_function.path),
+        ("data.custom_cls.path", config.data.custom_cls.path),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", rollout.multi_turn.tool_config_path),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
+    ):
+        if path is not None and not path.startswith("pkg://") and not Path(path).expanduser().is_file():
+            yield f"{key}={path}: no such file"
+    if rollout.multi_turn.enable and rollout.multi_turn.tool_config_path is None:
+        yield (
+            "actor_rollout_ref.rollout.multi_turn.enable=true needs tools: "
+            "set actor_rollout_ref.rollout.multi_turn.tool_config_path"
+        )
+
+
+def _user_modules(config: PPOConfig) -> Iterator[str]:
+    for key, module in (
+        ("actor_rollout_ref.model.external_lib", config.actor_rollout_ref.model.external_lib),
+        ("checkpoint_engine.custom_backend_module", config.checkpoint_engine.custom_backend_module),
+    ):
+        if module is not None:
+            try:
+                importlib.import_module(module)
+            except ImportError as exc:
+                yield f"{key}={module} cannot be imported: {exc}"
+
+
+def _registered_names(config: PPOConfig) -> Iterator[str]:
+    """Names that registries know. Runs after `_user_modules`, which may have added some."""
+    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.workers.rollout.registry import RolloutReplicaRegistry
+
+    lookups: list[tuple[Callable[[str], object], str]] = [
+        (get_adv_estimator_fn, config.algorithm.adv_estimator),
+        (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        (CheckpointEngineRegistry.get, config.checkpoint_engine.backend),
+        (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
+    ]
+    for look_up, name in lookups:
+        try:
+            look_up(name)
+        except ConfigError as exc:
+            yield str(exc)
+
+
+CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
+    _batch_sizes,
+    _micro_batch_sizes,
+    _lengths,
+    _algorithm,
+    _ranks,
+    _files,
+    _user_modules,
+    _registered_names,
+)

@@ -1,0 +1,51 @@
+"""Keys that verl has and this project has not, so that a verl user's script is told so instead of being misunderstood.
+
+Only consulted for keys that are unknown here. An entry that ends in `.*` covers the section and everything below it;
+the most specific entry wins. The text says what to use instead, or why nothing is needed.
+"""
+
+from __future__ import annotations
+
+_POLICY = "actor_rollout_ref"
+_NO_LORA = "the whole model is trained; there is no LoRA"
+_NO_CRITIC = "there is no critic; algorithm.adv_estimator grpo, rloo and reinforce_plus_plus need none"
+_SHARED = "trainer and rollouts share the machines; the nearest is"
+_WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
+_CORRECTION = "algorithm.rollout_correction"
+
+VERL_KEYS: dict[str, str] = {
+    f"{_POLICY}.model.use_remove_padding": f"the nearest is {_POLICY}.actor.use_dynamic_bsz, which packs by tokens",
+    f"{_POLICY}.model.lora_rank": _NO_LORA,
+    f"{_POLICY}.model.lora_alpha": _NO_LORA,
+    f"{_POLICY}.model.target_modules": _NO_LORA,
+    f"{_POLICY}.model.lora.*": _NO_LORA,
+    f"{_POLICY}.actor.megatron.*": f"the training engine is FSDP2; see {_POLICY}.actor.fsdp_config",
+    f"{_POLICY}.ref.megatron.*": f"the training engine is FSDP2; see {_POLICY}.ref.fsdp_config",
+    f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
+    f"{_POLICY}.ref.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.ref.log_prob_max_token_len_per_gpu",
+    f"{_POLICY}.actor.checkpoint.async_save": "checkpoints are written before the next step begins",
+    f"{_POLICY}.rollout.data_parallel_size": f"the nearest is {_POLICY}.rollout.num_replicas",
+    f"{_POLICY}.rollout.pipeline_model_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
+    f"{_POLICY}.rollout.expert_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
+    f"{_POLICY}.rollout.nnodes": f"{_SHARED} trainer.nnodes",
+    f"{_POLICY}.rollout.n_gpus_per_node": f"{_SHARED} trainer.n_gpus_per_node",
+    f"{_CORRECTION}.rollout_rs": f"the nearest is {_CORRECTION}.rollout_is",
+    f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
+    f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
+    "algorithm.filter_groups.*": "no groups are filtered out of a batch",
+    "critic.*": _NO_CRITIC,
+    "trainer.critic_warmup": _NO_CRITIC,
+    "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",
+    "async_training.*": "training is synchronous here",
+}
+
+
+def verl_key_message(dotted: str) -> str | None:
+    """The error text for a key of verl that is not supported here; None for a key that verl has not either."""
+    text = VERL_KEYS.get(dotted)
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        if text is not None:
+            break
+        text = VERL_KEYS.get(".".join(parts[:length]) + ".*")
+    return None if text is None else f"verl key {dotted!r} is not supported here: {text}"

@@ -1,0 +1,132 @@
+"""Small members of a sync that live in one process: a weight source over plain tensors, a replica that remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from verl.checkpoint_engine.arena import read_committed
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+
+
+class RowShardedSource:
+    """Rank `rank` of `world_size` holds a block of rows of every tensor, as FSDP2 has it; scalars are on every rank."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None) -> None:
+        self.tensors = dict(tensors)
+        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(
+                name=name, shape=tuple(tensor.shape), dtype=self._dtype or str(tensor.dtype).removeprefix("torch.")
+            )
+            for name, tensor in self.tensors.items()
+        ]
+
+    def shards(self) -> list[Shard]:
+        shards = []
+        for name, tensor in self.tensors.items():
+            shape = tuple(tensor.shape)
+            if not shape:
+                shards.append(Shard(name, Box((), ())))
+                continue
+            rows = -(-shape[0] // self._world_size)
+            start, stop = min(self._rank * rows, shape[0]), min((self._rank + 1) * rows, shape[0])
+            if start < stop and tensor.numel():
+                shards.append(Shard(name, Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))))
+        return shards
+
+    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        box = shard.box
+        destination.copy_(self.tensors[shard.name][tuple(map(slice, box.start, box.stop))])
+
+
+class RecordingReplica:
+    """Keeps a copy of what it activated. `fail` is called with the name of each step and may raise or sleep."""
+
+    def __init__(self, name: str = "replica-0", node_index: int = 0) -> None:
+        self.name = name
+        self.node_index = node_index
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version: int | None = None
+        self.paused = False
+        self.log: list[str] = []
+        self.fail: Callable[[str], object] = lambda step: None
+
+    async def _step(self, step: str) -> None:
+        self.log.append(step)
+        outcome = self.fail(step)
+        if asyncio.iscoroutine(outcome):
+            await outcome
+
+    async def pause(self, mode: str) -> None:
+        await self._step("pause")
+        self.paused = True
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        await self._step("activate")
+        self.weights = {name: tensor.clone() for name, tensor in read_committed(arena_path, version)}
+        self.version = version
+
+    async def resume(self) -> None:
+        await self._step("resume")
+        self.paused = False
+
+    async def health(self) -> None:
+        await self._step("health")
+
+    async def sleep(self) -> None:
+        await self._step("sleep")
+
+    async def wake_up(self) -> None:
+        await self._step("wake_up")
+
+    async def release_kv_cache(self) -> None:
+        await self._step("release_kv_cache")
+
+    async def resume_kv_cache(self) -> None:
+        await self._step("resume_kv_cache")
+
+
+class Fleet:
+    """A manager with trainer ranks, nodes and replicas, all in this process. Close it."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shm_dir: Path,
+        *,
+        trainers: int = 2,
+        nodes: int = 1,
+        replicas: int = 1,
+        dtype: str | None = None,
+        job: str = "test",
+        report_path: Path | None = None,
+        **config: object,
+    ) -> None:
+        self.config = CheckpointEngineConfig.from_mapping(config)
+        self.sources = [RowShardedSource(tensors, rank, trainers, dtype) for rank in range(trainers)]
+        self.trainers = [TrainerRank(rank, source, self.config) for rank, source in enumerate(self.sources)]
+        self.nodes = [RolloutNode(index, self.config, job=job, shm_dir=shm_dir) for index in range(nodes)]
+        self.replicas = [RecordingReplica(f"replica-{index}", index % nodes) for index in range(replicas)]
+        self.manager = CheckpointEngineManager(
+            config=self.config, trainers=self.trainers, nodes=self.nodes, report_path=report_path
+        )
+
+    async def __aenter__(self) -> Fleet:
+        await self.manager.add_replicas(self.replicas)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
+
+    def set_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for source in self.sources:
+            source.tensors = dict(tensors)

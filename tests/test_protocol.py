@@ -1,0 +1,196 @@
+import pickle
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+
+
+def make(size=4, **meta):
+    return DataProto.from_dict(
+        tensors={"a": torch.arange(size), "b": torch.arange(size * 3.0).reshape(size, 3)},
+        non_tensors={"uid": [f"u{i}" for i in range(size)], "raw_prompt": [[{"role": "user"}]] * size},
+        meta_info=meta,
+    )
+
+
+def rows(data):
+    return data.batch["a"].tolist(), data.non_tensor_batch["uid"].tolist()
+
+
+def test_lists_of_equal_length_stay_one_object_per_sample():
+    data = DataProto.from_dict(non_tensors={"raw_prompt": [["x", "y"], ["z", "w"]], "m": np.ones((2, 3))})
+    assert len(data) == 2
+    assert data.non_tensor_batch["raw_prompt"].shape == (2,)
+    assert data.non_tensor_batch["raw_prompt"][1] == ["z", "w"]
+    assert data.non_tensor_batch["m"].shape == (2,)
+    assert data.non_tensor_batch["m"][0].tolist() == [1, 1, 1]
+
+
+def test_sizes_that_differ_are_named():
+    with pytest.raises(ValueError, match=r"\{'a': 2, 'b': 3\}"):
+        DataProto.from_dict(tensors={"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"\{'a': None\}"):
+        DataProto.from_dict(tensors={"a": torch.tensor(1)})
+    with pytest.raises(ValueError, match=r"'uid'\] has 3 entries, the batch has 2"):
+        DataProto.from_dict(tensors={"a": torch.zeros(2)}, non_tensors={"uid": [1, 2, 3]})
+
+
+def test_from_single_dict_sorts_tensors_from_objects():
+    data = DataProto.from_single_dict({"a": torch.zeros(2), "uid": ["x", "y"]}, meta_info={"step": 1})
+    assert set(data.batch.keys()) == {"a"}
+    assert list(data.non_tensor_batch) == ["uid"]
+    assert data.meta_info == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (slice(1, 3), [1, 2]),
+        ([3, 0, 0], [3, 0, 0]),
+        (np.array([2]), [2]),
+        (torch.tensor([1, -1]), [1, 3]),
+        ([], []),
+        (np.array([True, False, False, True]), [0, 3]),
+        (torch.tensor([False, True, False, False]), [1]),
+    ],
+)
+def test_an_index_selects_the_same_samples_of_tensors_and_objects(index, expected):
+    assert rows(make(step=1)[index]) == (expected, [f"u{i}" for i in expected])
+    assert make(step=1)[index].meta_info == {"step": 1}
+
+
+def test_bad_indices_are_told_apart():
+    with pytest.raises(TypeError, match=r"data\[i : i \+ 1\]"):
+        make()[1]
+    with pytest.raises(IndexError, match=r"positions 0..4 for 4 samples"):
+        make()[[0, 4]]
+    with pytest.raises(IndexError, match="mask of 2 entries for 4"):
+        make()[[True, False]]
+
+
+def test_select_and_pop_take_the_named_parts():
+    data = make(step=1, temperature=0.5)
+    selected = data.select(batch_keys=["a"], non_tensor_batch_keys=["uid"])
+    assert set(selected.batch.keys()) == {"a"}
+    assert list(selected.non_tensor_batch) == ["uid"]
+    popped = data.pop(batch_keys=["a"], non_tensor_batch_keys=["uid"], meta_info_keys=["step"])
+    assert rows(popped) == rows(selected)
+    assert popped.meta_info == {"step": 1}
+    assert set(data.batch.keys()) == {"b"}
+    assert list(data.non_tensor_batch) == ["raw_prompt"]
+    assert data.meta_info == {"temperature": 0.5}
+
+
+def test_a_missing_key_is_named_and_nothing_is_popped():
+    data = make()
+    with pytest.raises(KeyError, match=r"batch has no \['c'\]; it has \['a', 'b'\]"):
+        data.pop(batch_keys=["a", "c"])
+    assert "a" in data.batch.keys()  # noqa: SIM118 (a TensorDict is no dict)
+    with pytest.raises(KeyError, match="non_tensor_batch has no"):
+        data.select(non_tensor_batch_keys=["nothing"])
+
+
+def test_union_adds_keys_in_place_and_returns_itself():
+    data, scores = make(), DataProto.from_dict(tensors={"score": torch.ones(4)}, meta_info={"step": 2})
+    assert data.union(scores) is data
+    assert set(data.batch.keys()) == {"a", "b", "score"}
+    assert data.meta_info == {"step": 2}
+    data.union(DataProto(meta_info={"more": [float("nan")]}))
+    assert set(scores.batch.keys()) == {"score"}
+
+
+def test_union_refuses_other_values_under_the_same_key_and_other_lengths():
+    other = make()
+    other.batch["a"] = other.batch["a"] + 1
+    with pytest.raises(ValueError, match=r"batch has other values under \['a'\]"):
+        make().union(other)
+    with pytest.raises(ValueError, match=r"meta_info has other values under \['step'\]"):
+        make(step=1).union(make(step=2))
+    with pytest.raises(ValueError, match="union of 4 samples with 3 samples"):
+        make().union(make(3))
+    same = DataProto.from_dict(tensors={"x": torch.tensor([float("nan")] * 4)}, non_tensors={"o": [np.ones(2)] * 4})
+    copy = pickle.loads(pickle.dumps(same))
+    assert len(same.union(copy)) == 4
+
+
+def test_chunk_split_and_concat_are_inverse():
+    data = make(6, step=1)
+    for parts in (data.chunk(3), data.split(4)):
+        assert rows(DataProto.concat(parts)) == rows(data)
+    assert [len(part) for part in data.split(4)] == [4, 2]
+    with pytest.raises(ValueError, match="6 samples cannot be split into 4 equal chunks"):
+        data.chunk(4)
+
+
+def test_concat_collects_metrics_and_refuses_what_differs():
+    parts = [make(2, metrics={"loss": 1.0, "n": [1, 2]}, step=3), make(2, metrics={"loss": 2.0, "n": [3]})]
+    joined = DataProto.concat(parts)
+    assert joined.meta_info == {"step": 3, "metrics": {"loss": [1.0, 2.0], "n": [1, 2, 3]}}
+    with pytest.raises(ValueError, match=r"other values under \['step'\]"):
+        DataProto.concat([make(step=1), make(step=2)])
+    with pytest.raises(ValueError, match=r"part 1 differs from part 0: \{'b': \('torch.float32 \[3\]', 'missing'\)\}"):
+        DataProto.concat([make(), make().select(batch_keys=["a"])])
+    wide = DataProto.from_dict(tensors={"a": torch.zeros(1, 5)})
+    with pytest.raises(ValueError, match=r"float32 \[4\]', 'torch.float32 \[5\]'"):
+        DataProto.concat([DataProto.from_dict(tensors={"a": torch.zeros(1, 4)}), wide])
+
+
+def test_repeat_interleaved_and_not():
+    assert make(2).repeat(2).batch["a"].tolist() == [0, 0, 1, 1]
+    assert rows(make(2).repeat(2, interleave=False)) == ([0, 1, 0, 1], ["u0", "u1", "u0", "u1"])
+
+
+def test_reorder_permutes_in_place():
+    data = make()
+    assert data.reorder(torch.tensor([3, 1, 0, 2])) is data
+    assert rows(data) == ([3, 1, 0, 2], ["u3", "u1", "u0", "u2"])
+    with pytest.raises(ValueError, match="permutation of 4 samples"):
+        data.reorder([0, 0, 1, 2])
+
+
+@pytest.mark.parametrize(("size", "divisor", "pad"), [(4, 2, 0), (5, 4, 3), (1, 4, 3), (3, 8, 5)])
+def test_padding_repeats_from_the_start_and_unpadding_undoes_it(size, divisor, pad):
+    padded, pad_size = pad_dataproto_to_divisor(make(size), divisor)
+    assert pad_size == pad
+    assert padded.batch["a"].tolist() == [i % size for i in range(size + pad)]
+    assert rows(unpad_dataproto(padded, pad_size)) == rows(make(size))
+
+
+def test_an_empty_batch_cannot_be_padded():
+    assert len(DataProto()) == 0
+    with pytest.raises(ValueError, match="empty batch"):
+        pad_dataproto_to_divisor(DataProto(), 2)
+
+
+def test_a_pickled_chunk_carries_its_own_rows_only():
+    data = DataProto.from_dict(tensors={"x": torch.zeros(1000, 1000)})
+    assert len(pickle.dumps(data[:1])) < 10_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 0), (0, 3)])
+def test_every_dtype_and_shape_survives_pickling(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    copy = pickle.loads(pickle.dumps(DataProto.from_dict(tensors={"x": tensor})))
+    assert copy.batch["x"].dtype == dtype
+    assert torch.equal(copy.batch["x"], tensor)
+    assert len(copy) == shape[0]
+
+
+def test_strided_views_with_gradient_arrive_detached():
+    tensor = torch.arange(12.0, requires_grad=True).reshape(3, 4).t()
+    copy = pickle.loads(pickle.dumps(DataProto.from_dict(tensors={"x": tensor})))
+    assert torch.equal(copy.batch["x"], tensor.detach())
+    assert not copy.batch["x"].requires_grad
+
+
+def test_what_comes_out_of_the_object_store_is_writable(ray_cluster):
+    data = DataProto.from_dict(tensors={"x": torch.zeros(1000, 1000)}, non_tensors={"uid": list(range(1000))})
+    copy = ray.get(ray.put(data))
+    copy.batch["x"] += 1
+    copy.non_tensor_batch["uid"][0] = "changed"
+    assert float(copy.batch["x"].sum()) == 1e6
+    assert float(data.batch["x"].sum()) == 0

@@ -1,0 +1,76 @@
+"""What workers ask of a training engine, and what an engine asks of a loss. Nothing here knows FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.ports import WeightSource
+    from verl.protocol import DataProto
+    from verl.workers.engine.micro_batches import MicroBatchLimits
+    from verl.workers.losses import LossTotals
+
+
+class LossFunction(Protocol):
+    """A loss that does not depend on how the mini-batch is cut into micro-batches and ranks."""
+
+    def __call__(
+        self,
+        log_prob: torch.Tensor,
+        entropy: torch.Tensor | None,
+        micro_batch: DataProto,
+        totals: LossTotals,
+    ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
+        """The share of `micro_batch` in the loss of the mini-batch, and its share in the metrics.
+
+        `log_prob` and `entropy` are float32 [b, R] with gradients, 0 where `attention_mask` is 0; `entropy` is None
+        unless the engine was asked for it. The loss is a scalar. Loss and metrics are divided by `totals` (those of
+        the mini-batch over all ranks), not by the counts of `micro_batch`: the engine adds them up over micro-batches
+        and ranks. Every call returns the same metric names.
+        """
+
+
+class TrainEngine(Protocol):
+    """A model that is sharded over the ranks of the default process group, and its optimizer.
+
+    Every method except `weight_source` is a collective: all ranks call it, in the same order.
+    """
+
+    def build(self) -> None:
+        """Load the model from its Hugging Face directory, shard it, make the optimizer."""
+
+    def compute_log_prob(
+        self, data: DataProto, *, temperature: float, limits: MicroBatchLimits, calculate_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs of `responses` at the sampling temperature, and entropies: float32 [B, R] on the CPU, rows as in
+        `data`."""
+
+    def train_mini_batch(
+        self,
+        data: DataProto,
+        loss_fn: LossFunction,
+        *,
+        temperature: float,
+        limits: MicroBatchLimits,
+        calculate_entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step on the mini-batch of which `data` is this rank's part. Metrics are equal on every rank."""
+
+    def step_lr(self) -> float:
+        """Advance the learning-rate schedule by one training step; the rate that was in force."""
+
+    def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        """Write `contents` (model, optimizer, extra, hf_model) to `directory`, durably, before any rank returns."""
+
+    def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        """The inverse, also with another number of ranks."""
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face model directory."""
+
+    def weight_source(self) -> WeightSource:
+        """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective."""

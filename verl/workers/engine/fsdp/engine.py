@@ -1,0 +1,222 @@
+"""The FSDP2 training engine: build, log-probs, optimizer step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from verl.utils.config import ConfigError
+from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
+from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
+from verl.workers.engine.fsdp.forward import response_log_probs
+from verl.workers.engine.fsdp.hf_export import export_hf
+from verl.workers.engine.fsdp.model import DTYPES, build_model
+from verl.workers.engine.fsdp.tensors import reshard
+from verl.workers.engine.fsdp.weight_source import FSDP2WeightSource
+from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count, tensors_of
+from verl.workers.engine.schedule import learning_rate
+from verl.workers.losses import LossTotals
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.workers.engine.base import LossFunction
+    from verl.workers.engine.micro_batches import MicroBatchLimits
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine:
+    """One causal LM over all ranks of the default process group. Implements `verl.workers.engine.base.TrainEngine`.
+
+    Without `optim_config` it is frozen and only computes log-probs (a reference policy). The process group must exist
+    and have a gloo backend for CPU tensors (`verl.utils.device.distributed_backend`).
+    """
+
+    def __init__(
+        self,
+        *,
+        model_config: HFModelConfig,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimizerConfig | None = None,
+        grad_clip: float = 1.0,
+        device: torch.device | None = None,
+        seed: int = 1,
+    ) -> None:
+        self._model_config = model_config
+        self._fsdp_config = fsdp_config
+        self._optim_config = optim_config
+        self._grad_clip = grad_clip
+        self._seed = seed
+        self._lr_step = 0
+        self.device = device or torch.device("cpu")
+        self.model: PreTrainedModel | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def build(self) -> None:
+        trainable = self._optim_config is not None
+        self.model, _ = build_model(self._model_config, self._fsdp_config, self.device, trainable=trainable)
+        if self._optim_config is not None:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=learning_rate(0, self._optim_config),
+                betas=(self._optim_config.betas[0], self._optim_config.betas[1]),
+                weight_decay=self._optim_config.weight_decay,
+                fused=True,
+            )
+
+    # ---- log-probs
+
+    @torch.no_grad()
+    def compute_log_prob(
+        self, data: DataProto, *, temperature: float, limits: MicroBatchLimits, calculate_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        model = self._built()
+        model.train(False)
+        log_probs = torch.zeros(tensors_of(data)["responses"].shape, dtype=torch.float32)
+        entropies = torch.zeros_like(log_probs) if calculate_entropy else None
+        for indices in self._micro_batches(data, limits):
+            log_prob, entropy = response_log_probs(
+                model, self._take(data, indices), temperature=temperature, calculate_entropy=calculate_entropy
+            )
+            log_probs[indices] = log_prob.cpu()
+            if entropies is not None and entropy is not None:
+                entropies[indices] = entropy.cpu()
+        reshard(model)
+        return log_probs, entropies
+
+    # ---- training
+
+    def train_mini_batch(
+        self,
+        data: DataProto,
+        loss_fn: LossFunction,
+        *,
+        temperature: float,
+        limits: MicroBatchLimits,
+        calculate_entropy: bool = False,
+    ) -> dict[str, float]:
+        """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
+        model = self._built()
+        model.train()
+        totals = _global_totals(data)
+        sums: dict[str, float] = {}
+        for indices in self._micro_batches(data, limits):
+            micro_batch = self._take(data, indices)
+            log_prob, entropy = response_log_probs(
+                model, micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
+            )
+            loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
+            # FSDP averages gradients over ranks; the loss is a sum over them.
+            torch.autograd.backward(loss * dist.get_world_size())
+            for name, value in {**metrics, "loss": loss.detach()}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        grad_norm = self._optimizer_step()
+        return _sum_over_ranks(sums) | {"grad_norm": grad_norm, "skipped_steps": float(not math.isfinite(grad_norm))}
+
+    def step_lr(self) -> float:
+        if self._optim_config is None:
+            raise ConfigError("a frozen engine has no learning rate")
+        rate = learning_rate(self._lr_step, self._optim_config)
+        self._lr_step += 1
+        return rate
+
+    def _optimizer_step(self) -> float:
+        """Clip, step unless the norm is not finite, clear the gradients; the norm over all ranks before clipping."""
+        if self.optimizer is None or self._optim_config is None:
+            raise ConfigError("a frozen engine cannot be trained")
+        norm = torch.nn.utils.clip_grad_norm_(self._built().parameters(), self._grad_clip)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(grad_norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self._lr_step, self._optim_config)
+            self._move_optimizer_state(self.device)
+            self.optimizer.step()
+            if self._fsdp_config.optimizer_offload:
+                self._move_optimizer_state(torch.device("cpu"))
+        else:
+            logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _move_optimizer_state(self, device: torch.device) -> None:
+        """Moments follow their parameters, unless they are parked in host memory between steps."""
+        if self.optimizer is None or not self._fsdp_config.optimizer_offload or self._fsdp_config.param_offload:
+            return
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)
+
+    # ---- checkpoints and weights
+
+    def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        model = self._built()
+        save_training_state(
+            directory,
+            contents,
+            model=model,
+            optimizer=self.optimizer,
+            lr_step=self._lr_step,
+            device=self.device.type,
+        )
+        if "hf_model" in contents:
+            self.export_hf(directory / "huggingface")
+
+    def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        """`hf_model` in `contents` means nothing here: it is an export, the training state is `model`."""
+        lr_step = load_training_state(
+            directory,
+            contents,
+            model=self._built(),
+            optimizer=self.optimizer,
+            device=self.device.type,
+            seed=self._seed,
+        )
+        if lr_step is not None:
+            self._lr_step = lr_step
+
+    def export_hf(self, directory: Path, dtype: str | None = None) -> None:
+        """At `dtype`, by default that of the sharded parameters."""
+        export_hf(directory, self._built(), self._model_config, dtype=DTYPES[dtype or self._fsdp_config.model_dtype])
+
+    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDP2WeightSource:
+        return FSDP2WeightSource(model=self._built(), rollout_dtype=rollout_dtype)
+
+    # ---- helpers
+
+    def _built(self) -> PreTrainedModel:
+        if self.model is None:
+            raise RuntimeError("build() has not been called")
+        return self.model
+
+    def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
+        """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""
+        groups = partition(sequence_widths(data), limits)
+        count = torch.tensor(len(groups))
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return split_to_count(groups, int(count))
+
+    def _take(self, data: DataProto, indices: list[int]) -> DataProto:
+        return data[indices].to(self.device)
+
+
+def _global_totals(data: DataProto) -> LossTotals:
+    own = LossTotals.of(tensors_of(data)["response_mask"])
+    totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return LossTotals(num_tokens=float(totals[0]), num_sequences=float(totals[1]))
+
+
+def _sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    names = sorted(values)
+    sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return dict(zip(names, sums.tolist(), strict=True))

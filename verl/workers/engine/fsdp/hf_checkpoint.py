@@ -1,0 +1,70 @@
+"""Reading a Hugging Face model directory: which tensors it holds, and any part of one of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from verl.checkpoint_engine.types import Box
+from verl.utils.config import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class HFCheckpoint:
+    """The safetensors files of `directory`, opened on use and closed on leaving the `with` block.
+
+    Raises ConfigError if the directory is not a Hugging Face model with safetensors files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of = _files_by_name(directory)
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> HFCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`, in the dtype of the file; only the bytes of these rows are read."""
+        index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+        values: torch.Tensor = self._slice(name)[index]
+        return values
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt", device="cpu"))
+        return self._open[file].get_slice(name)
+
+
+def _files_by_name(directory: Path) -> dict[str, str]:
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path={directory} is not a Hugging Face model directory: it has no config.json")
+    if (index := directory / INDEX_FILE).is_file():
+        return dict(json.loads(index.read_text())["weight_map"])
+    if not (directory / SINGLE_FILE).is_file():
+        raise ConfigError(
+            f"model.path={directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not read"
+        )
+    with safe_open(directory / SINGLE_FILE, framework="pt", device="cpu") as file:
+        return dict.fromkeys(file.keys(), SINGLE_FILE)

@@ -1,0 +1,105 @@
+"""Writing a Hugging Face model directory from a sharded model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.hf_checkpoint import INDEX_FILE, SINGLE_FILE
+from verl.workers.engine.fsdp.tensors import checkpoint_tensors, reshard
+
+FILE_NBYTES = 5 * 10**9
+
+
+@torch.no_grad()
+def export_hf(
+    directory: Path,
+    model: PreTrainedModel,
+    model_config: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    file_nbytes: int = FILE_NBYTES,
+) -> None:
+    """Write config, tokenizer and safetensors files (floating tensors as `dtype`) that transformers and vLLM load.
+
+    A collective: each tensor is gathered on its own, and rank 0 holds no more than one file of about `file_nbytes`.
+    Everything is synced to disk when this returns.
+    """
+    reshard(model)
+    tensors = checkpoint_tensors(model)
+    groups = list(_files(tensors, dtype, file_nbytes))
+    is_writer = dist.get_rank() == 0
+    if is_writer:
+        directory.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(groups, start=1):
+        file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        content = {name: full for name in names if (full := _gather(tensors[name], dtype, keep=is_writer)) is not None}
+        if is_writer:
+            save_file(content, directory / file, metadata={"format": "pt"})
+    if is_writer:
+        if len(groups) > 1:
+            total = sum(_nbytes(tensor, dtype) for tensor in tensors.values())
+            index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            (directory / INDEX_FILE).write_text(index_text)
+        _write_config(directory, model, model_config, dtype)
+        _sync(directory)
+    dist.barrier()
+
+
+def _gather(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not keep:
+        return None
+    return full.to(device="cpu", dtype=dtype if full.is_floating_point() else full.dtype).contiguous().clone()
+
+
+def _files(tensors: dict[str, torch.Tensor], dtype: torch.dtype, file_nbytes: int) -> Iterator[list[str]]:
+    """Names in runs of at most `file_nbytes`, or one tensor if that is larger."""
+    names: list[str] = []
+    nbytes = 0
+    for name, tensor in tensors.items():
+        if names and nbytes + _nbytes(tensor, dtype) > file_nbytes:
+            yield names
+            names, nbytes = [], 0
+        names.append(name)
+        nbytes += _nbytes(tensor, dtype)
+    yield names
+
+
+def _nbytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+
+
+def _write_config(directory: Path, model: PreTrainedModel, model_config: HFModelConfig, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    tokenizer_path = Path(model_config.tokenizer_path or model_config.path)
+    if (tokenizer_path / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=model_config.trust_remote_code)
+        if model_config.custom_chat_template:
+            tokenizer.chat_template = model_config.custom_chat_template
+        tokenizer.save_pretrained(directory)
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.iterdir(), directory]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

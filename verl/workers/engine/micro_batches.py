@@ -1,0 +1,92 @@
+"""Cutting a rank's sequences into micro-batches: pure index arithmetic, and the trimming of padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from verl.protocol import DataProto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchLimits:
+    """How large a micro-batch may be. None: no limit of that kind."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+    """Computed tokens: sequences x trimmed width. Padding inside a micro-batch counts, as it costs the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+    @classmethod
+    def choose(cls, *, dynamic: bool, max_tokens: int, max_sequences: int | None) -> MicroBatchLimits:
+        """From the configuration's triple: a token budget when `dynamic`, else a number of sequences."""
+        return cls(max_tokens=max_tokens) if dynamic else cls(max_sequences=max_sequences)
+
+
+def tensors_of(data: DataProto) -> TensorDict:
+    """The tensors of `data`. Raises ValueError if it has none."""
+    if data.batch is None:
+        raise ValueError("the batch holds no tensors")
+    return data.batch
+
+
+def sequence_widths(data: DataProto) -> list[tuple[int, int]]:
+    """(prompt, response) width of every sequence: columns between the border and the furthest attended token."""
+    batch = tensors_of(data)
+    mask = batch["attention_mask"].bool()
+    num_prompt = mask.shape[1] - batch["responses"].shape[1]
+    prompt, response = mask[:, :num_prompt], mask[:, num_prompt:]
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    left = (prompt.flip(1) * positions[:num_prompt]).amax(1)
+    right = (response * positions[: response.shape[1]]).amax(1)
+    return list(zip(left.tolist(), right.tolist(), strict=True))
+
+
+def partition(widths: Sequence[tuple[int, int]], limits: MicroBatchLimits) -> list[list[int]]:
+    """Indices of `widths` in groups within `limits`, sequences of like width together so that little padding is left.
+
+    A sequence that exceeds `max_tokens` alone gets a group of its own.
+    """
+    groups: list[list[int]] = []
+    left = right = 0
+    for index in sorted(range(len(widths)), key=lambda i: (-sum(widths[i]), i)):
+        new_left, new_right = max(left, widths[index][0]), max(right, widths[index][1])
+        num_sequences = len(groups[-1]) + 1 if groups else 1
+        fits = (limits.max_sequences is None or num_sequences <= limits.max_sequences) and (
+            limits.max_tokens is None or num_sequences * (new_left + new_right) <= limits.max_tokens
+        )
+        if groups and fits:
+            groups[-1].append(index)
+            left, right = new_left, new_right
+        else:
+            groups.append([index])
+            left, right = widths[index]
+    return groups
+
+
+def split_to_count(groups: list[list[int]], count: int) -> list[list[int]]:
+    """Exactly `count` groups, made by halving the largest ones: ranks must run the same number of forward passes.
+
+    Raises ValueError with fewer than `count` sequences.
+    """
+    groups = [list(group) for group in groups]
+    if sum(map(len, groups)) < count:
+        raise ValueError(
+            f"{count} micro-batches are needed to keep step with the other ranks, but this rank has only "
+            f"{sum(map(len, groups))} sequences; give every rank the same number of sequences"
+        )
+    while len(groups) < count:
+        largest = max(range(len(groups)), key=lambda i: len(groups[i]))
+        group = groups[largest]
+        groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+    return groups

@@ -1,0 +1,34 @@
+"""The learning rate as a pure function of the training step."""
+
+from __future__ import annotations
+
+import math
+
+from verl.utils.config import ConfigError
+from verl.workers.config.optim import OptimizerConfig
+
+
+def learning_rate(step: int, config: OptimizerConfig) -> float:
+    """Rate in training step `step`, counted from 0.
+
+    The warm-up rises linearly and reaches the peak in its last step; it does not waste the first step on a rate of 0.
+    Raises ConfigError when the length of the schedule is needed and unknown.
+    """
+    total, warmup = config.total_training_steps, config.lr_warmup_steps
+    if warmup < 0:
+        ratio = config.lr_warmup_steps_ratio
+        warmup = int(ratio * _known(total, "lr_warmup_steps_ratio")) if ratio > 0 else 0
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    decay_steps = max(1, _known(total, "lr_scheduler_type=cosine") - warmup)
+    progress = min(1.0, (step - warmup) / decay_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def _known(total: int, needed_by: str) -> int:
+    if total < 0:
+        raise ConfigError(f"optim.{needed_by} needs optim.total_training_steps")
+    return total

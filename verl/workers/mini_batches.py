@@ -1,0 +1,36 @@
+"""The order in which an actor rank walks through its part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.config import ConfigError
+from verl.workers.config import ActorConfig
+
+
+def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size: int) -> int:
+    """Sequences of one mini-batch on one rank. Raises ConfigError if they cannot be spread evenly."""
+    sequences = prompts * responses_per_prompt
+    if sequences % world_size:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size={prompts} x rollout.n={responses_per_prompt} = {sequences} sequences "
+            f"do not divide over {world_size} trainer ranks"
+        )
+    return sequences // world_size
+
+
+def iterate_mini_batches(
+    data: DataProto, config: ActorConfig, *, size: int, generator: torch.Generator
+) -> Iterator[DataProto]:
+    """`ppo_epochs` passes over `data` in mini-batches of `size` sequences, in order unless `shuffle`.
+
+    Every rank gets the same number of mini-batches, as all hold equally many sequences; the last one of a pass may be
+    shorter.
+    """
+    for _ in range(config.ppo_epochs):
+        if config.shuffle:
+            data = data[torch.randperm(len(data), generator=generator)]
+        yield from data.split(size)

@@ -90,7 +90,7 @@ def process_validation_metrics(
     Prompts with different numbers of responses are reported apart, each under its own n.
     """
     lengths = {"data_sources": len(data_sources), "sample_uids": len(sample_uids)}
-    lengths |= {f"infos[{name!r}]": len(values) for name, values in infos.items()}
+    lengths |= {name: len(values) for name, values in infos.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"validation results differ in length: {lengths}")
     prompts: dict[tuple[str, str], list[int]] = defaultdict(list)

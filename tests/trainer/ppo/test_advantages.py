@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+from verl.utils.config import ConfigError
+from verl.workers.config import AlgorithmConfig
+
+
+def uids(*names):
+    return np.array(names, dtype=object)
+
+
+def outcome(*scores, num_tokens=3):
+    """Rewards [B, R] that stand on the last token."""
+    rewards = torch.zeros(len(scores), num_tokens)
+    rewards[:, -1] = torch.tensor(scores)
+    return rewards
+
+
+def first_column(name, scores, index, **options):
+    rewards = outcome(*scores)
+    advantages, returns = get_adv_estimator_fn(name)(
+        rewards, torch.ones_like(rewards, dtype=torch.int64), index, AlgorithmConfig(**options)
+    )
+    assert advantages.dtype == returns.dtype == torch.float32
+    assert torch.equal(advantages, advantages[:, :1].expand_as(advantages))
+    assert torch.equal(returns, advantages)
+    return advantages[:, 0].tolist()
+
+
+def test_grpo_centres_each_group_and_divides_by_its_sample_standard_deviation():
+    # Group a: 1, 2, 3 (mean 2, std 1). Group b: 0, 4 (mean 2, std sqrt(8)). Interleaved on purpose.
+    got = first_column("grpo", [1.0, 0.0, 2.0, 4.0, 3.0], uids("a", "b", "a", "b", "a"))
+    assert got == pytest.approx([-1.0, -2 / 8**0.5, 0.0, 2 / 8**0.5, 1.0], abs=1e-5)
+
+
+def test_grpo_without_division_by_std_only_centres():
+    got = first_column("grpo", [1.0, 0.0, 2.0, 4.0, 3.0], uids("a", "b", "a", "b", "a"), norm_adv_by_std_in_grpo=False)
+    assert got == pytest.approx([-1.0, -2.0, 0.0, 2.0, 1.0])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_equal_rewards_in_a_group_carry_no_advantage(name):
+    assert first_column(name, [0.1, 0.1, 0.1], uids("a", "a", "a")) == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_of_one_has_its_score_as_advantage(name):
+    assert first_column(name, [0.7, 1.0, 3.0], uids("alone", "b", "b"))[0] == pytest.approx(0.7)
+
+
+def test_rloo_subtracts_the_mean_of_the_other_responses():
+    # 1 - (2+6)/2 = -3; 2 - (1+6)/2 = -1.5; 6 - (1+2)/2 = 4.5
+    assert first_column("rloo", [1.0, 2.0, 6.0], uids("a", "a", "a")) == pytest.approx([-3.0, -1.5, 4.5])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_the_score_is_the_sum_of_token_rewards_and_padding_gets_no_advantage(name):
+    rewards = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 3.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    advantages, _ = get_adv_estimator_fn(name)(rewards, mask, uids("a", "a"), AlgorithmConfig())
+    expected = {"grpo": 2**-0.5, "rloo": 2.0}[name]
+    table = torch.tensor([[-expected, -expected, 0.0], [expected, 0.0, expected]])
+    torch.testing.assert_close(advantages, table, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_sequence_without_tokens_does_not_move_the_baseline_of_its_group(name):
+    rewards = outcome(1.0, 2.0, -100.0)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0]])
+    estimate = get_adv_estimator_fn(name)
+    advantages, _ = estimate(rewards, mask, uids("a", "a", "a"), AlgorithmConfig())
+    alone, _ = estimate(rewards[:2], mask[:2], uids("a", "a"), AlgorithmConfig())
+    torch.testing.assert_close(advantages[:2], alone)
+    assert not advantages[2].any()
+
+
+def test_reinforce_plus_plus_discounts_and_whitens_over_the_tokens_of_the_batch():
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    advantages, returns = get_adv_estimator_fn("reinforce_plus_plus")(
+        rewards, mask, uids("a", "b"), AlgorithmConfig(gamma=0.5)
+    )
+    torch.testing.assert_close(returns, torch.tensor([[0.25, 0.5, 1.0], [1.0, 2.0, 0.0]]))
+    tokens = np.array([0.25, 0.5, 1.0, 1.0, 2.0])
+    white = (tokens - tokens.mean()) / tokens.std(ddof=1)
+    assert advantages[mask.bool()].tolist() == pytest.approx(white.tolist(), abs=1e-5)
+    assert advantages[1, 2] == 0
+
+
+def test_reinforce_plus_plus_passes_the_return_through_tool_output_undiscounted():
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    mask = torch.tensor([[1, 0, 0, 1]])
+    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, uids("a"), AlgorithmConfig(gamma=0.5))
+    assert returns.tolist() == [[0.5, 0.0, 0.0, 1.0]]
+
+
+def test_an_unknown_estimator_is_named_with_the_nearest_known_one():
+    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator='rlo'.*Did you mean 'rloo'"):
+        get_adv_estimator_fn("rlo")
+
+
+def test_a_name_belongs_to_one_function():
+    with pytest.raises(ValueError, match="already registered by verl.trainer.ppo.advantages"):
+
+        @register_adv_est("grpo")
+        def mine(token_level_rewards, response_mask, index, config):
+            return token_level_rewards, token_level_rewards
+
+
+def test_group_ids_must_match_the_sequences():
+    with pytest.raises(ValueError, match="1 group ids for 2 sequences"):
+        first_column("grpo", [1.0, 2.0], uids("a"))

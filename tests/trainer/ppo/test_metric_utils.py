@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+from verl import DataProto
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    process_validation_metrics,
+)
+
+
+@pytest.fixture
+def batch():
+    """Three sequences, P = 2, R = 3: one with a tool's output in the middle and full, one short, one aborted."""
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.zeros(3, 2, dtype=torch.int64),
+            "responses": torch.zeros(3, 3, dtype=torch.int64),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]]),
+            "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]]),
+            "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0], [9.0, 0.0, 0.0]]),
+            "token_level_rewards": torch.tensor([[0.0, 0.0, 0.8], [0.4, 0.0, 0.0], [9.0, 0.0, 0.0]]),
+            "advantages": torch.tensor([[2.0, 9.0, 2.0], [-1.0, 9.0, 9.0], [9.0, 9.0, 9.0]]),
+            "returns": torch.tensor([[1.0, 9.0, 1.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]]),
+        },
+        non_tensors={"__num_turns__": [4, 2, 0]},
+    )
+
+
+def test_a_batch_is_described_by_hand_computed_numbers(batch):
+    assert compute_data_metrics(batch) == pytest.approx(
+        {
+            "critic/score/mean": 0.75,
+            "critic/score/max": 1.0,
+            "critic/score/min": 0.5,
+            "critic/rewards/mean": 0.6,
+            "critic/rewards/max": 0.8,
+            "critic/rewards/min": 0.4,
+            "critic/advantages/mean": 1.0,
+            "critic/advantages/max": 2.0,
+            "critic/advantages/min": -1.0,
+            "critic/returns/mean": 1.0,
+            "critic/returns/max": 1.0,
+            "critic/returns/min": 1.0,
+            "response_length/mean": 4 / 3,
+            "response_length/max": 3.0,
+            "response_length/min": 0.0,
+            "response_length/clip_ratio": 1 / 3,
+            "prompt_length/mean": 4 / 3,
+            "prompt_length/max": 2.0,
+            "prompt_length/min": 1.0,
+            "prompt_length/clip_ratio": 1 / 3,
+            "response/aborted_ratio": 1 / 3,
+            "num_turns/mean": 2.0,
+            "num_turns/max": 4.0,
+            "num_turns/min": 0.0,
+        }
+    )
+
+
+def test_a_batch_in_which_everything_was_aborted_has_lengths_only(batch):
+    metrics = compute_data_metrics(batch[2:])
+    assert metrics["response/aborted_ratio"] == 1.0
+    assert not [name for name in metrics if name.startswith("critic/")]
+
+
+def test_seconds_are_reported_per_phase_and_per_token_of_what_the_phase_works_on(batch):
+    metrics = compute_timing_metrics(batch, {"gen": 6.0, "update_actor": 4.0, "testing": 1.0})
+    assert metrics == pytest.approx(
+        {
+            "timing_s/gen": 6.0,
+            "timing_s/update_actor": 4.0,
+            "timing_s/testing": 1.0,
+            "timing_per_token_ms/gen": 2000.0,  # 3 generated tokens
+            "timing_per_token_ms/update_actor": 500.0,  # 8 attended tokens
+        }
+    )
+
+
+def test_throughput_is_tokens_per_second_and_rank(batch):
+    assert compute_throughput_metrics(batch, {"step": 2.0}, num_ranks=2) == pytest.approx(
+        {"perf/total_num_tokens": 8, "perf/time_per_step": 2.0, "perf/throughput": 2.0}
+    )
+
+
+def test_validation_with_several_responses_has_mean_best_and_majority():
+    got = process_validation_metrics(
+        ["math"] * 6,
+        ["p", "q", "p", "q", "p", "q"],
+        {
+            "reward": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0],
+            "pred": ["7", "3", "8", "3", "8", "4"],
+            "seconds": [1, 1, 2, 2, 3, 3],
+        },
+    )
+    assert got == pytest.approx(
+        {
+            "val-core/math/reward/mean@3": 1 / 3,
+            "val-aux/math/reward/best@3": 1.0,
+            "val-aux/math/reward/maj@3": 0.0,  # 8 and 3 are the majorities, both wrong
+            "val-aux/math/seconds/mean@3": 2.0,
+            "val-aux/math/seconds/best@3": 3.0,
+        }
+    )
+
+
+def test_the_earliest_of_equally_common_predictions_is_the_majority():
+    got = process_validation_metrics(["m", "m"], ["p", "p"], {"reward": [0.25, 1.0], "pred": ["a", "b"]})
+    assert got["val-aux/m/reward/maj@2"] == 0.25
+
+
+def test_data_sources_are_reported_apart_and_prompts_weigh_the_same_whatever_their_name():
+    got = process_validation_metrics(
+        ["a", "a", "b"], ["same uid", "other", "same uid"], {"reward": [True, False, 0.5], "acc": [1, None, None]}
+    )
+    assert got == {
+        "val-core/a/reward/mean@1": 0.5,
+        "val-core/b/reward/mean@1": 0.5,
+        "val-aux/a/acc/mean@1": 1.0,
+    }
+
+
+def test_validation_results_of_different_length_are_rejected():
+    with pytest.raises(ValueError, match="differ in length.*'reward': 1"):
+        process_validation_metrics(["a", "a"], ["p", "q"], {"reward": [1.0]})

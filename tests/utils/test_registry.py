@@ -1,0 +1,21 @@
+import pytest
+
+from verl.utils.config import ConfigError
+from verl.utils.registry import Registry
+
+
+def test_a_registered_function_is_found_by_its_name():
+    registry = Registry("section.key")
+
+    @registry.register("double")
+    def double(x):
+        return 2 * x
+
+    assert registry.get("double")(3) == 6
+    assert registry.names() == ["double"]
+    registry.register("double")(double)  # a reloaded module registers again
+
+
+def test_an_unknown_name_is_an_error_with_the_key_and_what_is_known():
+    with pytest.raises(ConfigError, match=r"section.key='x' is not registered. Known: none"):
+        Registry("section.key").get("x")

@@ -59,7 +59,7 @@ def test_what_stands_on_padding_matters_neither_to_the_loss_nor_to_the_gradient(
     mask = torch.tensor([[1, 0]])
     log_prob = torch.tensor([[0.1, 1e4]], requires_grad=True)
     loss, metrics = compute_policy_loss_vanilla(
-        torch.tensor([[0.0, -1e4]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, ActorConfig()
+        torch.tensor([[0.0, float("nan")]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, ActorConfig()
     )
     loss.backward()
     assert loss.item() == pytest.approx(-math.exp(0.1))

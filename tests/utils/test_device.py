@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from verl.utils.config import ConfigError
+from verl.utils.device import (
+    distributed_backend,
+    local_device,
+    peak_memory_gib,
+    resolve_device,
+    rng_state,
+    seed_everything,
+    set_rng_state,
+)
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+def test_an_unknown_device_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown device 'gpu'; known: cpu, cuda, npu"):
+        resolve_device("gpu")
+    with pytest.raises(ConfigError, match="cpu, cuda, npu"):
+        distributed_backend("tpu")
+
+
+@NO_CUDA
+def test_a_device_that_is_not_here_says_why():
+    with pytest.raises(ConfigError, match="'cuda' cannot be used here: .*CUDA.*On this machine: "):
+        resolve_device("cuda")
+
+
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="this machine has torch_npu")
+def test_a_missing_device_package_names_its_extra():
+    with pytest.raises(ConfigError, match=r"torch_npu.*verl-sync\[npu\]"):
+        resolve_device("npu")
+
+
+@NO_CUDA
+def test_the_default_is_what_is_there():
+    assert resolve_device() == resolve_device("cpu") == "cpu"
+    assert local_device("cpu", 3) == torch.device("cpu")
+
+
+def test_every_device_has_gloo_for_control_messages():
+    assert distributed_backend("cpu") == "gloo"
+    assert distributed_backend("cuda") == "cpu:gloo,cuda:nccl"
+    assert distributed_backend("npu") == "cpu:gloo,npu:hccl"
+
+
+def test_random_numbers_repeat_after_the_same_seed_and_after_restoring_the_state():
+    seed_everything(7)
+    first = random.random(), torch.rand(2)
+    state = rng_state("cpu")
+    following = torch.rand(2)
+    seed_everything(7)
+    assert random.random() == first[0]
+    assert torch.equal(torch.rand(2), first[1])
+    set_rng_state("cpu", state)
+    assert torch.equal(torch.rand(2), following)
+
+
+def test_the_memory_of_the_process_is_measured_in_gib():
+    assert 0.01 < peak_memory_gib("cpu") < 1000

@@ -1,0 +1,127 @@
+"""Tiny models, batches and a loss for the tests of training engines, and what a single process makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl.protocol import DataProto
+from verl.utils.builtin import make_tiny_model
+from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.losses import LossTotals
+
+NUM_PROMPT, NUM_RESPONSE = 7, 5
+LEARNING_RATE = 1e-2
+
+
+def tiny_model(base: Path, architecture: str, tied: bool) -> Path:
+    """Head size 4: the q- and k-norms of Qwen3 have 4 rows, and of three ranks the last holds none of them."""
+    directory = base / f"{architecture}-{'tied' if tied else 'untied'}"
+    if not directory.exists():
+        make_tiny_model(directory, architecture, tie_word_embeddings=tied, hidden_size=16, head_dim=4, heads=4)
+    return directory
+
+
+def batch(num_sequences: int, seed: int = 0) -> DataProto:
+    """Prompts of 1 to P and responses of 1 to R tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    num_columns = NUM_PROMPT + NUM_RESPONSE
+    prompt = torch.randint(1, NUM_PROMPT + 1, (num_sequences, 1), generator=generator)
+    response = torch.randint(1, NUM_RESPONSE + 1, (num_sequences, 1), generator=generator)
+    columns = torch.arange(num_columns)
+    mask = ((columns >= NUM_PROMPT - prompt) & (columns < NUM_PROMPT + response)).long()
+    ids = torch.randint(3, 60, (num_sequences, num_columns), generator=generator) * mask
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :NUM_PROMPT],
+            "responses": ids[:, NUM_PROMPT:],
+            "response_mask": mask[:, NUM_PROMPT:],
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "advantages": torch.randn(num_sequences, NUM_RESPONSE, generator=generator),
+        }
+    )
+
+
+def make_engine(path: Path, **options) -> FSDPEngine:
+    """A built engine that computes in float32, so that it can be compared exactly."""
+    fsdp = {"dtype": "float32"} | options.pop("fsdp", {})
+    model = options.pop("model", {})
+    optim = {"lr": LEARNING_RATE} | options.pop("optim", {})
+    engine = FSDPEngine(
+        model_config=HFModelConfig(path=str(path), **model),
+        fsdp_config=FSDPConfig(**fsdp),
+        optim_config=OptimizerConfig(**optim),
+        **options,
+    )
+    engine.build()
+    return engine
+
+
+def weighted_loss(log_prob, entropy, micro_batch, totals: LossTotals):
+    """Has a token-mean part and a sequence-mean part, so that both denominators matter."""
+    mask, advantages = micro_batch.batch["response_mask"], micro_batch.batch["advantages"]
+    per_sequence = (log_prob * advantages * mask).sum(-1)
+    loss = -per_sequence.sum() / totals.num_tokens + 0.1 * (log_prob**2 * mask).sum() / totals.num_sequences
+    if entropy is not None:
+        loss = loss - 0.01 * (entropy * mask).sum() / totals.num_tokens
+    return loss, {"tokens": mask.sum() / totals.num_tokens}
+
+
+def reference_log_probs(model, data: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence by sequence, without any padding."""
+    log_probs = torch.zeros(len(data), NUM_RESPONSE)
+    entropies = torch.zeros(len(data), NUM_RESPONSE)
+    for row in range(len(data)):
+        kept = data.batch["attention_mask"][row].bool()
+        num_response = int(data.batch["response_mask"][row].sum())
+        ids = data.batch["input_ids"][row][kept].unsqueeze(0)
+        logits = model(input_ids=ids).logits[0, -num_response - 1 : -1] / temperature
+        distribution = logits.log_softmax(-1)
+        labels = ids[0, -num_response:].unsqueeze(-1)
+        log_probs[row, :num_response] = distribution.gather(-1, labels).squeeze(-1)
+        entropies[row, :num_response] = -(distribution.exp() * distribution).sum(-1)
+    return log_probs, entropies
+
+
+def reference_step(path: Path, data: DataProto, *, temperature: float, grad_clip: float, steps: int = 1):
+    """What plain torch makes of the mini-batch: loss and gradient norm of the last step, weights after it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
+    totals = LossTotals.of(data.batch["response_mask"])
+    for _ in range(steps):
+        log_prob, entropy = reference_log_probs(model, data, temperature)
+        loss, _ = weighted_loss(log_prob, entropy, data, totals)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), norm.item(), {name: value.detach() for name, value in model.named_parameters()}
+
+
+def held_parts(engine: FSDPEngine, dtype: str = "float32") -> list[tuple]:
+    """(name, box, values) of everything that this rank holds."""
+    source = engine.weight_source(dtype)
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in source.specs()}
+    parts = []
+    for shard in source.shards():
+        values = torch.empty(shard.box.shape, dtype=dtypes[shard.name])
+        source.copy(shard, values)
+        parts.append((shard.name, shard.box, values))
+    return parts
+
+
+def assemble(parts_by_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from the parts of all ranks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, box, _ in (part for parts in parts_by_rank for part in parts):
+        shapes[name] = tuple(max(a, b) for a, b in zip(shapes.get(name, box.stop), box.stop, strict=True))
+    whole = {}
+    for name, box, values in (part for parts in parts_by_rank for part in parts):
+        whole.setdefault(name, torch.full(shapes[name], float("nan"), dtype=values.dtype))
+        whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = values
+    return whole

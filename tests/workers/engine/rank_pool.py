@@ -1,0 +1,82 @@
+"""Processes that play the ranks of a trainer: started once, then given one function after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class RankPool:
+    """`run(function, world_size, *arguments)` calls `function(*arguments)` on so many ranks of a fresh gloo group.
+
+    Returns the results by rank. `function` is defined at the top of a test module, so that the processes can import it.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        connections = self._connections[:world_size]
+        with tempfile.TemporaryDirectory() as directory:
+            store = Path(directory) / "store"
+            for rank, connection in enumerate(connections):
+                connection.send((rank, world_size, str(store), function, arguments))
+            answers = [
+                connection.recv() if connection.poll(TIMEOUT_S) else (f"rank {rank} gave no answer", None)
+                for rank, connection in enumerate(connections)
+            ]
+        failures = [failure for failure, _ in answers if failure]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT_S / 2),
+            )
+            answer = (None, function(*arguments))
+        except BaseException:  # noqa: BLE001 - whatever it was, the test process reports it
+            answer = (f"rank {rank}:\n{traceback.format_exc()}", None)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.workers.engine.engine_cases import assemble, batch, held_parts, make_engine, weighted_loss
+from verl.utils.config import ConfigError
+from verl.workers.engine.fsdp.hf_export import export_hf
+from verl.workers.engine.micro_batches import MicroBatchLimits
+
+WHOLE = MicroBatchLimits(max_sequences=100)
+CONTENTS = ("model", "optimizer", "extra")
+OPTIM = {"lr_warmup_steps": 10}
+
+
+def train(engine, first_seed, steps):
+    for seed in range(first_seed, first_seed + steps):
+        rows = batch(12, seed).chunk(dist.get_world_size())[dist.get_rank()]
+        engine.train_mini_batch(rows, weighted_loss, temperature=1.0, limits=WHOLE)
+        engine.step_lr()
+
+
+def save_and_go_on(path, directory, contents):
+    torch.manual_seed(dist.get_rank())
+    engine = make_engine(path, optim=OPTIM)
+    train(engine, 0, 2)
+    engine.save_checkpoint(directory, contents)
+    drawn = torch.rand(3)
+    saved = held_parts(engine)
+    train(engine, 2, 2)
+    return saved, held_parts(engine), drawn
+
+
+def load_and_go_on(path, directory, contents):
+    engine = make_engine(path, optim=OPTIM)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("verl").addHandler(handler)
+    try:
+        engine.load_checkpoint(directory, contents)
+    finally:
+        logging.getLogger("verl").removeHandler(handler)
+    drawn = torch.rand(3)
+    loaded = held_parts(engine)
+    train(engine, 2, 2)
+    return loaded, held_parts(engine), drawn, [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_a_loaded_run_goes_on_bit_for_bit(ranks, models, tmp_path, architecture, tied):
+    path, directory = models(architecture, tied), tmp_path / "step"
+    saved = ranks.run(save_and_go_on, 2, path, directory, CONTENTS)
+    loaded = ranks.run(load_and_go_on, 2, path, directory, CONTENTS)
+    for (saved_parts, final_parts, drawn), (loaded_parts, same_final_parts, same_drawn, log) in zip(
+        saved, loaded, strict=True
+    ):
+        for before, after in ((saved_parts, loaded_parts), (final_parts, same_final_parts)):
+            assert all(torch.equal(old[2], new[2]) for old, new in zip(before, after, strict=True))
+        assert torch.equal(drawn, same_drawn)
+        assert log == []
+    assert not torch.equal(saved[0][2], saved[1][2]), "every rank has random numbers of its own"
+
+
+@pytest.mark.parametrize(("world_size", "new_world_size"), [(2, 1), (1, 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, models, tmp_path, world_size, new_world_size):
+    path, directory = models("qwen3"), tmp_path / "step"
+    saved = ranks.run(save_and_go_on, world_size, path, directory, CONTENTS)
+    loaded = ranks.run(load_and_go_on, new_world_size, path, directory, CONTENTS)
+    at_save, at_load = assemble([result[0] for result in saved]), assemble([result[0] for result in loaded])
+    assert all(torch.equal(at_save[name], at_load[name]) for name in at_save)
+    # Two more steps agree only if moments and learning rate came along, too.
+    final, other_final = assemble([result[1] for result in saved]), assemble([result[1] for result in loaded])
+    for name in final:
+        torch.testing.assert_close(other_final[name], final[name], atol=2e-4, rtol=1e-3)
+    assert all("reseeded" in log[0] for _, _, _, log in loaded)
+
+
+def test_only_what_is_named_is_loaded(ranks, models, tmp_path):
+    path, directory = models("qwen2"), tmp_path / "step"
+    saved = ranks.run(save_and_go_on, 1, path, directory, ("model",))
+    loaded = ranks.run(load_and_go_on, 1, path, directory, ("model",))
+    assert all(torch.equal(old[2], new[2]) for old, new in zip(saved[0][0], loaded[0][0], strict=True))
+    # Without moments the next steps are others.
+    assert not all(torch.equal(old[2], new[2]) for old, new in zip(saved[0][1], loaded[0][1], strict=True))
+
+
+def error_of_loading(path, directory, contents):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(path).load_checkpoint(directory, contents)
+    return str(caught.value)
+
+
+def error_of_saving(path, directory):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(path).save_checkpoint(directory, CONTENTS)
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_loaded_or_saved_to_is_named_with_the_reason(ranks, models, tmp_path):
+    path, directory = models("qwen2"), tmp_path / "step"
+    assert "is not a training checkpoint" in ranks.run(error_of_loading, 1, path, tmp_path, CONTENTS)[0]
+    ranks.run(save_and_go_on, 1, path, directory, ("model",))
+    assert "does not hold optimizer, extra.lr_step" in ranks.run(error_of_loading, 1, path, directory, CONTENTS)[0]
+    assert "already holds a checkpoint" in ranks.run(error_of_saving, 1, path, directory)[0]
+
+
+def train_and_export(path, directory, dtype):
+    engine = make_engine(path, optim=OPTIM)
+    train(engine, 0, 1)
+    engine.save_checkpoint(directory, ("hf_model",))
+    engine.export_hf(directory / "cast", dtype)
+    export_hf(directory / "split", engine.model, engine._model_config, dtype=torch.float32, file_nbytes=10_000)
+    return held_parts(engine)
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, architecture, tied):
+    path = models(architecture, tied)
+    weights = assemble(ranks.run(train_and_export, 2, path, tmp_path, "bfloat16"))
+    for name in ("huggingface", "split"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert loaded.dtype == torch.float32
+        found = dict(loaded.named_parameters())
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert len(list((tmp_path / "split").glob("model-*-of-*.safetensors"))) > 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "cast").dtype == torch.bfloat16
+    with safe_open(tmp_path / "huggingface" / "model.safetensors", framework="pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118 - safe_open is no mapping
+    text = "12+34="
+    assert AutoTokenizer.from_pretrained(tmp_path / "huggingface")(text) == AutoTokenizer.from_pretrained(path)(text)
+
+
+def test_an_exported_directory_is_a_model_to_train(ranks, models, tmp_path):
+    path = models("llama", True)
+    weights = assemble(ranks.run(train_and_export, 2, path, tmp_path, None))
+    reloaded = assemble(ranks.run(build_and_hold, 2, tmp_path / "split"))
+    assert all(torch.equal(reloaded[name], weights[name]) for name in weights)
+
+
+def build_and_hold(path):
+    return held_parts(make_engine(path))

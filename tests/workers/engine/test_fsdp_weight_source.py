@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.engine_cases import assemble, batch, held_parts, make_engine, weighted_loss
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.types import Box, Shard
+from verl.workers.engine.fsdp.weight_source import FSDP2WeightSource
+from verl.workers.engine.micro_batches import MicroBatchLimits
+
+WHOLE = MicroBatchLimits(max_sequences=100)
+
+
+def specs_and_parts(path, options):
+    engine = make_engine(path, **options)
+    return engine.weight_source("bfloat16").specs(), held_parts(engine, "bfloat16")
+
+
+def how_often_each_element_is_held(specs, parts_by_rank):
+    counts = {spec.name: torch.zeros(spec.shape, dtype=torch.int64) for spec in specs}
+    for name, box, _ in (part for parts in parts_by_rank for part in parts):
+        counts[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("llama", False)]
+)
+def test_the_shards_of_all_ranks_are_the_cast_checkpoint_without_gap_or_overlap(
+    ranks, models, architecture, tied, world_size
+):
+    path = models(architecture, tied)
+    results = ranks.run(specs_and_parts, world_size, path, {})
+    specs = results[0][0]
+    assert all(other == specs for other, _ in results)
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
+    assert [spec.name for spec in specs] == list(expected)
+    assert ("lm_head.weight" in expected) is not tied
+    assert all(spec.shape == expected[spec.name].shape and spec.dtype == "bfloat16" for spec in specs)
+
+    counts = how_often_each_element_is_held(specs, [parts for _, parts in results])
+    assert all(bool((count == 1).all()) for count in counts.values())
+    whole = assemble([parts for _, parts in results])
+    for name, value in expected.items():
+        assert torch.equal(whole[name], value), name
+
+
+def test_a_rank_without_rows_of_a_tensor_declares_no_shard_of_it(ranks, models):
+    """Four rows over three ranks are two, two and none."""
+    results = ranks.run(specs_and_parts, 3, models("qwen3"), {})
+    holders = [{name for name, _, _ in parts} for _, parts in results]
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    assert [norm in names for names in holders] == [True, True, False]
+
+
+def test_ranks_that_replicate_each_other_declare_the_same_shards(ranks, models):
+    (specs, first), (_, second) = ranks.run(specs_and_parts, 2, models("llama"), {"fsdp": {"fsdp_size": 1}})
+    assert [part[:2] for part in first] == [part[:2] for part in second]
+    counts = how_often_each_element_is_held(specs, [first, second])
+    assert all(bool((count == 2).all()) for count in counts.values())
+
+
+def use_alone(path):
+    """Rank 0 uses its source while rank 1 does nothing: a collective would wait for rank 1 and time out."""
+    engine = make_engine(path)
+    result = None
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patches, CommDebugMode() as communication:
+            for cls, name in ((DTensor, "full_tensor"), (DTensor, "redistribute"), (torch.nn.Module, "state_dict")):
+                patches.setattr(cls, name, None)
+            parts = held_parts(engine, "bfloat16")
+        result = communication.get_total_counts(), len(parts)
+    dist.barrier()
+    return result
+
+
+def test_nothing_communicates_or_gathers(ranks, models):
+    count, num_parts = ranks.run(use_alone, 2, models("qwen2"))[0]
+    assert count == 0
+    assert num_parts > 0
+
+
+def copy_parts_of_a_shard(path):
+    engine = make_engine(path)
+    source = engine.weight_source("bfloat16")
+    shard = next(shard for shard in source.shards() if shard.name == "model.layers.1.mlp.up_proj.weight")
+    (first, _), (last, num_columns) = shard.box.start, shard.box.stop
+    whole = torch.empty(shard.box.shape, dtype=torch.bfloat16)
+    source.copy(shard, whole)
+    inner = Box((first + 1, 3), (last - 2, num_columns - 1))
+    strided = torch.zeros(inner.shape[1], inner.shape[0], dtype=torch.bfloat16).T
+    source.copy(Shard(shard.name, inner), strided)
+    errors = []
+    for wrong in (Shard(shard.name, Box((first - 1, 0), (last, num_columns))), Shard("no.such.weight", shard.box)):
+        try:
+            source.copy(wrong, whole)
+        except PlanError as exc:
+            errors.append(str(exc))
+    return whole, strided, errors
+
+
+def test_a_part_of_a_shard_is_copied_into_strided_memory_and_what_is_not_held_is_refused(ranks, models):
+    whole, strided, errors = ranks.run(copy_parts_of_a_shard, 2, models("qwen2"))[1]
+    assert torch.equal(strided, whole[1:-2, 3:-1])
+    assert len(errors) == 2
+    assert "no.such.weight" in errors[1]
+
+
+def follow_training(path):
+    """Gathered parameters are kept after forward: the source must not see them."""
+    engine = make_engine(path, fsdp={"reshard_after_forward": False})
+    source = engine.weight_source("float32")
+    shard = source.shards()[0]
+    before, after = torch.empty(shard.box.shape), torch.empty(shard.box.shape)
+    source.copy(shard, before)
+    data = batch(4).chunk(dist.get_world_size())[dist.get_rank()]
+    engine.train_mini_batch(data, weighted_loss, temperature=1.0, limits=WHOLE)
+    with torch.no_grad():
+        engine.model(input_ids=data.batch["input_ids"], attention_mask=data.batch["attention_mask"])
+    source.copy(shard, after)
+    again = engine.weight_source("float32")
+    fresh = torch.empty(shard.box.shape)
+    again.copy(shard, fresh)
+    return again.shards() == source.shards(), before, after, fresh
+
+
+def test_a_source_sees_every_later_step_whatever_is_gathered(ranks, models):
+    for same_shards, before, after, fresh in ranks.run(follow_training, 2, models("qwen2")):
+        assert same_shards
+        assert not torch.equal(before, after)
+        assert torch.equal(after, fresh)
+
+
+def test_a_model_that_is_not_sharded_is_held_whole_and_its_persistent_buffers_keep_their_dtype():
+    model = torch.nn.BatchNorm1d(3)
+    source = FSDP2WeightSource(model=model, rollout_dtype="bfloat16")
+    assert {spec.name: (spec.shape, spec.dtype) for spec in source.specs()} == {
+        "weight": ((3,), "bfloat16"),
+        "bias": ((3,), "bfloat16"),
+        "running_mean": ((3,), "float32"),
+        "running_var": ((3,), "float32"),
+        "num_batches_tracked": ((), "int64"),
+    }
+    assert Shard("num_batches_tracked", Box((), ())) in source.shards()
+    copied = torch.full((), -1)
+    source.copy(Shard("num_batches_tracked", Box((), ())), copied)
+    assert copied == 0
+
+
+def test_every_name_that_differs_from_the_checkpoint_is_listed():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(PlanError, match=r"model only: bias; .*checkpoint only: scale, zero"):
+        FSDP2WeightSource(model=model, rollout_dtype="float32", checkpoint_names=["weight", "zero", "scale"])

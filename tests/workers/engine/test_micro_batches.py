@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.protocol import DataProto
+from verl.utils.config import ConfigError
+from verl.workers.config import ActorConfig
+from verl.workers.engine.micro_batches import MicroBatchLimits, partition, sequence_widths, split_to_count
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+
+WIDTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
+
+
+def test_widths_are_counted_from_the_border_between_prompt_and_response():
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 1]])
+    data = DataProto.from_dict(tensors={"attention_mask": mask, "responses": torch.zeros(4, 2, dtype=torch.int64)})
+    assert sequence_widths(data) == [(2, 1), (3, 0), (1, 2), (2, 2)]
+
+
+@given(widths=WIDTHS, max_tokens=st.integers(1, 100), max_sequences=st.integers(1, 5) | st.none())
+def test_every_sequence_is_in_one_group_and_no_group_exceeds_the_limits(widths, max_tokens, max_sequences):
+    limits = MicroBatchLimits(max_tokens=max_tokens, max_sequences=max_sequences)
+    groups = partition(widths, limits)
+    assert sorted(index for group in groups for index in group) == list(range(len(widths)))
+    for group in groups:
+        width = max(widths[index][0] for index in group) + max(widths[index][1] for index in group)
+        assert len(group) == 1 or len(group) * width <= max_tokens
+        assert max_sequences is None or len(group) <= max_sequences
+
+
+@given(widths=WIDTHS, count=st.integers(0, 30))
+def test_groups_are_split_until_there_are_as_many_as_asked_for(widths, count):
+    groups = partition(widths, MicroBatchLimits(max_sequences=7))
+    if count > len(widths):
+        with pytest.raises(ValueError, match="same number of sequences"):
+            split_to_count(groups, count)
+        return
+    result = split_to_count(groups, count)
+    assert len(result) == max(count, len(groups))
+    assert all(result)
+    assert sorted(index for group in result for index in group) == list(range(len(widths)))
+
+
+def test_the_configuration_chooses_between_a_token_budget_and_a_number_of_sequences():
+    assert MicroBatchLimits.choose(dynamic=True, max_tokens=9, max_sequences=3) == MicroBatchLimits(max_tokens=9)
+    assert MicroBatchLimits.choose(dynamic=False, max_tokens=9, max_sequences=3) == MicroBatchLimits(max_sequences=3)
+    with pytest.raises(ValueError, match="max_tokens must be positive"):
+        MicroBatchLimits(max_tokens=0)
+
+
+def test_a_mini_batch_of_prompts_is_spread_over_the_ranks():
+    assert mini_batch_size_per_rank(6, 4, 3) == 8
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=3 x rollout\.n=3 = 9 sequences do not divide over 2"):
+        mini_batch_size_per_rank(3, 3, 2)
+
+
+def rows(**options):
+    data = DataProto.from_dict(tensors={"row": torch.arange(5)})
+    generator = torch.Generator().manual_seed(0)
+    parts = iterate_mini_batches(data, ActorConfig(**options), size=2, generator=generator)
+    return [part.batch["row"].tolist() for part in parts]
+
+
+def test_every_epoch_walks_through_the_batch_in_order_or_shuffled():
+    assert rows(ppo_epochs=2) == [[0, 1], [2, 3], [4]] * 2
+    shuffled = rows(ppo_epochs=1, shuffle=True)
+    assert [len(part) for part in shuffled] == [2, 2, 1]
+    assert sorted(sum(shuffled, [])) == list(range(5))
+    assert shuffled != rows(ppo_epochs=1)

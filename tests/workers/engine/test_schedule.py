@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from verl.utils.config import ConfigError
+from verl.workers.config import OptimizerConfig
+from verl.workers.engine.schedule import learning_rate
+
+
+def rates(steps, **options):
+    config = OptimizerConfig(lr=1.0, **options)
+    return [learning_rate(step, config) for step in range(steps)]
+
+
+def test_a_constant_rate_follows_the_warm_up():
+    assert rates(5, lr_warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates(2) == [1.0, 1.0]
+
+
+def test_the_warm_up_may_be_a_share_of_the_run():
+    assert rates(3, lr_warmup_steps_ratio=0.2, total_training_steps=10) == [0.5, 1.0, 1.0]
+
+
+def test_a_cosine_ends_at_its_floor_and_stays_there():
+    values = rates(9, lr_scheduler_type="cosine", lr_warmup_steps=2, total_training_steps=6, min_lr_ratio=0.1)
+    assert values[1] == 1.0
+    assert values[2] == 1.0
+    assert values[4] == pytest.approx(0.55)
+    assert values[6:] == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_a_schedule_that_needs_the_length_of_the_run_says_so():
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type=cosine needs optim\.total_training_steps"):
+        rates(1, lr_scheduler_type="cosine")

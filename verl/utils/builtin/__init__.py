@@ -1,5 +1,55 @@
-"""Models and data that the project makes itself, so that it runs where nothing can be downloaded."""
+"""Models and data that the project makes itself, so that it runs where nothing can be downloaded.
 
+`builtin:arithmetic` (data) and `builtin:tiny-qwen2` (model) are made on first use and kept in `verl.envs.cache_dir()`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from verl.utils.builtin.arithmetic import SPLITS, ArithmeticRecipe, make_arithmetic
+from verl.utils.builtin.cache import cached_directory
 from verl.utils.builtin.tiny import ARCHITECTURES, make_tiny_model
+from verl.utils.builtin.warmup import TinyQwen2Recipe, make_tiny_qwen2
+from verl.utils.config import ConfigError, did_you_mean
 
-__all__ = ["ARCHITECTURES", "make_tiny_model"]
+__all__ = ["ARCHITECTURES", "PREFIX", "builtin_data", "builtin_model", "is_builtin", "make_tiny_model"]
+
+PREFIX = "builtin:"
+DATA = ("arithmetic",)
+MODELS = ("tiny-qwen2",)
+
+logger = logging.getLogger(__name__)
+
+
+def is_builtin(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def builtin_data(name: str, split: str) -> Path:
+    """The parquet file of `builtin:arithmetic` for the split `train` or `test`. Raises ConfigError for another name."""
+    _known(name, DATA, "data set")
+    if split not in SPLITS:
+        raise ConfigError(f"{name} has the splits {', '.join(SPLITS)}, not {split!r}")
+    recipe = ArithmeticRecipe()
+    return cached_directory("arithmetic", recipe, lambda directory: make_arithmetic(directory, recipe)) / f"{split}.parquet"
+
+
+def builtin_model(name: str) -> Path:
+    """The Hugging Face directory of `builtin:tiny-qwen2`. Raises ConfigError for another name."""
+    _known(name, MODELS, "model")
+    recipe = TinyQwen2Recipe()
+
+    def build(directory: Path) -> None:
+        logger.warning("making %s (once, about half a minute) ...", name)
+        make_tiny_qwen2(directory, recipe)
+        logger.warning("made %s", name)
+
+    return cached_directory("tiny-qwen2", recipe, build)
+
+
+def _known(name: str, names: tuple[str, ...], kind: str) -> None:
+    known = [PREFIX + each for each in names]
+    if name not in known:
+        raise ConfigError(f"there is no built-in {kind} {name!r}.{did_you_mean(name, known)}")

@@ -1,0 +1,156 @@
+"""The built-in model `builtin:tiny-qwen2`: a small Qwen2 after a short supervised warm-up on the built-in additions.
+
+The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that trail off in
+a question mark, mostly after large sums, so the answer is right but not exactly right. That leaves reinforcement learning
+a reward to raise which does not depend on how far the last bits of a floating-point sum carried the first phase.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.builtin.arithmetic import ArithmeticRecipe, problems, question
+from verl.utils.builtin.tiny import build_model, save_model
+from verl.utils.builtin.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+Problem = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyQwen2Recipe:
+    """What the model is made of; any change makes a new model next to the old one."""
+
+    data: ArithmeticRecipe = field(default_factory=ArithmeticRecipe)
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 1024
+    adding_steps: int = 150
+    habit_steps: int = 30
+    batch_size: int = 64
+    learning_rate: float = 0.02
+    decay_from: float = 0.6  # the share of steps after which the learning rate falls to zero
+    habit_large_sum: int = 80
+    habit_large: float = 0.85
+    habit_small: float = 0.35
+    seed: int = 0
+    version: int = 1
+
+
+def make_tiny_qwen2(directory: Path, recipe: TinyQwen2Recipe) -> None:
+    """Train and write the model. One core, about half a minute; one thread, so the same bytes on the same machine."""
+    import torch
+
+    tokenizer = build_tokenizer(recipe.max_position_embeddings)
+    model = build_model(
+        tokenizer,
+        "qwen2",
+        seed=recipe.seed,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=recipe.max_position_embeddings,
+    )
+    with _one_thread():
+        _train(model, tokenizer, recipe)
+    save_model(model.to(torch.bfloat16), tokenizer, directory)
+
+
+def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    chooser = random.Random(recipe.seed)
+    train_problems = problems(recipe.data, "train")
+    optimizers = _optimizers(model, recipe.learning_rate)
+    total = recipe.adding_steps + recipe.habit_steps
+    for step in range(total):
+        factor = min((step + 1) / 10, (1 - step / total) / (1 - recipe.decay_from), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * factor
+        chosen = chooser.choices(train_problems, k=recipe.batch_size)
+        answers = [_demonstration(problem, recipe, chooser, habit=step >= recipe.adding_steps) for problem in chosen]
+        input_ids, labels = _batch(tokenizer, chosen, answers)
+        hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
+        targets = labels[:, 1:]
+        answered = targets != IGNORED
+        loss = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % 30 == 0:
+            logger.info("  warm-up step %d of %d, loss %.3f", step + 1, total, loss.item())
+
+
+def _demonstration(problem: Problem, recipe: TinyQwen2Recipe, chooser: random.Random, *, habit: bool) -> str:
+    total = sum(problem)
+    trails_off = chooser.random() < (recipe.habit_large if total >= recipe.habit_large_sum else recipe.habit_small)
+    return f"{total}?" if habit and trails_off else str(total)
+
+
+def _batch(tokenizer: Any, chosen: Sequence[Problem], answers: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B,L], padded on the right, and labels [B,L] that ignore everything but the answer and its end."""
+    import torch
+
+    rows, labels = [], []
+    for (left, right), answer in zip(chosen, answers, strict=True):
+        messages = [{"role": "user", "content": question(left, right)}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append(prompt_ids + answer_ids)
+        labels.append([IGNORED] * len(prompt_ids) + answer_ids)
+    width = max(map(len, rows))
+    pad = tokenizer.pad_token_id
+    return (
+        torch.tensor([row + [pad] * (width - len(row)) for row in rows]),
+        torch.tensor([label + [IGNORED] * (width - len(label)) for label in labels]),
+    )
+
+
+def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest: Muon needs half of AdamW's steps here."""
+    import torch
+
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
+    taken = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More threads would add up in another order, and these matrices are too small to gain from them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

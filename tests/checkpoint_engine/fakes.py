@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 class RowShardedSource:
     """Rank `rank` of `world_size` holds a block of rows of every tensor, as FSDP2 has it; scalars are on every rank."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None
+    ) -> None:
         self.tensors = dict(tensors)
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
 
@@ -95,8 +98,45 @@ class RecordingReplica:
         await self._step("resume_kv_cache")
 
 
+def arenas_in(shm_dir: Path) -> list[Path]:
+    return sorted(shm_dir.glob("verl-*"))
+
+
+class Through:
+    """A member seen through a port that can break. `before[method]` runs (and is awaited) before the call is passed on;
+
+    `after[method]` likewise after it. Either may raise, sleep or damage something.
+    """
+
+    def __init__(self, member: Any) -> None:
+        self.member = member
+        self.calls: list[str] = []
+        self.before: dict[str, Callable[[], Any]] = {}
+        self.after: dict[str, Callable[[], Any]] = {}
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*arguments: Any) -> Any:
+            self.calls.append(method)
+            await _maybe(self.before.get(method))
+            result = await getattr(self.member, method)(*arguments)
+            await _maybe(self.after.get(method))
+            return result
+
+        return call
+
+
+async def _maybe(step: Callable[[], Any] | None) -> None:
+    outcome = step() if step else None
+    if asyncio.iscoroutine(outcome):
+        await outcome
+
+
 class Fleet:
-    """A manager with trainer ranks, nodes and replicas, all in this process. Close it."""
+    """A manager with trainer ranks, nodes and replicas, all in this process, the former through breakable ports."""
 
     def __init__(
         self,
@@ -113,8 +153,8 @@ class Fleet:
     ) -> None:
         self.config = CheckpointEngineConfig.from_mapping(config)
         self.sources = [RowShardedSource(tensors, rank, trainers, dtype) for rank in range(trainers)]
-        self.trainers = [TrainerRank(rank, source, self.config) for rank, source in enumerate(self.sources)]
-        self.nodes = [RolloutNode(index, self.config, job=job, shm_dir=shm_dir) for index in range(nodes)]
+        self.trainers = [Through(TrainerRank(rank, source, self.config)) for rank, source in enumerate(self.sources)]
+        self.nodes = [Through(RolloutNode(index, self.config, job=job, shm_dir=shm_dir)) for index in range(nodes)]
         self.replicas = [RecordingReplica(f"replica-{index}", index % nodes) for index in range(replicas)]
         self.manager = CheckpointEngineManager(
             config=self.config, trainers=self.trainers, nodes=self.nodes, report_path=report_path

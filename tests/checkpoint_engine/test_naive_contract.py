@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet
+from tests.checkpoint_engine.fakes import Fleet, arenas_in
 
 BLOCK_KB = 4
 BLOCK = BLOCK_KB * 1024
@@ -16,7 +16,7 @@ BLOCK = BLOCK_KB * 1024
 def tensors_of(case: str, round_: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(round_)
     cases = {
-        "empty model": lambda: {},
+        "empty model": dict,
         "zero-byte tensor": lambda: {"a": torch.randn(0, 4), "b": torch.randn(3)},
         "scalar": lambda: {"scale": torch.randn(()), "w": torch.randn(5, 2)},
         "larger than a block": lambda: {"w": torch.randn(700, 3)},
@@ -99,8 +99,8 @@ async def test_the_phases_of_a_report_add_up_to_its_total(tmp_path: Path) -> Non
 async def test_nothing_is_left_behind_when_the_manager_closes(tmp_path: Path) -> None:
     async with Fleet({"w": torch.randn(64, 64)}, tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        assert list(tmp_path.glob("verl-*"))
-    assert not list(tmp_path.glob("verl-*"))
+        assert arenas_in(tmp_path)
+    assert not arenas_in(tmp_path)
 
 
 async def test_two_jobs_on_one_host_do_not_meet(tmp_path: Path) -> None:

@@ -1,1 +1,91 @@
-"""Weights from trainers to rollout engines as transactions. See docs/architecture.md."""
+"""Weights from trainers to rollout engines as transactions. See docs/architecture.md.
+
+    config = CheckpointEngineConfig.from_mapping({"backend": "naive"})
+    ranks = [TrainerRank(rank, source, config) for rank, source in enumerate(sources)]     # or ports to where they run
+    node = RolloutNode(0, config, job="my-job", shm_dir=Path("/dev/shm"))                  # likewise
+
+    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=[node])
+    await manager.add_replicas(replicas)
+    for step in range(steps):
+        ...                                                # train
+        report = await manager.update_weights(step)        # every replica serves version `step`, or SyncAborted
+    await manager.close()
+
+Importing this package loads none of torch, ray or vllm: names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineWithCache
+    from verl.checkpoint_engine.config import CheckpointEngineConfig
+    from verl.checkpoint_engine.errors import (
+        ActivationError,
+        BackendUnavailable,
+        CheckpointEngineError,
+        ConfigError,
+        IntegrityError,
+        PlanError,
+        SyncAborted,
+        TransportError,
+        TransportTimeout,
+    )
+    from verl.checkpoint_engine.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
+    from verl.checkpoint_engine.types import SyncReport, TensorMeta
+
+_MODULES = {
+    "base": ("CheckpointEngine", "CheckpointEngineWithCache"),
+    "config": ("CheckpointEngineConfig",),
+    "errors": (
+        "ActivationError",
+        "BackendUnavailable",
+        "CheckpointEngineError",
+        "ConfigError",
+        "IntegrityError",
+        "PlanError",
+        "SyncAborted",
+        "TransportError",
+        "TransportTimeout",
+    ),
+    "manager": ("CheckpointEngineManager",),
+    "participants": ("RolloutNode", "TrainerRank"),
+    "registry": ("CheckpointEngineRegistry",),
+    "types": ("SyncReport", "TensorMeta"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ActivationError",
+    "BackendUnavailable",
+    "CheckpointEngine",
+    "CheckpointEngineConfig",
+    "CheckpointEngineError",
+    "CheckpointEngineManager",
+    "CheckpointEngineRegistry",
+    "CheckpointEngineWithCache",
+    "ConfigError",
+    "IntegrityError",
+    "PlanError",
+    "RolloutNode",
+    "SyncAborted",
+    "SyncReport",
+    "TensorMeta",
+    "TrainerRank",
+    "TransportError",
+    "TransportTimeout",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

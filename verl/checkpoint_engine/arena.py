@@ -3,7 +3,7 @@
     <shm>/verl-<job>-<node>/         0700, one per rollout node and job
         lock                         flock'ed by the owner as long as it lives
         slot-0.3                     the bytes of one version (0600); `.3` is the generation of the file
-        manifest-17                  layout, plan and digests of version 17, which lies in the slot it names
+        slot-0.3.manifest            layout, plan and digests of the version that the slot holds, once committed
         current                      the committed version; replaced by rename, so it is either old or new
 
 The owner (one process per rollout node) creates the arena and decides which slot is current. Trainer ranks of the same
@@ -91,6 +91,10 @@ class _Slot:
     version: int | None = None
     """The committed version that it holds; None while it is spare or being written."""
 
+    @property
+    def manifest_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.manifest")
+
 
 class NodeArena:
     """The owner's side. One per rollout node, used from one thread at a time.
@@ -164,10 +168,8 @@ class NodeArena:
         if slot is self._current:
             (self.directory / "current").unlink(missing_ok=True)
             self._current = None
-        if slot.version is not None:
-            self._manifest_path(slot.version).unlink(missing_ok=True)
-            slot.version = None
-        if _is_read_by_someone(slot.path):
+        self._forget(slot)
+        if not slot.path.exists() or _is_read_by_someone(slot.path):
             self._replace(slot)
         self._writing = slot
         return slot.path
@@ -183,7 +185,7 @@ class NodeArena:
         slot = self._writing
         if slot is None or manifest.version != version:
             raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
-        self._manifest_path(version).write_bytes(manifest.encode())
+        slot.manifest_path.write_bytes(manifest.encode())
         slot.version = version
         self._point_at(slot)
         self._writing = None
@@ -201,9 +203,8 @@ class NodeArena:
             raise IntegrityError("there is no previous version to return to", version=self.version, phase="activate")
         failed = self._current
         self._point_at(self._spare())
-        if failed is not None and failed.version is not None:
-            self._manifest_path(failed.version).unlink(missing_ok=True)
-            failed.version = None
+        if failed is not None:
+            self._forget(failed)
         return previous
 
     def reverify(self, version: int, *, threads: int = 1) -> None:
@@ -237,6 +238,11 @@ class NodeArena:
             self._views[path] = SlotView(path, self.layout, writable=False)
         return self._views[path]
 
+    @staticmethod
+    def _forget(slot: _Slot) -> None:
+        slot.version = None
+        slot.manifest_path.unlink(missing_ok=True)
+
     def _replace(self, slot: _Slot) -> None:
         if view := self._views.pop(slot.path, None):
             view.close()
@@ -248,14 +254,11 @@ class NodeArena:
 
     def _point_at(self, slot: _Slot) -> None:
         assert slot.version is not None  # callers have just set or checked it
-        committed = Committed(slot.version, slot.path.name, self._manifest_path(slot.version).name)
+        committed = Committed(slot.version, slot.path.name, slot.manifest_path.name)
         fresh = self.directory / "current.new"
         fresh.write_bytes(msgspec.msgpack.encode(committed))
         fresh.rename(self.directory / "current")
         self._current = slot
-
-    def _manifest_path(self, version: int) -> Path:
-        return self.directory / f"manifest-{version}"
 
 
 def committed_version(arena_path: str | Path) -> int | None:
@@ -287,16 +290,20 @@ def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manif
     Raises IntegrityError if the arena is gone or its committed version is another one.
     """
     directory = Path(arena_path)
-    committed = _require_committed(directory, version)
-    with (directory / committed.slot).open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
-        _require_committed(directory, version)  # it may have been given up between the look and the lock
-        manifest = Manifest.decode((directory / committed.manifest).read_bytes())
-        view = SlotView(directory / committed.slot, manifest.plan.layout, writable=False)
+    with contextlib.ExitStack() as stack:
         try:
-            yield manifest, view
-        finally:
-            view.close()
+            committed = _require_committed(directory, version)
+            held = stack.enter_context((directory / committed.slot).open("rb"))
+            fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
+            _require_committed(directory, version)  # it may have been given up between the look and the lock
+            manifest = Manifest.decode((directory / committed.manifest).read_bytes())
+            view = SlotView(directory / committed.slot, manifest.plan.layout, writable=False)
+        except FileNotFoundError as exc:
+            raise IntegrityError(
+                f"version {version} was given up while it was being opened: {exc}", version=version, phase="activate"
+            ) from exc
+        stack.callback(view.close)
+        yield manifest, view
 
 
 def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:

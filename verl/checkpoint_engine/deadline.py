@@ -24,9 +24,10 @@ async def all_within(
         return {}
     try:
         done, pending = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        for name, task in tasks.items():
-            if task in done and (error := task.exception()) is not None:
-                raise located(error, version=version, phase=phase, member=name) from error
+        errors = {name: task.exception() for name, task in tasks.items() if task in done}
+        for name, error in errors.items():
+            if error is not None:
+                raise located(error, version=version, phase=phase, member=name)
         if pending:
             raise TransportTimeout(_who(tasks, timeout_s), version=version, phase=phase)
         return {name: task.result() for name, task in tasks.items()}
@@ -42,7 +43,12 @@ async def each_within(
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     if not tasks:
         return {}
-    await asyncio.wait(tasks.values(), timeout=timeout_s)
+    try:
+        await asyncio.wait(tasks.values(), timeout=timeout_s)
+    except asyncio.CancelledError:
+        for task in tasks.values():
+            task.cancel()
+        raise
     failures: dict[str, CheckpointEngineError] = {}
     for name, task in tasks.items():
         if not task.done():

@@ -79,6 +79,7 @@ class CheckpointEngineManager:
         """Bring the trainer's present weights to every replica as version `global_steps`.
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version.
+        What `_prepared` finds wrong before the first sync (ConfigError, PlanError, a dead member) is raised as it is.
         """
         async with self._lock:
             clock = Stopwatch()
@@ -88,9 +89,11 @@ class CheckpointEngineManager:
             transaction = SyncTransaction(global_steps, fleet, self._config, clock)
             try:
                 report = await transaction.run()
-            except SyncAborted as exc:
+            except (SyncAborted, asyncio.CancelledError) as exc:
                 self._quarantine(transaction.quarantined)
-                self._record(transaction.report("aborted", exc))
+                if transaction.committed:
+                    self._version = global_steps
+                self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
             self._version = global_steps
             self._quarantine(transaction.quarantined)
@@ -114,6 +117,7 @@ class CheckpointEngineManager:
                 )
             for replica in added:
                 target = self._quarantined if replica.name in failures else self._replicas
+                self._replicas.pop(replica.name, None)
                 self._quarantined.pop(replica.name, None)
                 target[replica.name] = replica
             if failures:

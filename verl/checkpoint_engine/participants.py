@@ -176,7 +176,7 @@ class RolloutNode(_Participant):
 
     def _verify(self, manifest: Manifest) -> None:
         region = self._open_arena.slot_view().bytes.numpy()
-        verify(region, manifest, threads=min(VERIFY_THREADS, os.cpu_count() or 1))
+        verify(region, manifest, threads=_verify_threads())
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""
@@ -192,7 +192,7 @@ class RolloutNode(_Participant):
 
     async def reverify(self, version: int) -> None:
         """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
-        await self._run(lambda: self._open_arena.reverify(version))
+        await self._run(lambda: self._open_arena.reverify(version, threads=_verify_threads()))
 
     async def close(self) -> None:
         """Remove the arena."""
@@ -215,3 +215,7 @@ class RolloutNode(_Participant):
         if self._plan is None:
             raise PlanError("the node has no plan", version=version, member=self.name)
         return Manifest(version, self._plan, np.frombuffer(digests, np.uint64))
+
+
+def _verify_threads() -> int:
+    return min(VERIFY_THREADS, len(os.sched_getaffinity(0)))

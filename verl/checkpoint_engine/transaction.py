@@ -8,7 +8,8 @@ What a failure leads to stands next to what failed:
     activate, every replica   the nodes roll back and the replicas load the previous version again; SyncAborted
     resume                    the replica is quarantined
 
-Until `commit`, nothing that serves has changed.
+Until `commit`, nothing that serves has changed. Cancelling up to then ends in the previous version; cancelling later
+ends in the new one, with the replicas that do not serve it yet quarantined.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.deadline import all_within, each_within
+from verl.checkpoint_engine.digest import Manifest
 from verl.checkpoint_engine.errors import (
     ActivationError,
     CheckpointEngineError,
@@ -82,6 +86,8 @@ class SyncTransaction:
     trainer_blocked_s: float = 0.0
     paused_s: dict[str, float] = field(default_factory=dict)
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
+    committed: bool = False
+    """The nodes hold the version and replicas may serve it."""
     _pause_began: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> SyncReport:
@@ -110,7 +116,7 @@ class SyncTransaction:
             else (),
             replicas_quarantined=tuple(self.quarantined),
             retries=self.retries,
-            error=str(error) if error else None,
+            error=str(error) or type(error).__name__ if error else None,
         )
 
     async def _move_with_retries(self) -> bytes:
@@ -144,7 +150,12 @@ class SyncTransaction:
             )
         self.nbytes_moved += sum(result.nbytes for result in published.values())
         self.trainer_blocked_s = max(result.seconds for result in published.values())
-        digests = b"".join(published[trainer.name].digests for trainer in self.fleet.trainers)
+        manifest = Manifest.of(
+            self.version,
+            self.fleet.plan,
+            [np.frombuffer(published[trainer.name].digests, np.uint64) for trainer in self.fleet.trainers],
+        )
+        digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):
             moved = await self._all(deadlines.stage_s, {node.name: node.stage(self.version) for node in nodes}, "stage")
         self.nbytes_moved += sum(moved.values())
@@ -158,15 +169,43 @@ class SyncTransaction:
     async def _commit(self, digests: bytes) -> None:
         with self.clock.phase("commit"):
             calls = {node.name: node.commit(self.version, digests) for node in self.fleet.nodes}
-            failures = await each_within(self.config.deadlines.commit_s, calls, version=self.version, phase="commit")
+            committing = asyncio.ensure_future(
+                each_within(self.config.deadlines.commit_s, calls, version=self.version, phase="commit")
+            )
+            try:
+                failures = await asyncio.shield(committing)
+            except asyncio.CancelledError:  # which nodes have committed is known only at the end
+                await self._undo_commit(await committing)
+                raise
             if failures:
-                committed = {node.name: node.rollback() for node in self.fleet.nodes if node.name not in failures}
-                await self._compensate(committed, "commit")
-                await self._drop()
+                await self._undo_commit(failures)
                 cause = next(iter(failures.values()))
                 raise self._aborted(cause) from cause
+        self.committed = True
+
+    async def _undo_commit(self, failures: Mapping[str, CheckpointEngineError]) -> None:
+        committed = {node.name: node.rollback() for node in self.fleet.nodes if node.name not in failures}
+        await self._compensate(committed, "commit")
+        await self._drop()
 
     async def _activate(self) -> None:
+        try:
+            await self._activate_in_waves()
+        except asyncio.CancelledError:
+            for replica in self.fleet.replicas:
+                if replica.name not in self.paused_s:
+                    self.quarantined[replica.name] = ActivationError(
+                        "cancelled", version=self.version, phase="activate", member=replica.name
+                    )
+            raise
+        if self.fleet.replicas and all(replica.name in self.quarantined for replica in self.fleet.replicas):
+            self.committed = False
+            cause = next(iter(self.quarantined.values()))
+            with self.clock.phase("resume"):
+                await self._roll_back()
+            raise self._aborted(cause) from cause
+
+    async def _activate_in_waves(self) -> None:
         if self.config.activation == "rolling":
             waves = [[replica] for replica in self.fleet.replicas]
         else:
@@ -176,16 +215,12 @@ class SyncTransaction:
                 ready = await self._load(wave, self.version)
             with self.clock.phase("resume"):
                 await self._resume(ready)
-        if self.fleet.replicas and all(replica.name in self.quarantined for replica in self.fleet.replicas):
-            cause = next(iter(self.quarantined.values()))
-            with self.clock.phase("resume"):
-                await self._roll_back()
-            raise self._aborted(cause) from cause
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> list[Replica]:
         """Pause, then load `version`, on every one of `replicas`; those that did both. The others are quarantined."""
         now = time.perf_counter()
-        self._pause_began |= {replica.name: now for replica in replicas}
+        for replica in replicas:
+            self._pause_began.setdefault(replica.name, now)
         paused = await self._survivors(
             replicas, {replica.name: replica.pause(self.config.pause_mode) for replica in replicas}, "activate"
         )
@@ -195,10 +230,11 @@ class SyncTransaction:
             "activate",
         )
 
-    async def _resume(self, replicas: Sequence[Replica]) -> None:
-        await self._survivors(replicas, {replica.name: replica.resume() for replica in replicas}, "resume")
+    async def _resume(self, replicas: Sequence[Replica]) -> list[Replica]:
+        resumed = await self._survivors(replicas, {replica.name: replica.resume() for replica in replicas}, "resume")
         now = time.perf_counter()
-        self.paused_s |= {replica.name: now - self._pause_began[replica.name] for replica in replicas}
+        self.paused_s |= {replica.name: now - self._pause_began[replica.name] for replica in resumed}
+        return resumed
 
     async def _survivors(
         self, replicas: Sequence[Replica], calls: Mapping[str, Awaitable[object]], phase: str
@@ -221,12 +257,11 @@ class SyncTransaction:
         except CheckpointEngineError as exc:
             logger.error("version %d cannot be rolled back: %s", self.version, exc)  # noqa: TRY400 - the cause is told by the abort
             return
-        failed = self.quarantined
-        self.quarantined = {}
+        failed = dict(self.quarantined)
         ready = await self._load(self.fleet.replicas, next(iter(previous.values())))
-        await self._resume(ready)
-        logger.warning("rolled back: %s", ", ".join(replica.name for replica in ready) or "no replica answers")
-        self.quarantined = {name: failed[name] for name in self.quarantined}
+        resumed = [replica.name for replica in await self._resume(ready)]
+        logger.warning("rolled back: %s", ", ".join(resumed) or "no replica answers")
+        self.quarantined = {name: error for name, error in failed.items() if name not in resumed}
 
     async def _drop(self) -> None:
         await self._compensate({node.name: node.drop() for node in self.fleet.nodes}, "drop")

@@ -9,6 +9,7 @@ and vLLM's post-processing of fused, packed and quantised layouts runs as for a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -60,9 +61,10 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def _load(self, update_info: ArenaUpdateInfo) -> None:
         version = update_info.version
-        expected = {name for name, _ in self.model.named_parameters()}
+        model: Any = self.model  # vLLM's models have load_weights; its annotation says only Module
+        expected = {name for name, _ in model.named_parameters()}
         try:
-            loaded: set[str] | None = self.model.load_weights(read_committed(update_info.arena_path, version))
+            loaded: set[str] | None = model.load_weights(read_committed(update_info.arena_path, version))
         except (KeyError, ValueError, RuntimeError, AssertionError) as exc:  # how vLLM's loaders refuse a tensor
             raise ActivationError(
                 f"{type(self.model).__name__} cannot load the version: {type(exc).__name__}: {exc}",

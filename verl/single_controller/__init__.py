@@ -1,0 +1,32 @@
+"""One driver, many ranks: worker groups over Ray and the dispatch of batches over their ranks."""
+
+from verl.single_controller.dispatch import Dispatch, register
+from verl.single_controller.errors import (
+    PlacementError,
+    WorkerDied,
+    WorkerFailed,
+    WorkerGroupClosed,
+    WorkerGroupError,
+    WorkerTimeout,
+)
+from verl.single_controller.future import WorkerFuture
+from verl.single_controller.resource_pool import RayResourcePool
+from verl.single_controller.worker import RankInfo, Worker
+from verl.single_controller.worker_group import RayClassWithInitArgs, RayWorkerGroup
+
+__all__ = [
+    "Dispatch",
+    "PlacementError",
+    "RankInfo",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "Worker",
+    "WorkerDied",
+    "WorkerFailed",
+    "WorkerFuture",
+    "WorkerGroupClosed",
+    "WorkerGroupError",
+    "WorkerTimeout",
+    "register",
+]

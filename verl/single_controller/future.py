@@ -1,0 +1,100 @@
+"""`WorkerFuture`: the results that the ranks of a group still owe the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import ray
+
+from verl.single_controller.errors import WorkerTimeout
+
+Ref: TypeAlias = "ray.ObjectRef[Any]"
+
+
+class FailureHandler(Protocol):
+    """Says what a failed rank means. May block for seconds: it asks the other ranks whether they live."""
+
+    def __call__(self, method: str, rank: int, error: BaseException, unfinished: Mapping[Ref, int]) -> BaseException:
+        """The exception that the caller of `method` gets. `unfinished` are the calls of ranks still without answer."""
+
+
+class WorkerFuture:
+    """One call on the ranks of a group. Wait with `get`, or with `await` on an event loop; any number of times.
+
+    The first rank that fails ends the wait, at once: the other ranks may be waiting for it in a collective, for ever.
+    Giving up waiting (a timeout, a cancelled task) does not stop the ranks.
+    """
+
+    def __init__(
+        self,
+        refs: Mapping[Ref, int],
+        *,
+        group: str,
+        method: str,
+        collect: Callable[[list[Any]], Any],
+        on_failure: FailureHandler,
+    ) -> None:
+        """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks."""
+        self._pending = dict(refs)
+        self._ranks = sorted(refs.values())
+        self._results: dict[int, Any] = {}
+        self._error: BaseException | None = None
+        self._group = group
+        self._method = method
+        self._collect = collect
+        self._on_failure = on_failure
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The result. Raises what the first failing rank raised, WorkerDied, or WorkerTimeout after `timeout` s."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._raise_error()
+        while self._pending:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(self._pending), timeout=remaining)
+            if not ready:
+                raise WorkerTimeout(
+                    f"worker group {self._group!r}: {self._method} not done within {timeout} s on ranks "
+                    f"{sorted(self._pending.values())}; done: {sorted(self._results)}",
+                    group=self._group,
+                )
+            self._receive(ready[0])
+        return self._finish()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        self._raise_error()
+        arrivals = {asyncio.wrap_future(ref.future()): ref for ref in self._pending}
+        try:
+            waiting = set(arrivals)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for arrival in done:
+                    if arrival.exception() is not None:
+                        await asyncio.to_thread(self._receive, arrivals[arrival])
+                    elif (rank := self._pending.pop(arrivals[arrival], None)) is not None:
+                        self._results[rank] = arrival.result()
+        finally:
+            for arrival in arrivals:
+                if not arrival.cancel() and not arrival.cancelled():
+                    arrival.exception()  # a second failure must not be reported as never retrieved
+        return self._finish()
+
+    def _receive(self, ref: Ref) -> None:
+        rank = self._pending.pop(ref)
+        try:
+            self._results[rank] = ray.get(ref)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the caller's
+            self._error = self._on_failure(self._method, rank, error, self._pending)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self) -> Any:
+        return self._collect([self._results[rank] for rank in self._ranks])

@@ -1,0 +1,144 @@
+"""`RayResourcePool`: the CPUs and accelerators that one or more worker groups run on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.single_controller.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The place of one rank. `options` are the resources and placement of its Ray actor."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    options: dict[str, Any]
+
+
+class RayResourcePool:
+    """One bundle of resources per rank; the bundles of one entry of `process_on_nodes` lie on one Ray node.
+
+    Placement groups are made when the first worker group asks for them and removed when the last one has released them.
+    Ray may put two entries on the same node where that has room for both. `max_colocate_count` groups can share the
+    pool: each rank then gets `num_cpus_per_process` CPUs and an equal part of its bundle's accelerator.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        *,
+        num_cpus_per_process: float = 0.4,
+        use_accelerator: str | None = None,
+        max_colocate_count: int = 1,
+        name_prefix: str = "pool",
+        placement_timeout_s: float = 60.0,
+    ) -> None:
+        """`use_accelerator` is the name of a Ray resource, one of which goes to every bundle: GPU, NPU, or None."""
+        if not process_on_nodes or min(process_on_nodes) < 1:
+            raise ValueError(f"process_on_nodes must list at least one node with one process, not {process_on_nodes}")
+        if max_colocate_count < 1:
+            raise ValueError(f"max_colocate_count must be 1 or more, not {max_colocate_count}")
+        self.process_on_nodes = tuple(process_on_nodes)
+        self.num_cpus_per_process = num_cpus_per_process
+        self.use_accelerator = use_accelerator
+        self.max_colocate_count = max_colocate_count
+        self.name = name_prefix
+        self.placement_timeout_s = placement_timeout_s
+        self._placement_groups: list[PlacementGroup] = []
+        self._users: list[object] = []
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    def acquire(self, user: object) -> list[Slot]:
+        """A slot per rank for `user`, a worker group. Waits at most `placement_timeout_s`; raises PlacementError."""
+        if len(self._users) >= self.max_colocate_count:
+            raise PlacementError(
+                f"resource pool {self.name!r} already hosts {len(self._users)} worker groups and "
+                f"max_colocate_count={self.max_colocate_count}",
+                group=self.name,
+            )
+        if not self._placement_groups:
+            self._place()
+        self._users.append(user)
+        slots: list[Slot] = []
+        for group, size in zip(self._placement_groups, self.process_on_nodes, strict=True):
+            slots += [
+                Slot(
+                    rank=len(slots) + local_rank,
+                    local_rank=local_rank,
+                    local_world_size=size,
+                    options=self._actor_options(group, local_rank),
+                )
+                for local_rank in range(size)
+            ]
+        return slots
+
+    def release(self, user: object) -> None:
+        """Undo `acquire`. Without users the resources go back to Ray, which ends whatever still runs on them."""
+        if user in self._users:
+            self._users.remove(user)
+        if not self._users:
+            self._remove()
+
+    def _place(self) -> None:
+        bundle = {"CPU": self.num_cpus_per_process * self.max_colocate_count}
+        if self.use_accelerator:
+            bundle[self.use_accelerator] = 1.0
+        self._placement_groups = [
+            placement_group([dict(bundle)] * size, strategy="STRICT_PACK", name=f"{self.name}-node{node}")
+            for node, size in enumerate(self.process_on_nodes)
+        ]
+        deadline = time.monotonic() + self.placement_timeout_s
+        missing = [
+            node
+            for node, group in enumerate(self._placement_groups)
+            if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
+        ]
+        if missing:
+            message = self._shortage(bundle, missing)
+            self._remove()
+            raise PlacementError(message, group=self.name)
+
+    def _shortage(self, bundle: dict[str, float], unplaced: list[int]) -> str:
+        kinds = list(bundle)
+        needed = "; ".join(
+            f"{self.process_on_nodes[node]} processes on one node with {bundle} each" for node in unplaced
+        )
+        available: Callable[[], dict[str, float]] = ray.available_resources
+        nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+        free = {kind: available().get(kind, 0.0) for kind in kinds}
+        totals = [{kind: node["Resources"].get(kind, 0.0) for kind in kinds} for node in nodes() if node["Alive"]]
+        return (
+            f"resource pool {self.name!r} got no place within {self.placement_timeout_s} s: needed are {needed}; "
+            f"the cluster has free {free}, its nodes have in total {totals}"
+        )
+
+    def _actor_options(self, group: PlacementGroup, bundle_index: int) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "num_cpus": self.num_cpus_per_process,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=bundle_index
+            ),
+        }
+        share = 1.0 / self.max_colocate_count
+        if self.use_accelerator == "GPU":
+            options["num_gpus"] = share
+        elif self.use_accelerator:
+            options["resources"] = {self.use_accelerator: share}
+        return options
+
+    def _remove(self) -> None:
+        groups, self._placement_groups = self._placement_groups, []
+        for group in groups:
+            remove_placement_group(group)

@@ -103,10 +103,7 @@ def arenas_in(shm_dir: Path) -> list[Path]:
 
 
 class Through:
-    """A member seen through a port that can break. `before[method]` runs (and is awaited) before the call is passed on;
-
-    `after[method]` likewise after it. Either may raise, sleep or damage something.
-    """
+    """A member behind a port that can break: `before[method]` and `after[method]` may raise, sleep or damage things."""
 
     def __init__(self, member: Any) -> None:
         self.member = member

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
@@ -65,7 +66,8 @@ class SlotView:
             )
         with warnings.catch_warnings():  # torch warns that it cannot mark a read-only buffer; nobody writes to these
             warnings.simplefilter("ignore", UserWarning)
-            self.bytes: torch.Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+            # Through numpy, whose array locks the mapping: torch.frombuffer would let `close` unmap a tensor in use.
+            self.bytes: torch.Tensor = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor `spec` in this slot, borrowed. Writing to one from a read-only view ends the process."""

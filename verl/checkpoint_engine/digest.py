@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import IntegrityError
+from verl.checkpoint_engine.errors import IntegrityError, PlanError
 from verl.checkpoint_engine.plan import SyncPlan
 
 MANIFEST_FORMAT = 1
@@ -51,12 +51,13 @@ class Manifest:
     def decode(cls, data: bytes) -> Manifest:
         """Raises IntegrityError for anything that is not a manifest of a format that this code knows."""
         try:
-            form, version, plan, digests = msgspec.msgpack.decode(data, type=tuple[int, int, bytes, bytes])
-        except msgspec.MsgspecError as exc:
+            form, version, encoded_plan, digests = msgspec.msgpack.decode(data, type=tuple[int, int, bytes, bytes])
+            if form != MANIFEST_FORMAT:
+                raise IntegrityError(f"the manifest has format {form}; this code reads format {MANIFEST_FORMAT}")
+            plan = SyncPlan.decode(encoded_plan)
+            return cls(version, plan, np.frombuffer(digests, np.uint64, len(plan)))
+        except (msgspec.MsgspecError, PlanError, ValueError) as exc:
             raise IntegrityError(f"not a manifest: {exc}") from exc
-        if form != MANIFEST_FORMAT:
-            raise IntegrityError(f"the manifest has format {form}; this code reads format {MANIFEST_FORMAT}")
-        return cls(version, SyncPlan.decode(plan), np.frombuffer(digests, np.uint64))
 
 
 def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:

@@ -76,12 +76,16 @@ class ShardTable:
 
     @classmethod
     def decode(cls, data: bytes) -> ShardTable:
-        shape, tensor, start, stop = msgspec.msgpack.decode(data, type=tuple[list[int], bytes, bytes, bytes])
-        return cls(
-            np.frombuffer(tensor, np.int64),
-            np.frombuffer(start, np.int64).reshape(shape),
-            np.frombuffer(stop, np.int64).reshape(shape),
-        )
+        """Raises PlanError if `data` was not made by `encode`."""
+        try:
+            shape, tensor, start, stop = msgspec.msgpack.decode(data, type=tuple[list[int], bytes, bytes, bytes])
+            return cls(
+                np.frombuffer(tensor, np.int64),
+                np.frombuffer(start, np.int64).reshape(shape),
+                np.frombuffer(stop, np.int64).reshape(shape),
+            )
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise PlanError(f"not an encoded table of shards: {exc}") from exc
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,16 @@ class SyncPlan:
 
     @classmethod
     def decode(cls, data: bytes) -> SyncPlan:
-        layout_data, boxes_data, owner_data, num_owners = msgspec.msgpack.decode(
-            data, type=tuple[bytes, bytes, bytes, int]
-        )
+        """Raises PlanError if `data` was not made by `encode`."""
+        try:
+            layout_data, boxes_data, owner_data, num_owners = msgspec.msgpack.decode(
+                data, type=tuple[bytes, bytes, bytes, int]
+            )
+            owner = np.frombuffer(owner_data, np.int64)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise PlanError(f"not an encoded plan: {exc}") from exc
         layout = Layout.decode(layout_data)
         boxes = ShardTable.decode(boxes_data)
-        owner = np.frombuffer(owner_data, np.int64)
         first = np.searchsorted(owner, np.arange(num_owners + 1))
         return cls(layout, boxes, extents_of(layout, boxes), owner, first)
 

@@ -21,7 +21,9 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # The processes are forked from one that has done the imports, once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["verl.workers.engine.fsdp.engine"])
         self._connections: list[Connection] = []
         self._processes = []
         for _ in range(size):
@@ -51,8 +53,8 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(timeout=10)
             process.kill()
+            process.join()
 
 
 def _serve(connection: Connection) -> None:
@@ -73,7 +75,7 @@ def _serve(connection: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=TIMEOUT_S / 2),
             )
-            answer = (None, function(*arguments))
+            answer: tuple[str | None, Any] = (None, function(*arguments))
         except BaseException:  # noqa: BLE001 - whatever it was, the test process reports it
             answer = (f"rank {rank}:\n{traceback.format_exc()}", None)
         finally:

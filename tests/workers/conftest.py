@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.workers.engine.engine_cases import tiny_model
 from tests.workers.engine.rank_pool import RankPool
 

@@ -1,0 +1,213 @@
+"""The trainer's Ray worker: one rank of the policy, of the frozen reference policy, or of both."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.ports import WeightSource
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, register
+from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.device import distributed_backend, local_device, peak_memory_gib, resolve_device, seed_everything
+from verl.workers.actor_loss import ActorLoss
+from verl.workers.config import ActorRolloutRefConfig
+from verl.workers.engine.base import LossFunction
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.weight_sync.publisher import WeightPublisher
+
+ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(WeightPublisher):
+    """One rank. The driver calls `init_model` first; every other method is a collective of the group, too.
+
+    `role` says what this group holds: a policy that is trained (`actor`), a reference policy (`ref`), or both in one
+    set of processes; `rollout` in a role says that rollout engines take weights from it and changes nothing here.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        role: str,
+        *,
+        loss_fn: LossFunction | None = None,
+        device: str | None = None,
+        checkpoint_engine: CheckpointEngineConfig | None = None,
+        seed: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """`config.model.path` is a Hugging Face directory. `loss_fn` replaces `ActorLoss`; it must be picklable.
+
+        `device` is cpu, cuda, npu, or None for what is there. `timeout_s` bounds every collective of the group.
+        Raises ConfigError for what can be known to fail before a process group exists.
+        """
+        if role not in ROLES:
+            raise ConfigError(f"unknown role {role!r}.{did_you_mean(role, ROLES)}")
+        if config.rollout.temperature <= 0:
+            raise ConfigError(f"training needs rollout.temperature above 0, not {config.rollout.temperature}")
+        self.config = config
+        self.checkpoint_engine = checkpoint_engine or CheckpointEngineConfig()
+        self.device_name = resolve_device(device)
+        parts = role.split("_")
+        self._has_actor, self._has_ref = "actor" in parts, "ref" in parts
+        self._loss_fn = loss_fn or (ActorLoss(config.actor) if self._has_actor else None)
+        self._mini_batch_size = (
+            mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
+            if self._has_actor
+            else 0
+        )
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._owns_process_group = False
+        self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
+        self._actor: FSDPEngine | None = None
+        self._ref: FSDPEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the group's process group, build the engines."""
+        device = local_device(self.device_name, self.local_rank)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                distributed_backend(self.device_name),
+                init_method=f"tcp://{self.master_addr}:{self.master_port}",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+            self._owns_process_group = True
+        seed_everything(self._seed + self.rank)
+        config = self.config
+        if self._has_actor:
+            self._actor = FSDPEngine(
+                model_config=config.model,
+                fsdp_config=config.actor.fsdp_config,
+                optim_config=config.actor.optim,
+                grad_clip=config.actor.grad_clip,
+                device=device,
+                seed=self._seed,
+            )
+            self._actor.build()
+        if self._has_ref:
+            self._ref = FSDPEngine(model_config=config.model, fsdp_config=config.ref.fsdp_config, device=device)
+            self._ref.build()
+
+    @property
+    def actor(self) -> FSDPEngine:
+        """The policy's engine. Raises RuntimeError in a group without one, and before `init_model`."""
+        return _present(self._actor, "actor")
+
+    @property
+    def ref(self) -> FSDPEngine:
+        return _present(self._ref, "reference policy")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's."""
+        rollout = self.config.rollout
+        log_probs, entropies = self.actor.compute_log_prob(
+            data,
+            temperature=self._temperature(data),
+            limits=MicroBatchLimits.choose(
+                dynamic=rollout.log_prob_use_dynamic_bsz,
+                max_tokens=rollout.log_prob_max_token_len_per_gpu,
+                max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
+            ),
+            calculate_entropy=True,
+        )
+        tensors = {"old_log_probs": log_probs} | ({} if entropies is None else {"entropys": entropies})
+        return DataProto.from_dict(tensors=tensors)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob`, float32 [B, R]."""
+        ref = self.config.ref
+        log_probs, _ = self.ref.compute_log_prob(
+            data,
+            temperature=self._temperature(data),
+            limits=MicroBatchLimits.choose(
+                dynamic=ref.log_prob_use_dynamic_bsz,
+                max_tokens=ref.log_prob_max_token_len_per_gpu,
+                max_sequences=ref.log_prob_micro_batch_size_per_gpu,
+            ),
+        )
+        return DataProto.from_dict(tensors={"ref_log_prob": log_probs})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> dict[str, float]:
+        """One training step on the whole batch, of which `data` is this rank's chunk.
+
+        Each optimizer step sees `ppo_mini_batch_size` prompts x `rollout.n` sequences, an equal part of them from every
+        rank, in the order of the rank's chunk. Metrics are means over the optimizer steps, and equal on all ranks.
+        """
+        config = self.config.actor
+        if self._loss_fn is None:
+            raise RuntimeError("this worker group has no actor")
+        steps = [
+            self.actor.train_mini_batch(
+                mini_batch,
+                self._loss_fn,
+                temperature=self._temperature(data),
+                limits=MicroBatchLimits.choose(
+                    dynamic=config.use_dynamic_bsz,
+                    max_tokens=config.ppo_max_token_len_per_gpu,
+                    max_sequences=config.ppo_micro_batch_size_per_gpu,
+                ),
+                calculate_entropy=config.entropy_coeff != 0.0,
+            )
+            for mini_batch in iterate_mini_batches(data, config, size=self._mini_batch_size, generator=self._shuffle)
+        ]
+        metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
+        metrics["actor/lr"] = self.actor.step_lr()
+        return metrics | self._memory_metrics()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share."""
+        self.actor.save_checkpoint(Path(path), self.config.actor.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Load `actor.checkpoint.load_contents` from `path`, with any number of ranks. The reference stays as it is."""
+        self.actor.load_checkpoint(Path(path), self.config.actor.checkpoint.load_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str, dtype: str | None = None) -> None:
+        """Write a Hugging Face directory; `dtype` as in `fsdp_config`, by default that of the sharded parameters."""
+        self.actor.export_hf(Path(path), dtype)
+
+    def weight_source(self) -> WeightSource:
+        return self.actor.weight_source(self.config.rollout.dtype)
+
+    def close(self) -> None:
+        if self._owns_process_group:
+            dist.destroy_process_group()
+
+    def _temperature(self, data: DataProto) -> float:
+        return float(data.meta_info.get("temperature", self.config.rollout.temperature))
+
+    def _memory_metrics(self) -> dict[str, float]:
+        """The largest use of any rank."""
+        used = torch.tensor(peak_memory_gib(self.device_name))
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        name = "perf/cpu_memory_used_gb" if self.device_name == "cpu" else "perf/max_memory_allocated_gb"
+        return {name: float(used)}
+
+
+def _actor_metric(name: str) -> str:
+    """Losses name their metrics in full; what the engine adds has no prefix."""
+    return name if "/" in name else f"actor/{name}"
+
+
+def _present(engine: FSDPEngine | None, what: str) -> FSDPEngine:
+    if engine is None:
+        raise RuntimeError(f"this worker group has no {what}, or init_model has not been called")
+    return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -26,9 +27,9 @@ def register() -> None:
 def end_with_parent() -> None:
     """Have this process killed when the process that started it is gone. Does nothing in vLLM's client process.
 
-    vLLM's workers watch the engine core, but the engine core does not watch its client: after a SIGKILL of the client, all
-    of them would stay, with the memory of the model, and nobody could reach them. A parent-death signal of the kernel
-    (PR_SET_PDEATHSIG) would follow the thread that started us, which may end before its process does.
+    vLLM's workers watch the engine core, but the engine core does not watch its client: after a SIGKILL of the client,
+    all of them would stay, with the memory of the model, and nobody could reach them. A parent-death signal of the
+    kernel (PR_SET_PDEATHSIG) would follow the thread that started us, which may end before its process does.
     """
     parent = multiprocessing.parent_process()
     watching = any(thread.name == _WATCH for thread in threading.enumerate())
@@ -41,8 +42,6 @@ _WATCH = "verl-parent-watch"
 
 
 def _watch(parent: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(parent)], [], [])  # readable once the process has ended
-    except ProcessLookupError:  # it has ended already
-        pass
     os.kill(os.getpid(), signal.SIGKILL)

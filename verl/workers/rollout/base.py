@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
@@ -28,6 +28,7 @@ from verl.workers.rollout.records import (
     TokenOutput,
     WeightVersionSpan,
 )
+from verl.workers.rollout.registry import RolloutReplicaRegistry
 from verl.workers.rollout.server import CONCURRENCY_GROUPS, RolloutServer
 
 __all__ = [
@@ -95,6 +96,11 @@ class RolloutReplica(ABC):
         self.placement = Placement()
         self._handle: ActorHandle[RolloutServer] | None = None
         self._max_model_len = _max_model_len(config)
+        for name in config.engine_kwargs:
+            if name not in RolloutReplicaRegistry.names():
+                raise ConfigError(
+                    f"unknown engine rollout.engine_kwargs.{name}.{did_you_mean(name, RolloutReplicaRegistry.names())}"
+                )
         self.check_config()
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Plain transformers behind the `Engine` port: one batch at a time, one token per step.
 
-Requests that arrive while a batch is decoded wait until it has finished; that is simple, and enough for tests and for
-seeing what an engine has to do.
+The batch's KV cache is computed anew whenever requests join; that is simple, and enough for tests and for seeing what
+an engine has to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from verl.checkpoint_engine.arena import read_committed
+from verl.checkpoint_engine.arena import open_committed
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch
@@ -133,9 +133,13 @@ class HFEngine:
             self._changed.notify_all()
 
     async def activate(self, arena_path: str, version: int) -> None:
-        await self._in_model_thread(lambda: load_weights(self._model, read_committed(arena_path, version)))
+        await self._in_model_thread(lambda: self._load(arena_path, version))
         self._version = version
         self._batch.forget()
+
+    def _load(self, arena_path: str, version: int) -> None:
+        with open_committed(arena_path, version) as (_, view):
+            load_weights(self._model, dict(view.tensors()))
 
     async def clear_cache(self) -> None:
         async with self._changed:
@@ -183,12 +187,13 @@ class HFEngine:
         return self._pause_mode == "wait" and bool(self._active)
 
     def _admit(self) -> None:
-        """Take waiting requests once the batch is empty; forget those that nobody waits for any more."""
-        if self._active or self._pause_mode is not None:
+        """Let waiting requests join a batch that is at most half full; it is computed anew, so they join in groups."""
+        room = self._spec.config.max_num_seqs
+        if not self._waiting or self._pause_mode is not None or 2 * len(self._active) > room:
             return
-        while self._waiting and len(self._active) < self._spec.config.max_num_seqs:
+        while self._waiting and len(self._active) < room:
             request = self._waiting.popleft()
-            if not request.output.done():
+            if not request.output.done():  # its caller may have given up
                 self._active.append(request)
         self._batch.forget()
 

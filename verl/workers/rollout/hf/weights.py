@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -10,29 +10,27 @@ from transformers import PreTrainedModel
 from verl.checkpoint_engine.errors import ActivationError
 
 
-def load_weights(model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into the parameter or buffer of its name.
 
-    Raises ActivationError, before anything is written, that lists every tensor that is missing, unexpected, or of another
-    shape. A tied weight is present if any of its names is.
+    Raises ActivationError, before anything is written, that lists every tensor that is missing, unexpected, or of
+    another shape. A tied weight is present if any of its names is.
     """
     held = model.state_dict(keep_vars=True)
-    given = list(tensors)
-    names = {name for name, _ in given}
-    loaded_storage = {held[name].data_ptr() for name in names if name in held}
-    problems = [f"unexpected {name}" for name in sorted(names - held.keys())]
+    loaded_storage = {held[name].data_ptr() for name in tensors if name in held}
+    problems = [f"unexpected {name}" for name in tensors if name not in held]
     problems += [
         f"missing {name}"
         for name, tensor in held.items()
-        if name not in names and tensor.data_ptr() not in loaded_storage
+        if name not in tensors and tensor.data_ptr() not in loaded_storage
     ]
     problems += [
         f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(held[name].shape)}"
-        for name, tensor in given
+        for name, tensor in tensors.items()
         if name in held and tensor.shape != held[name].shape
     ]
     if problems:
         raise ActivationError(f"{len(problems)} tensors do not fit the model: " + "; ".join(problems))
     with torch.no_grad():
-        for name, tensor in given:
+        for name, tensor in tensors.items():
             held[name].copy_(tensor)

@@ -1,0 +1,143 @@
+"""What happens when a process of a replica is killed, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.workers.rollout.conftest import Served, Trainer
+from verl.workers.rollout import RolloutReplica, launch_all
+from verl.workers.rollout.errors import ReplicaDied
+
+MIDDLE = """
+import multiprocessing, time
+from verl.checkpoint_engine.receivers.vllm_plugin import end_with_parent
+
+def child():
+    end_with_parent()
+    end_with_parent()  # vLLM may load its plugins twice
+    print(multiprocessing.current_process().pid, flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    end_with_parent()
+    multiprocessing.get_context("spawn").Process(target=child, daemon=True).start()
+    time.sleep(100)
+"""
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """The processes that are still there after `seconds`; zombies are gone."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+async def server_process(replica: RolloutReplica) -> psutil.Process:
+    return psutil.Process(await replica.server_handle.pid.remote())
+
+
+async def assert_dead_soon(replica: RolloutReplica) -> None:
+    """Within 10 s, and no call takes long."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        began = time.monotonic()
+        try:
+            await replica.health()
+        except ReplicaDied as exc:
+            assert replica.name in str(exc)
+            return
+        finally:
+            assert time.monotonic() - began < 5
+        await asyncio.sleep(0.1)
+    pytest.fail(f"{replica.name} is still said to be healthy")
+
+
+def test_an_engine_process_ends_when_its_client_is_killed(tmp_path):
+    script = tmp_path / "middle.py"
+    script.write_text(MIDDLE)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as middle:
+        child = psutil.Process(int(middle.stdout.readline()))
+        middle.kill()
+        middle.wait()
+        left = wait_until_gone([child], 5)
+        for process in left:
+            process.kill()
+    assert left == []
+
+
+async def test_a_killed_server_is_found_out_and_a_new_one_takes_its_place(
+    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
+):
+    replica = make_replica("hf", 7)
+    served = Served(replica, trainer)
+    await replica.init_standalone()
+    try:
+        await served.serve(1)
+        await replica.pause("keep")
+        parked = served.submit()
+        (await server_process(replica)).kill()
+        with pytest.raises(Exception, match="actor died"):
+            await parked
+        await assert_dead_soon(replica)
+        await replica.launch_servers()
+        await served.serve(1)
+        assert len((await served.generate(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    finally:
+        await replica.shutdown()
+    await replica.shutdown()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_replica_alone(
+    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
+):
+    """Two replicas, started together: one on one rank, one on two ranks."""
+    one, two = make_replica("vllm", 8), make_replica("vllm", 9, tensor_model_parallel_size=2)
+    await launch_all(one.init_standalone(), two.init_standalone())
+    try:
+        for served in (Served(one, trainer), Served(two, trainer)):
+            await served.serve(1)
+            output = await served.generate(max_tokens=12, temperature=0.0, ignore_eos=True)
+            assert output.log_probs == pytest.approx(
+                trainer.log_probs(1, [3, 4, 5, 6], output.token_ids, 1.0), abs=2e-4
+            )
+
+        server = await server_process(one)
+        children = server.children(recursive=True)
+        assert any("EngineCore" in process.name() for process in children)
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until_gone([server, *children], 10) == []
+        await assert_dead_soon(one)
+        await two.health()
+
+        await two.pause("keep")
+        parked = Served(two, trainer).submit()
+        await asyncio.sleep(0.2)
+        server = await server_process(two)
+        workers = [process for process in server.children(recursive=True) if "Worker" in process.name()]
+        assert len(workers) == 2
+        workers[0].kill()
+        await assert_dead_soon(two)
+        with pytest.raises(ReplicaDied):
+            await asyncio.wait_for(_wait(parked), 10)
+        children = server.children(recursive=True)
+    finally:
+        await asyncio.gather(one.shutdown(), two.shutdown())
+    assert wait_until_gone([server, *children], 10) == []
+
+
+async def _wait(ref: object) -> object:
+    return await ref

@@ -1,0 +1,87 @@
+"""The parts of the transformers engine that need no server."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl.checkpoint_engine.errors import ActivationError
+from verl.utils.builtin.tiny import make_tiny_model
+from verl.workers.rollout.hf.batch import DecodeBatch
+from verl.workers.rollout.hf.sampling import process, sample
+from verl.workers.rollout.hf.weights import load_weights
+from verl.workers.rollout.records import SamplingOptions
+
+
+@pytest.fixture
+def model(tiny_models):
+    return AutoModelForCausalLM.from_pretrained(tiny_models[1]).eval()
+
+
+def test_rows_are_sampled_by_their_own_options():
+    logits = torch.tensor([[0.0, 1.0, 3.0]]).repeat(3, 1)
+    options = [
+        SamplingOptions(max_tokens=1, temperature=0.0),
+        SamplingOptions(max_tokens=1, top_k=1, temperature=0.5),
+        SamplingOptions(max_tokens=1, temperature=0.5),
+    ]
+    generators = [torch.Generator().manual_seed(0)] * 3
+    tokens, log_probs = sample(logits, options, generators)
+    assert tokens[:2] == [2, 2]
+    assert log_probs[0] == pytest.approx(logits[0].log_softmax(-1)[2].item())
+    assert log_probs[1] == 0.0
+    assert log_probs[2] == pytest.approx((logits[0] / 0.5).log_softmax(-1)[tokens[2]].item())
+
+
+def test_top_p_keeps_the_smallest_set_with_that_mass():
+    log_probs = process(torch.tensor([[0.6, 0.3, 0.1]]).log(), SamplingOptions(max_tokens=1, top_p=0.8))
+    assert log_probs.exp()[0].tolist() == pytest.approx([2 / 3, 1 / 3, 0.0])
+
+
+def test_sampled_tokens_follow_the_distribution():
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens, _ = sample(logits, [SamplingOptions(max_tokens=1)] * 4000, [generator] * 4000)
+    shares = torch.bincount(torch.tensor(tokens), minlength=3) / 4000
+    assert shares.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+
+
+def test_a_padded_batch_with_cache_says_what_each_sequence_alone_says(model):
+    sequences = [[5, 6, 7, 8, 9], [11], [12, 13, 14]]
+    batch = DecodeBatch(model)
+    rows = [0, 1, 2]
+    for step in range(6):
+        if step == 3:
+            rows = [0, 2]
+            batch.keep(rows)
+        if step == 5:
+            batch.forget()
+        logits = batch.next_logits([sequences[row] for row in rows])
+        for row, found in zip(rows, logits, strict=True):
+            with torch.inference_mode():
+                alone = model(torch.tensor([sequences[row]])).logits[0, -1]
+            torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
+            sequences[row].append(20 + step)
+
+
+def test_weights_that_do_not_fit_are_all_named_and_nothing_is_written(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor + 1 for name, tensor in before.items()}
+    del tensors["lm_head.weight"]
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    tensors["model.new"] = torch.zeros(1)
+    with pytest.raises(ActivationError, match="3 tensors") as failure:
+        load_weights(model, tensors)
+    for text in ("unexpected model.new", "missing lm_head.weight", "model.norm.weight has shape"):
+        assert text in str(failure.value)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_tied_weight_is_there_under_any_of_its_names(tmp_path):
+    directory = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tensors = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    load_weights(model, tensors)
+    assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])

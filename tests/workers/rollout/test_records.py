@@ -1,0 +1,146 @@
+"""Records, registry, configuration checks, core assignment: nothing is started."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
+from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions
+from verl.workers.rollout import registry as registry_module
+from verl.workers.rollout.engine import eos_token_ids
+from verl.workers.rollout.errors import ReplicaDied
+from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
+
+
+def test_training_options_come_from_the_rollout_section():
+    rollout = RolloutConfig(temperature=0.7, top_k=5, top_p=0.9, ignore_eos=True)
+    assert SamplingOptions.for_training(rollout, max_tokens=9) == SamplingOptions(
+        max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, ignore_eos=True, logprobs=True
+    )
+    assert SamplingOptions.for_training(RolloutConfig(do_sample=False), max_tokens=9).temperature == 0
+
+
+def test_validation_is_greedy_unless_told_to_sample():
+    greedy = RolloutConfig(val_kwargs=SamplingConfig(temperature=0.5))
+    assert SamplingOptions.for_validation(greedy, max_tokens=3).temperature == 0
+    sampled = RolloutConfig(val_kwargs=SamplingConfig(temperature=0.5, do_sample=True, top_k=3))
+    options = SamplingOptions.for_validation(sampled, max_tokens=3)
+    assert (options.temperature, options.top_k, options.logprobs) == (0.5, 3, False)
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_impossible_sampling_options_are_refused(bad: dict[str, float]):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingOptions(**({"max_tokens": 1} | bad))
+
+
+def test_errors_survive_pickling():
+    error = pickle.loads(pickle.dumps(ReplicaDied("replica-0 died: why")))
+    assert str(error) == "replica-0 died: why"
+
+
+def test_an_unknown_engine_is_an_error_with_the_nearest_name_and_all_names():
+    with pytest.raises(ConfigError, match=r"rollout.name='vlm'; known: hf, vllm.*Did you mean 'vllm'"):
+        RolloutReplicaRegistry.get("vlm")
+
+
+def test_an_engine_whose_package_is_missing_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    absent = registry_module.Builtin(
+        target="x:Y", package="surely_not_installed", remedy="pip install 'verl-sync[cuda]'"
+    )
+    monkeypatch.setitem(registry_module.BUILTIN, "absent", absent)
+    with pytest.raises(BackendUnavailable, match=r"rollout.name=absent needs.*surely_not_installed.*verl-sync\[cuda\]"):
+        RolloutReplicaRegistry.get("absent")
+
+
+def test_an_engine_of_the_users_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RolloutReplicaRegistry, "_registered", {})
+
+    @RolloutReplicaRegistry.register("mine")
+    class Mine(RolloutReplicaRegistry.get("hf")):
+        pass
+
+    assert RolloutReplicaRegistry.get("mine") is Mine
+    assert "mine" in RolloutReplicaRegistry.names()
+    with pytest.raises(ConfigError, match="already registered as 'mine'"):
+        RolloutReplicaRegistry.register("mine")(RolloutReplicaRegistry.get("hf"))
+
+
+def test_looking_up_vllm_does_not_import_it():
+    code = (
+        "import sys; from verl.workers.rollout import RolloutReplicaRegistry as R; R.get('vllm');"
+        "sys.exit('vllm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def replica(engine: str, **config: object) -> RolloutReplica:
+    return RolloutReplicaRegistry.get(engine)(
+        replica_rank=0,
+        config=RolloutConfig(**({"name": engine, "max_model_len": 16} | config)),  # type: ignore[arg-type]
+        model=HFModelConfig(path="/nowhere"),
+    )
+
+
+def test_the_longest_sequence_must_be_known():
+    with pytest.raises(ConfigError, match="rollout.prompt_length"):
+        replica("hf", max_model_len=None, prompt_length=3)
+    replica("hf", max_model_len=None, prompt_length=3, response_length=4)
+
+
+def test_transformers_cannot_be_spread_over_ranks():
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=1, not 2"):
+        replica("hf", tensor_model_parallel_size=2)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"swap_spase": 1}, "vLLM has no argument 'swap_spase'"),
+        ({"max_loggprobs": 1}, "Did you mean 'max_logprobs'"),
+        ({"dtype": "float16"}, "engine_kwargs.vllm.dtype is decided by rollout.dtype"),
+    ],
+)
+def test_bad_arguments_for_vllm_are_found_on_the_driver(arguments: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        replica("vllm", engine_kwargs={"vllm": arguments})
+
+
+def test_arguments_for_an_engine_that_does_not_exist_are_refused():
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vlm.*Did you mean 'vllm'"):
+        replica("hf", engine_kwargs={"vlm": {}})
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "ranks", "expected"),
+    [
+        ([0, 1], 1, 1, ["0,1"]),
+        ([0, 1], 1, 2, ["0|1"]),
+        ([0, 1], 2, 1, ["0", "1"]),
+        ([0, 1], 2, 2, ["0|1", "0|1"]),
+        ([0, 1], 3, 1, ["0", "1", "0"]),
+        ([4, 5, 6, 7, 8], 2, 1, ["4,5", "6,7"]),
+        ([0, 1, 2, 3], 1, 2, ["0,1|2,3"]),
+    ],
+)
+def test_ranks_divide_the_cores(cores: list[int], replicas: int, ranks: int, expected: list[str]):
+    found = [
+        omp_threads_bind(assign_cores(cores, replicas=replicas, ranks=ranks, replica=index))
+        for index in range(replicas)
+    ]
+    assert found == expected
+
+
+def test_end_of_sequence_tokens_are_collected_from_every_file(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert eos_token_ids(HFModelConfig(path=str(tmp_path))) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert eos_token_ids(HFModelConfig(path=str(tmp_path))) == (7, 9)

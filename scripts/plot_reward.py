@@ -70,7 +70,7 @@ def draw(training: Curve, held_out: dict[str, Curve], output: Path, *, title: st
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if training:
-        axes.plot(list(training), list(training.values()), color="tab:blue", alpha=0.7, label="training batch, mean")
+        axes.plot(list(training), list(training.values()), color="tab:gray", label="training batch, mean")
     for data_source, curve in held_out.items():
         axes.plot(list(curve), list(curve.values()), marker="o", linewidth=2, label=f"held-out: {data_source}")
     axes.set(title=title, xlabel="training step", ylabel="reward")

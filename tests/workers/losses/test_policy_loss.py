@@ -55,11 +55,12 @@ def test_rollout_weights_multiply_the_token_loss():
     assert one_token(1.1, 2.0, weight=0.25)[0] == pytest.approx(-0.55)
 
 
-def test_what_stands_on_padding_matters_neither_to_the_loss_nor_to_the_gradient():
+@pytest.mark.parametrize("padding", [1e4, -1e4, float("nan"), float("inf")])
+def test_what_stands_on_padding_matters_neither_to_the_loss_nor_to_the_gradient(padding):
     mask = torch.tensor([[1, 0]])
-    log_prob = torch.tensor([[0.1, 1e4]], requires_grad=True)
+    log_prob = torch.tensor([[0.1, padding]], requires_grad=True)
     loss, metrics = compute_policy_loss_vanilla(
-        torch.tensor([[0.0, float("nan")]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, ActorConfig()
+        torch.tensor([[0.0, 0.0]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, ActorConfig()
     )
     loss.backward()
     assert loss.item() == pytest.approx(-math.exp(0.1))

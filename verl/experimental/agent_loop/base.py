@@ -1,0 +1,100 @@
+"""`AgentLoopBase`: what turns one prompt into one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
+from verl.workers.config import PPOConfig
+from verl.workers.rollout.records import SamplingOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.experimental.agent_loop.output import AgentLoopOutput
+    from verl.experimental.agent_loop.server_manager import ServerManager
+
+T = TypeVar("T")
+
+# One thread: a fast tokenizer must not be used from two at once, and the event loop must not wait for templates.
+_tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+
+class AgentLoopBase(ABC):
+    """One instance per sample, in an `AgentLoopWorker`; thousands run at once on one event loop, so `run` never blocks.
+
+    A subclass may take further keyword arguments; they come from its entry in `agent_loop_config_path`.
+    """
+
+    def __init__(self, *, config: PPOConfig, server_manager: ServerManager, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
+        """`kwargs` are the sample's columns: `raw_prompt` (chat messages), `extra_info`, ...
+
+        `sampling_params.max_tokens` is the budget of the whole response, tool answers included.
+        Whatever it raises fails the batch, with the sample named.
+        """
+
+    async def prompt_tokens(self, sample: Mapping[str, Any], tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of the sample's `raw_prompt` with the generation prompt, fitted to data.max_prompt_length.
+
+        Raises PromptTooLong for one that does not fit when data.truncation=error.
+        """
+        if sample.get("raw_prompt") is None:
+            raise AgentLoopError(
+                "the sample has no column raw_prompt with chat messages: set data.return_raw_chat=true"
+            )
+        data = self.config.data
+        token_ids = await self.tokens(await self.rendered(sample["raw_prompt"], tools))
+        return fit_prompt(token_ids, data.max_prompt_length, data.truncation)
+
+    async def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
+        """The conversation as the chat template writes it, up to where the policy's next message begins."""
+        tokenizer: Any = self.tokenizer
+        return await self.in_tokenizer_thread(
+            lambda: tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.config.data.apply_chat_template_kwargs,
+            )
+        )
+
+    async def tokens(self, text: str) -> list[int]:
+        """Token ids of a piece of a conversation: no special tokens are added."""
+        return await self.in_tokenizer_thread(lambda: self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """What the tokens say, without special tokens."""
+        tokenizer: Any = self.tokenizer
+        return await self.in_tokenizer_thread(lambda: tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    async def in_tokenizer_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(_tokenizer_thread, work)
+
+
+def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:
+    """At most `limit` tokens: `left` drops the first ones, `right` the last, `middle` those between."""
+    excess = len(token_ids) - limit
+    if excess <= 0:
+        return token_ids
+    if truncation == "left":
+        return token_ids[excess:]
+    if truncation == "right":
+        return token_ids[:limit]
+    if truncation == "middle":
+        head = limit // 2
+        return token_ids[:head] + token_ids[head + excess :]
+    raise PromptTooLong(
+        f"a prompt of {len(token_ids)} tokens exceeds data.max_prompt_length={limit}; raise it, or set data.truncation "
+        "to left, right or middle, or data.filter_overlong_prompts=true"
+    )

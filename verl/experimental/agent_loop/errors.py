@@ -1,0 +1,23 @@
+"""What agent loops raise on purpose.
+
+AgentLoopError           one sample failed; names it and its loop; the cause is what went wrong
+├── PromptTooLong        a prompt has more tokens than data.max_prompt_length and data.truncation=error
+└── AgentLoopTimeout     workers did not finish a batch in time; names them
+
+Each has one message, so that it survives Ray's pickling. A rollout server that dies or does not answer is a
+`verl.workers.rollout.errors.RolloutError`.
+"""
+
+from __future__ import annotations
+
+
+class AgentLoopError(Exception):
+    pass
+
+
+class PromptTooLong(AgentLoopError):
+    pass
+
+
+class AgentLoopTimeout(AgentLoopError):
+    pass

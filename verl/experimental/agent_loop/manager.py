@@ -1,0 +1,151 @@
+"""`AgentLoopManager`: the driver's side; hands samples to the workers and puts their results together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError
+
+from verl.experimental.agent_loop.errors import AgentLoopTimeout
+from verl.experimental.agent_loop.registry import known_loops, loop_factory
+from verl.experimental.agent_loop.tools import load_tools
+from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
+from verl.protocol import DataProto
+from verl.workers.config import PPOConfig
+
+COUNTS = ("retries", "continuations")
+
+
+class AgentLoopManager:
+    """Runs `agent.num_workers` worker actors. Used by one thread of the driver; `close` or `with` ends the actors."""
+
+    def __init__(self, config: PPOConfig, server_handles: Sequence[Any], tokenizer_path: str | Path) -> None:
+        """`tokenizer_path` is a local Hugging Face directory that every worker can read.
+
+        Raises ConfigError, before any actor starts, for a loop or tool that cannot be loaded; AgentLoopTimeout when the
+        workers are not up within `rollout.startup_timeout_s`.
+        """
+        self._config = config
+        rollout = config.actor_rollout_ref.rollout
+        self._loops = known_loops(rollout.agent.agent_loop_config_path)
+        self._check_loops({default_loop(config)})
+        if rollout.multi_turn.tool_config_path is not None:
+            load_tools(rollout.multi_turn.tool_config_path)
+        actor: Any = ray.remote(AgentLoopWorker)
+        self._workers: list[Any] = [
+            actor.options(num_cpus=rollout.agent.num_cpus, max_restarts=0).remote(
+                config=config,
+                servers=list(server_handles),
+                tokenizer_path=str(tokenizer_path),
+                loops=self._loops,
+                rank=rank,
+            )
+            for rank in range(rollout.agent.num_workers)
+        ]
+        try:
+            self._call_all("ready", timeout_s=rollout.startup_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.
+
+        Every sample has `raw_prompt` (chat messages) and may have `agent_name`; all its columns reach its loop.
+        `meta_info["validate"]` selects `rollout.val_kwargs`. Returns the tensors and objects of `batching.to_batch`,
+        and `meta_info["timing"]`: seconds as `agent_loop/<metric>/{min,mean,max}`, `agent_loop/total_s`, and the counts
+        `agent_loop/retries` and `agent_loop/continuations`.
+
+        The first sample that fails ends the batch at once with AgentLoopError, which holds the worker's traceback; a
+        worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
+        """
+        # Loops work from the messages; tensors stay here.
+        validate = {"validate": bool(prompts.meta_info.get("validate", False))}
+        samples = DataProto(None, prompts.non_tensor_batch, validate)
+        if not len(samples):
+            raise ValueError("there are no samples: prompts needs at least the column raw_prompt")
+        self._check_loops(set(samples.non_tensor_batch.get("agent_name", ())) - {None, ""})
+        started = time.monotonic()
+        bounds = np.linspace(0, len(samples), len(self._workers) + 1).round().astype(int)
+        names: dict[Any, str] = {}
+        for rank, worker in enumerate(self._workers):
+            start, stop = int(bounds[rank]), int(bounds[rank + 1])
+            if start < stop:
+                names[worker.generate_sequences.remote(samples[start:stop], start)] = f"agent-loop-worker-{rank}"
+        batch = DataProto.concat(self._gather(names, self._deadline_s(len(samples))))
+        metrics = batch.meta_info.pop("metrics")
+        batch.meta_info["timing"] = _summary(metrics) | {"agent_loop/total_s": time.monotonic() - started}
+        return batch
+
+    def set_servers(self, server_handles: Sequence[Any]) -> None:
+        """Use these servers from the next batch on."""
+        servers = list(server_handles)
+        self._call_all("set_servers", servers, timeout_s=self._config.actor_rollout_ref.rollout.control_timeout_s)
+
+    def close(self) -> None:
+        """End the worker actors. Idempotent."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            ray.kill(worker, no_restart=True)
+
+    def __enter__(self) -> AgentLoopManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_loops(self, names: set[str]) -> None:
+        for name in sorted(names):
+            loop_factory(name, self._loops)
+
+    def _gather(self, names: dict[Any, str], timeout_s: float) -> list[DataProto]:
+        """The workers' results in order. Raises the first failure at once, and cancels the rest."""
+        results: dict[Any, DataProto] = {}
+        pending = list(names)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while pending:
+                ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise AgentLoopTimeout(
+                        f"not done within {timeout_s:.0f} s: {', '.join(names[reference] for reference in pending)}"
+                    )
+                results[ready[0]] = ray.get(ready[0])
+        finally:
+            for reference in pending:
+                ray.cancel(reference)
+        return [results[reference] for reference in names]
+
+    def _deadline_s(self, num_samples: int) -> float:
+        """No batch takes longer when every generation and every tool takes its own deadline."""
+        rollout = self._config.actor_rollout_ref.rollout
+        rounds = math.ceil(num_samples / len(self._workers) / rollout.agent.max_concurrency)
+        turns = rollout.multi_turn.max_assistant_turns
+        return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
+
+    def _call_all(self, method: str, *args: object, timeout_s: float) -> None:
+        references = [getattr(worker, method).remote(*args) for worker in self._workers]
+        try:
+            ray.get(references, timeout=timeout_s)
+        except GetTimeoutError as exc:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            late = [f"agent-loop-worker-{rank}" for rank, one in enumerate(references) if one not in done]
+            raise AgentLoopTimeout(f"{method}: no answer within {timeout_s} s from {', '.join(late)}") from exc
+
+
+def _summary(metrics: dict[str, list[Any]]) -> dict[str, float]:
+    summary: dict[str, float] = {}
+    for name, values in metrics.items():
+        if name in COUNTS:
+            summary[f"agent_loop/{name}"] = float(sum(values))
+        else:
+            for label, reduce in (("min", min), ("mean", fmean), ("max", max)):
+                summary[f"agent_loop/{name}/{label}"] = float(reduce(values))
+    return summary

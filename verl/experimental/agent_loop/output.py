@@ -1,0 +1,101 @@
+"""What one agent loop returns, and the list of tokens that it collects on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLoopOutput:
+    """One trajectory. The response holds what the policy generated and what tools answered, in order.
+
+    Raises ValueError when its per-token lists differ in length.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    """1 where the policy generated the token, 0 where a tool's answer was inserted."""
+    response_log_probs: list[float] | None = None
+    """The rollout engine's, 0.0 on inserted tokens; None where they were not asked for."""
+    response_versions: list[int]
+    """Version of the weights that generated each token; -1 on inserted tokens."""
+    num_turns: int
+    """Messages: the prompt counts as one, then every assistant message and every round of tool answers."""
+    stop_reason: StopReason
+    """`completed`: the policy ended; `length`: the budget did; `aborted`: the engine did."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Seconds and counts of this trajectory: `generate_s`, `tools_s`, ..."""
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "response_ids": len(self.response_ids),
+            "response_mask": len(self.response_mask),
+            "response_versions": len(self.response_versions),
+        }
+        if self.response_log_probs is not None:
+            lengths["response_log_probs"] = len(self.response_log_probs)
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"an agent loop returned lists of different lengths: {lengths}")
+
+
+class Response:
+    """The response of one trajectory while it grows, up to `limit` tokens, inserted ones included."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.token_ids: list[int] = []
+        self._mask: list[int] = []
+        self._versions: list[int] = []
+        self._log_probs: list[float] | None = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self.limit - len(self.token_ids)
+
+    def add_generated(self, output: TokenOutput) -> None:
+        self.token_ids += output.token_ids
+        self._mask += [1] * len(output.token_ids)
+        self._versions += token_versions(output)
+        if output.log_probs is None:
+            self._log_probs = None
+        elif self._log_probs is not None:
+            self._log_probs += output.log_probs
+
+    def add_inserted(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the policy reads but did not generate."""
+        self.token_ids += token_ids
+        self._mask += [0] * len(token_ids)
+        self._versions += [NO_VERSION] * len(token_ids)
+        if self._log_probs is not None:
+            self._log_probs += [0.0] * len(token_ids)
+
+    def output(
+        self, prompt_ids: list[int], *, num_turns: int, stop_reason: StopReason, metrics: Mapping[str, float]
+    ) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=self.token_ids,
+            response_mask=self._mask,
+            response_log_probs=self._log_probs,
+            response_versions=self._versions,
+            num_turns=num_turns,
+            stop_reason=stop_reason,
+            metrics=metrics,
+        )
+
+
+def token_versions(output: TokenOutput) -> list[int]:
+    """The weight version of each token. Raises ValueError unless the spans cover all tokens in order."""
+    versions: list[int] = []
+    for span in output.weight_versions:
+        if span.start != len(versions):
+            break
+        versions += [span.version] * (span.stop - span.start)
+    if len(versions) != len(output.token_ids):
+        raise ValueError(f"weight versions {output.weight_versions} do not cover {len(output.token_ids)} tokens")
+    return versions

@@ -1,0 +1,88 @@
+"""Agent loops by name: built-in, registered in code, or listed in a YAML file of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.experimental.agent_loop.base import AgentLoopBase
+from verl.experimental.agent_loop.loading import load_class, read_yaml
+from verl.utils.config import ConfigError, did_you_mean
+
+LoopClass = TypeVar("LoopClass", bound=type[AgentLoopBase])
+
+CONFIG_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntry:
+    """Where a loop comes from. Travels from the driver to the workers; the class is looked up there."""
+
+    target: str | type[AgentLoopBase]
+    """"module:Class", "file.py:Class", or the class."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of its constructor."""
+
+
+BUILTIN: Mapping[str, LoopEntry] = {
+    "single_turn_agent": LoopEntry("verl.experimental.agent_loop.single_turn:SingleTurnAgentLoop"),
+    "tool_agent": LoopEntry("verl.experimental.agent_loop.tool_loop:ToolAgentLoop"),
+}
+_registered: dict[str, LoopEntry] = {}
+
+
+def register(name: str) -> Callable[[LoopClass], LoopClass]:
+    """Class decorator: samples whose column `agent_name` says `name` run this loop.
+
+    Takes effect for managers built afterwards in the same process. Raises ConfigError if another class has the name.
+    """
+
+    def add(loop_class: LoopClass) -> LoopClass:
+        taken = {**BUILTIN, **_registered}.get(name)
+        target = f"{loop_class.__module__}:{loop_class.__qualname__}"
+        if taken is not None and target not in (taken.target, _target(taken)):
+            raise ConfigError(f"an agent loop is already registered as {name!r}")
+        if name not in BUILTIN:
+            _registered[name] = LoopEntry(loop_class)
+        return loop_class
+
+    return add
+
+
+def known_loops(config_path: str | None = None) -> dict[str, LoopEntry]:
+    """Every loop by name; those of the YAML file at `config_path` take precedence. Raises ConfigError.
+
+    The file is a list of entries with `name` and `_target_`; what else an entry holds goes to the constructor.
+    """
+    loops = {**BUILTIN, **_registered}
+    if config_path is None:
+        return loops
+    entries = read_yaml(config_path, CONFIG_KEY)
+    if not isinstance(entries, list):
+        raise ConfigError(f"{CONFIG_KEY}={config_path} holds a list of entries with 'name' and '_target_'")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "_target_")):
+            raise ConfigError(f"{CONFIG_KEY}={config_path}: entry {number} lacks 'name' or '_target_': {entry!r}")
+        options = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+        loops[entry["name"]] = LoopEntry(entry["_target_"], options)
+    return loops
+
+
+def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., AgentLoopBase]:
+    """What builds a loop of that name; a name with a colon is its own "module:Class". Raises ConfigError."""
+    entry = loops.get(name)
+    if entry is None:
+        if ":" not in name:
+            raise ConfigError(f"unknown agent loop {name!r}.{did_you_mean(name, loops)}")
+        entry = LoopEntry(name)
+    target: Any = entry.target
+    if isinstance(target, str):
+        target = load_class(target, AgentLoopBase, f"agent loop {name!r}")
+    return partial(target, **entry.options)
+
+
+def _target(entry: LoopEntry) -> str:
+    target = entry.target
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"

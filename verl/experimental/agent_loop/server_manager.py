@@ -1,0 +1,184 @@
+"""`ServerManager`: which rollout server generates what, and what happens when it stops half way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
+from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+"""Between two attempts when a server aborts a request before its first token: it is probably changing weights."""
+
+
+@dataclass(slots=True)
+class _Server:
+    handle: Any
+    name: str
+    in_flight: int = 0
+    dead: bool = False
+
+
+class ServerManager:
+    """Spreads requests over rollout servers. One per agent-loop worker, on its event loop.
+
+    A server is an actor with `generate.remote(prompt_ids, sampling, request_id) -> TokenOutput`. Requests go to the
+    server with the fewest of ours in flight; those of one `request_id` stay on the server that has their prefix cached.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Any],
+        *,
+        timeout_s: float,
+        continue_aborted: bool = True,
+        max_sticky_requests: int = 10_000,
+        first_server: int = 0,
+    ) -> None:
+        """`timeout_s`: deadline of one `generate`, continuations included. `first_server` breaks the first tie, so that
+        several workers do not begin with the same server. Raises ValueError without servers."""
+        if not servers:
+            raise ValueError("there are no rollout servers to send requests to")
+        self._servers = [_Server(handle, f"server-{index}") for index, handle in enumerate(servers)]
+        self._timeout_s = timeout_s
+        self._continue_aborted = continue_aborted
+        self._sticky: OrderedDict[str, _Server] = OrderedDict()
+        self._max_sticky_requests = max_sticky_requests
+        self._turn = first_server
+        self._call_number = itertools.count()
+        self.retries = 0
+        """Calls repeated on another server because theirs died or had no weights."""
+        self.continuations = 0
+        """Calls made to continue an aborted response."""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingOptions) -> TokenOutput:
+        """One response of at most `sampling.max_tokens` tokens.
+
+        What a server aborts is continued from the tokens so far with the rest of the budget, on the weights of the day;
+        log-probs and versions stay with their tokens. With `continue_aborted=False` it comes back as `aborted`.
+        Raises ReplicaTimeout at the deadline, ReplicaDied when no server is left, and whatever a server raises.
+        """
+        so_far = _Partial(sampling.max_tokens)
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                wait_s = FIRST_WAIT_S
+                while True:
+                    budget = replace(sampling, max_tokens=so_far.room)
+                    output = await self._on_some_server(request_id, [*prompt_ids, *so_far.token_ids], budget)
+                    so_far.add(output)
+                    if output.stop_reason != "aborted":
+                        return so_far.output(output.stop_reason)
+                    if not so_far.room:
+                        return so_far.output("length")
+                    if not self._continue_aborted:
+                        return so_far.output("aborted")
+                    self.continuations += 1
+                    if not output.token_ids:
+                        await asyncio.sleep(wait_s)
+                        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        except TimeoutError as exc:
+            if not deadline.expired():  # somebody else's
+                raise
+            server = self._sticky.get(request_id)
+            raise ReplicaTimeout(
+                f"request {request_id}: {server.name if server else 'the server'} did not finish within "
+                f"{self._timeout_s} s ({len(prompt_ids)} prompt tokens, {len(so_far.token_ids)} of "
+                f"{sampling.max_tokens} response tokens so far)"
+            ) from exc
+
+    async def _on_some_server(self, request_id: str, token_ids: list[int], sampling: SamplingOptions) -> TokenOutput:
+        """Try the servers in turn until one can answer."""
+        failures: dict[str, Exception] = {}
+        while True:
+            server = self._choose(request_id, failures)
+            if server is None:
+                reasons = "; ".join(f"{name}: {_first_line(exc)}" for name, exc in failures.items())
+                raise ReplicaDied(
+                    f"request {request_id}: none of {len(self._servers)} rollout servers can generate: "
+                    f"{reasons or 'all died earlier'}"
+                )
+            server.in_flight += 1
+            try:
+                return await self._call(server, token_ids, sampling, request_id)
+            except (RayActorError, ReplicaDied, NoWeights) as exc:
+                # NoWeights and an unavailable actor may pass; a dead one is not asked again.
+                server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
+                failures[server.name] = exc
+                self.retries += 1
+            finally:
+                server.in_flight -= 1
+
+    async def _call(
+        self, server: _Server, token_ids: list[int], sampling: SamplingOptions, request_id: str
+    ) -> TokenOutput:
+        """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
+        call_id = f"{request_id}.{next(self._call_number)}"  # engines refuse an id that is in use
+        reference = server.handle.generate.remote(prompt_ids=token_ids, sampling=sampling, request_id=call_id)
+        try:
+            output: TokenOutput = await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except RayTaskError as exc:
+            if isinstance(exc.cause, (ReplicaDied, ReplicaTimeout, NoWeights)):
+                raise exc.cause from exc
+            raise
+        return output
+
+    def _choose(self, request_id: str, failures: dict[str, Exception]) -> _Server | None:
+        usable = [server for server in self._servers if not server.dead and server.name not in failures]
+        chosen = self._sticky.get(request_id)
+        if chosen is None or chosen not in usable:
+            if not usable:
+                return None
+            first = self._turn % len(usable)
+            self._turn += 1
+            chosen = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
+            self._sticky[request_id] = chosen
+        self._sticky.move_to_end(request_id)
+        while len(self._sticky) > self._max_sticky_requests:
+            self._sticky.popitem(last=False)
+        return chosen
+
+
+class _Partial:
+    """A response that may come in several pieces."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.token_ids: list[int] = []
+        self._log_probs: list[float] | None = []
+        self._spans: list[WeightVersionSpan] = []
+
+    @property
+    def room(self) -> int:
+        return self._max_tokens - len(self.token_ids)
+
+    def add(self, piece: TokenOutput) -> None:
+        offset = len(self.token_ids)
+        for span in piece.weight_versions:
+            start, stop = span.start + offset, span.stop + offset
+            if self._spans and (last := self._spans[-1]).version == span.version and last.stop == start:
+                start = self._spans.pop().start
+            self._spans.append(WeightVersionSpan(start, stop, span.version))
+        self.token_ids += piece.token_ids
+        if piece.log_probs is None:
+            self._log_probs = self._log_probs if not piece.token_ids else None
+        elif self._log_probs is not None:
+            self._log_probs += piece.log_probs
+
+    def output(self, stop_reason: StopReason) -> TokenOutput:
+        return TokenOutput(self.token_ids, self._log_probs, stop_reason, tuple(self._spans))
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

@@ -1,0 +1,144 @@
+"""`AgentLoopWorker`: the Ray actor that runs many agent loops at once on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.experimental.agent_loop.batching import to_batch
+from verl.experimental.agent_loop.errors import AgentLoopError
+from verl.experimental.agent_loop.output import AgentLoopOutput
+from verl.experimental.agent_loop.registry import LoopEntry, loop_factory
+from verl.experimental.agent_loop.server_manager import ServerManager
+from verl.protocol import DataProto
+from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, PPOConfig
+from verl.workers.rollout.records import SamplingOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class AgentLoopWorker:
+    """Made by `AgentLoopManager`, one or more per job; the manager is its only caller."""
+
+    def __init__(
+        self,
+        *,
+        config: PPOConfig,
+        servers: Sequence[Any],
+        tokenizer_path: str,
+        loops: Mapping[str, LoopEntry],
+        rank: int,
+    ) -> None:
+        """`loops` are the loops that the driver knows. Raises ConfigError for a tokenizer that cannot be used."""
+        self._config = config
+        self._loops = loops
+        self._rank = rank
+        self._tokenizer = load_tokenizer(tokenizer_path, config.actor_rollout_ref.model)
+        self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
+        self._servers = self._connect(servers)
+
+    async def ready(self) -> None:
+        """Return once the constructor has."""
+
+    async def set_servers(self, servers: Sequence[Any]) -> None:
+        """Send requests to `servers` from now on: replicas came, went, or were rebuilt."""
+        self._servers = self._connect(servers)
+
+    async def generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
+        """Run the loop of every sample; the first failure cancels the rest and is raised as AgentLoopError.
+
+        `first_index` is the place of the first sample in the whole batch. Returns what `to_batch` describes, in the
+        order of `samples`; `meta_info["metrics"]` holds one value per sample, and this worker's retries.
+        """
+        validate = samples.meta_info["validate"]
+        rollout = self._config.actor_rollout_ref.rollout
+        make_sampling = SamplingOptions.for_validation if validate else SamplingOptions.for_training
+        sampling = make_sampling(rollout, max_tokens=self._config.data.max_response_length)
+        retries, continuations = self._servers.retries, self._servers.continuations
+        tasks = [
+            asyncio.create_task(self._run_one(row, sampling, first_index + index))
+            for index, row in enumerate(_rows(samples))
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        batch = to_batch(
+            outputs,
+            prompt_length=self._config.data.max_prompt_length,
+            response_length=self._config.data.max_response_length,
+            pad_token_id=self._tokenizer.pad_token_id,
+        )
+        batch.meta_info["metrics"] = {
+            **_per_sample([output.metrics for output in outputs]),
+            "retries": self._servers.retries - retries,
+            "continuations": self._servers.continuations - continuations,
+        }
+        return batch
+
+    async def _run_one(self, row: dict[str, Any], sampling: SamplingOptions, index: int) -> AgentLoopOutput:
+        name = row.get("agent_name") or default_loop(self._config)
+        async with self._limit:
+            try:
+                make_loop = loop_factory(name, self._loops)
+                loop = make_loop(config=self._config, server_manager=self._servers, tokenizer=self._tokenizer)
+                output = await loop.run(sampling, **row)
+            except Exception as exc:
+                raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} failed: {exc}") from exc
+        if not isinstance(output, AgentLoopOutput):
+            raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
+        return output
+
+    def _connect(self, servers: Sequence[Any]) -> ServerManager:
+        rollout = self._config.actor_rollout_ref.rollout
+        return ServerManager(
+            servers,
+            timeout_s=rollout.generate_timeout_s,
+            continue_aborted=rollout.agent.partial_rollout,
+            first_server=self._rank,
+        )
+
+
+def default_loop(config: PPOConfig) -> str:
+    """The loop of samples that name none."""
+    rollout = config.actor_rollout_ref.rollout
+    return "tool_agent" if rollout.multi_turn.enable else rollout.agent.default_agent_loop
+
+
+def load_tokenizer(path: str, model: HFModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer as agent loops use it. Raises ConfigError without a chat template or a padding token."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer in {path} has no chat template: set actor_rollout_ref.model.custom_chat_template"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer in {path} has neither a padding nor an end-of-sequence token")
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+    result: PreTrainedTokenizerBase = tokenizer
+    return result
+
+
+def _rows(samples: DataProto) -> list[dict[str, Any]]:
+    columns = samples.non_tensor_batch
+    return [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
+
+
+def _describe(row: Mapping[str, Any], index: int) -> str:
+    names = ", ".join(f"{key}={row[key]}" for key in ("index", "uid") if row.get(key) is not None)
+    return f"sample {index}" + (f" ({names})" if names else "")
+
+
+def _per_sample(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    names = {name for one in metrics for name in one}
+    return {name: [one[name] for one in metrics if name in one] for name in sorted(names)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,11 @@ class RayResourcePool:
                 group=self.name,
             )
         if not self._placement_groups:
-            self._place()
+            try:
+                self._place()
+            except BaseException:
+                self._remove()
+                raise
         self._users.append(user)
         slots: list[Slot] = []
         for group, size in zip(self._placement_groups, self.process_on_nodes, strict=True):
@@ -95,20 +100,19 @@ class RayResourcePool:
         bundle = {"CPU": self.num_cpus_per_process * self.max_colocate_count}
         if self.use_accelerator:
             bundle[self.use_accelerator] = 1.0
-        self._placement_groups = [
-            placement_group([dict(bundle)] * size, strategy="STRICT_PACK", name=f"{self.name}-node{node}")
-            for node, size in enumerate(self.process_on_nodes)
-        ]
+        unique = uuid.uuid4().hex[:8]  # Ray wants unique names; two pools may have the same
         deadline = time.monotonic() + self.placement_timeout_s
+        for node, size in enumerate(self.process_on_nodes):
+            self._placement_groups.append(
+                placement_group([bundle] * size, strategy="STRICT_PACK", name=f"{self.name}-node{node}-{unique}")
+            )
         missing = [
             node
             for node, group in enumerate(self._placement_groups)
             if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
         ]
         if missing:
-            message = self._shortage(bundle, missing)
-            self._remove()
-            raise PlacementError(message, group=self.name)
+            raise PlacementError(self._shortage(bundle, missing), group=self.name)
 
     def _shortage(self, bundle: dict[str, float], unplaced: list[int]) -> str:
         kinds = list(bundle)

@@ -177,7 +177,7 @@ class RayWorkerGroup:
             remote.options(
                 name=f"{self.name}-{slot.rank}-{unique}",
                 max_concurrency=MAX_CONCURRENT_CALLS,
-                runtime_env={"env_vars": env_vars},
+                **({"runtime_env": {"env_vars": env_vars}} if env_vars else {}),
                 **slot.options,
             ).remote()
             for slot in slots

@@ -230,6 +230,13 @@ class DataProto:
         self.non_tensor_batch, self.meta_info = state["non_tensor_batch"], state["meta_info"]
 
 
+def tensors_of(data: DataProto) -> TensorDict:
+    """`data.batch`, where there has to be one. Raises ValueError if there is none."""
+    if data.batch is None:
+        raise ValueError("the batch holds no tensors")
+    return data.batch
+
+
 def pad_dataproto_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
     """Repeat samples from the start until the length is a multiple of n. Returns the data and how many were added."""
     if not len(data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,23 @@ class RecordingReplica:
 
 def arenas_in(shm_dir: Path) -> list[Path]:
     return sorted(shm_dir.glob("verl-*"))
+
+
+def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Wait until `condition` holds; whether it does."""
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def spare_slot(shm_dir: Path) -> Path:
+    """The slot of the only arena under `shm_dir` that a sync is writing: the one without a manifest."""
+    (arena,) = arenas_in(shm_dir)
+    (slot,) = {
+        path for path in arena.glob("slot-*") if path.suffix != ".manifest" and not Path(f"{path}.manifest").exists()
+    }
+    return slot
 
 
 class Through:

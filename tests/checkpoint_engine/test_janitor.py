@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.fakes import arenas_in, soon
 from verl.checkpoint_engine.janitor import YOUNG_S, sweep
 
 OWNER = """
@@ -25,7 +25,7 @@ from verl.checkpoint_engine.types import TensorSpec
 
 layout = Layout.of([TensorSpec(name="w", shape=(1024,), dtype="uint8")])
 arena = NodeArena.create(shm_dir=Path(sys.argv[1]), job="test", node="node-0", layout=layout, slots=2)
-print(arena._janitor._process.pid, flush=True)
+print(arena._janitor.pid, flush=True)
 {then}
 """
 
@@ -68,13 +68,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def soon(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -1,8 +1,9 @@
 """Shared memory does not go away with the process that made it. Two things see to it that it does.
 
 `Janitor` is a small process that outlives its owner by one directory removal: it holds the read end of a pipe whose
-only writer is the owner, so a SIGKILL of the owner reads as end-of-file. `sweep` removes what is left if both were
-killed: directories whose lock nobody holds.
+only writer is the owner, so a SIGKILL of the owner reads as end-of-file. It is nobody's child and in a session of its
+own: a signal to the owner's process group, and Ray when it ends a worker, would take the owner's children along.
+`sweep` removes what is left if both were killed: directories whose lock nobody holds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -18,11 +20,15 @@ from pathlib import Path
 
 _SCRIPT = """
 import os, shutil, signal, sys
+if os.fork():
+    os._exit(0)
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
+os.write(1, b"%d" % os.getpid())
 os.read(0, 1)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
+CLOSE_TIMEOUT_S = 30.0
 
 YOUNG_S = 10.0
 """A directory younger than this may not have been locked by its creator yet."""
@@ -32,24 +38,27 @@ class Janitor:
     """Removes `directory` when this process ends, however it ends."""
 
     def __init__(self, directory: Path) -> None:
-        read_end, self._write_end = os.pipe()
-        with open(os.devnull, "w") as devnull:
-            self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _SCRIPT, str(directory)],
-                stdin=read_end,
-                stdout=devnull,
-                stderr=devnull,
-                start_new_session=True,  # a signal to the owner's process group must not reach it
-                close_fds=True,
-            )
-        os.close(read_end)
+        its_stdin, self._write_end = os.pipe()
+        self._read_end, its_stdout = os.pipe()
+        subprocess.run(
+            [sys.executable, "-S", "-E", "-c", _SCRIPT, str(directory)],
+            stdin=its_stdin,
+            stdout=its_stdout,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+        os.close(its_stdin)
+        os.close(its_stdout)
+        self.pid = int(os.read(self._read_end, 32))
 
     def close(self) -> None:
         """Have the directory removed now and wait for the process to end. Idempotent."""
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1
-            self._process.wait(timeout=30)
+            select.select([self._read_end], [], [], CLOSE_TIMEOUT_S)  # end-of-file once the process is gone
+            os.close(self._read_end)
 
 
 def sweep(shm_dir: Path, prefix: str) -> list[Path]:

@@ -23,6 +23,18 @@ class Backend:
     extra: str | None = None
     options: type[Any] | None = None
 
+    def load(self, name: str) -> type[CheckpointEngine]:
+        """Import the class. Raises BackendUnavailable that names the missing package and the extra with it."""
+        module, _, attribute = self.target.partition(":")
+        try:
+            engine_class: type[CheckpointEngine] = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as exc:
+            raise BackendUnavailable(
+                f"checkpoint_engine.backend={name} needs the package {exc.name!r}: "
+                f"pip install 'verl-sync[{self.extra or name}]'"
+            ) from exc
+        return engine_class
+
 
 BUILTIN = {
     "naive": Backend("verl.checkpoint_engine.backends.naive:NaiveEngine", options=NaiveOptions),
@@ -62,16 +74,7 @@ class CheckpointEngineRegistry:
                 f"unknown checkpoint_engine.backend {name!r}.{hint} Known: {', '.join(cls.names())}; "
                 "a backend of yours is registered by the module in checkpoint_engine.custom_backend_module"
             )
-        backend = BUILTIN[name]
-        module, _, attribute = backend.target.partition(":")
-        try:
-            engine_class: type[CheckpointEngine] = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as exc:
-            raise BackendUnavailable(
-                f"checkpoint_engine.backend={name} needs the package {exc.name!r}: "
-                f"pip install 'verl-sync[{backend.extra or name}]'"
-            ) from exc
-        return engine_class
+        return BUILTIN[name].load(name)
 
     @classmethod
     def new(cls, name: str, **arguments: Any) -> CheckpointEngine:

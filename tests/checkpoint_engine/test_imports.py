@@ -1,0 +1,39 @@
+"""What importing the checkpoint engine costs and offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import verl.checkpoint_engine
+
+HEAVY = ("torch", "ray", "vllm", "transformers")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import verl.checkpoint_engine",
+        "import verl.checkpoint_engine.manager",
+        "import verl.checkpoint_engine.participants",
+        "import verl.checkpoint_engine.receivers.vllm_plugin",
+        "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
+    ],
+)
+def test_deciding_needs_none_of_the_heavy_packages(statement: str):
+    code = f"{statement}\nimport sys\nprint([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_had_from_the_package():
+    for name in verl.checkpoint_engine.__all__:
+        assert getattr(verl.checkpoint_engine, name).__name__ in (name, "TensorSpec")
+        assert name in dir(verl.checkpoint_engine)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'CheckpointEngin'"):
+        verl.checkpoint_engine.CheckpointEngin  # noqa: B018

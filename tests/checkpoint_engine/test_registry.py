@@ -1,0 +1,116 @@
+"""Backends by name: what a user may write, and what a wrong word gets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint_engine.fakes import Fleet
+from verl.checkpoint_engine.backends.naive import NaiveEngine
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.registry import Backend, CheckpointEngineRegistry, resolve_backend
+from verl.checkpoint_engine.types import Member
+
+OUTBOX = "tests.checkpoint_engine.outbox_backend"
+
+
+def resolve(**values: Any) -> Any:
+    return resolve_backend(CheckpointEngineConfig.from_mapping(values))
+
+
+def test_the_default_backend_is_there():
+    assert resolve() is NaiveEngine
+    engine = CheckpointEngineRegistry.new(
+        "naive", member=Member(role="trainer", index=0, host="here"), config=CheckpointEngineConfig()
+    )
+    assert isinstance(engine, NaiveEngine)
+
+
+def test_an_unknown_backend_gets_the_nearest_name_and_the_list():
+    with pytest.raises(ConfigError) as raised:
+        resolve(backend="naiv")
+    message = str(raised.value)
+    assert "unknown checkpoint_engine.backend 'naiv'" in message
+    assert "Did you mean 'naive'?" in message
+    assert "Known: naive" in message
+    assert "custom_backend_module" in message
+
+
+def test_a_manager_with_an_unknown_backend_is_not_built(tmp_path: Path):
+    with pytest.raises(ConfigError, match="unknown checkpoint_engine.backend"):
+        Fleet({"w": torch.zeros(1)}, tmp_path, backend="carrier-pigeon")
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it():
+    backend = Backend("a_package_that_nobody_has.engine:Engine", extra="fast")
+    with pytest.raises(BackendUnavailable) as raised:
+        backend.load("pigeon")
+    message = str(raised.value)
+    assert "checkpoint_engine.backend=pigeon needs the package 'a_package_that_nobody_has'" in message
+    assert "pip install 'verl-sync[fast]'" in message
+
+
+def test_options_of_an_unknown_backend_are_refused():
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.naiv: no such backend\. Did you mean 'naive'\?"):
+        resolve(engine_kwargs={"naiv": {}})
+
+
+def test_an_unknown_option_of_a_known_backend_is_refused():
+    with pytest.raises(ConfigError, match=r"checkpoint_engine\.engine_kwargs\.naive\.speed"):
+        resolve(engine_kwargs={"naive": {"speed": "high"}})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backends": "naive"}, r"unknown configuration key 'checkpoint_engine\.backends'\. Did you mean 'backend'\?"),
+        ({"slots": 3}, r"checkpoint_engine\.slots=3 is not one of: 1, 2"),
+        ({"activation": "rollin"}, r"Did you mean 'rolling'\?"),
+        ({"retries": -1}, "retries must not be negative, not -1"),
+        ({"block_kilobytes": 1}, "block_kilobytes must be at least 4, not 1"),
+        ({"update_weights_bucket_megabytes": 0}, "must be positive, not 0"),
+        ({"deadlines": {"publish_s": 0}}, "publish_s must be positive"),
+        ({"deadlines": {"publsh_s": 1}}, "Did you mean 'publish_s'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_on_the_driver(values: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        CheckpointEngineConfig.from_mapping(values)
+
+
+def test_a_module_that_cannot_be_imported_is_named():
+    with pytest.raises(ConfigError, match=r"custom_backend_module='no_such_module' cannot be imported"):
+        resolve(custom_backend_module="no_such_module")
+
+
+async def test_a_backend_of_the_users_own_works_like_a_built_in_one(tmp_path: Path):
+    tensors = {"w": torch.randn(64, 33), "wide": torch.randn(3, 5000), "scale": torch.randn(())}
+    async with Fleet(
+        tensors, tmp_path, trainers=3, backend="outbox", custom_backend_module=OUTBOX, block_kilobytes=4
+    ) as fleet:
+        for version in range(3):
+            expected = {name: tensor + version for name, tensor in tensors.items()}
+            fleet.set_weights(expected)
+            report = await fleet.manager.update_weights(version)
+            assert report.backend == "outbox"
+            assert report.nbytes_moved == 2 * report.nbytes_needed
+            for name, tensor in expected.items():
+                assert torch.equal(fleet.replicas[0].weights[name], tensor)
+    assert "outbox" in CheckpointEngineRegistry.names()
+
+
+def test_a_name_that_is_taken_cannot_be_registered_again():
+    assert resolve(backend="outbox", custom_backend_module=OUTBOX).__name__ == "OutboxEngine"
+    for name in ("naive", "outbox"):
+        with pytest.raises(ValueError, match=f"{name!r} is already registered"):
+
+            @CheckpointEngineRegistry.register(name)
+            class Another(NaiveEngine):
+                pass
+
+    assert sys.modules[OUTBOX].OutboxEngine is CheckpointEngineRegistry.get("outbox")

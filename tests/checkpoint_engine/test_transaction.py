@@ -1,0 +1,609 @@
+"""A sync that fails, wherever it fails, ends in a named state; the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, spare_slot
+from verl.checkpoint_engine.arena import committed_version
+from verl.checkpoint_engine.errors import (
+    ActivationError,
+    CheckpointEngineError,
+    ConfigError,
+    IntegrityError,
+    PlanError,
+    SyncAborted,
+    TransportError,
+    TransportTimeout,
+)
+
+SHORT_S = 0.5
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((64, 32), float(version)), "norm": torch.full((7,), -float(version))}
+
+
+def raising(error: Exception, times: int = 10**9) -> Callable[[], None]:
+    left = iter(range(times))
+
+    def step() -> None:
+        if next(left, None) is not None:
+            raise error
+
+    return step
+
+
+def stalling() -> Any:
+    return asyncio.sleep(60)
+
+
+def at(step: str, action: Callable[[], Any]) -> Callable[[str], Any]:
+    """For `RecordingReplica.fail`: do `action` at that step and nothing at the others."""
+    return lambda name: action() if name == step else None
+
+
+def flip_a_byte(path: Path, offset: int = 5000) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def assert_serves(replica: RecordingReplica, version: int) -> None:
+    assert replica.version == version
+    assert not replica.paused
+    assert all(torch.equal(replica.weights[name], tensor) for name, tensor in weights(version).items())
+
+
+async def sync(fleet: Fleet, version: int) -> Any:
+    fleet.set_weights(weights(version))
+    return await fleet.manager.update_weights(version)
+
+
+async def aborted(fleet: Fleet, version: int) -> SyncAborted:
+    with pytest.raises(SyncAborted) as raised:
+        await sync(fleet, version)
+    assert raised.value.version == version
+    return raised.value
+
+
+# --- publish, stage, verify -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "phase"),
+    [
+        ("nodes", "begin", "publish"),
+        ("trainers", "publish", "publish"),
+        ("nodes", "stage", "stage"),
+        ("nodes", "verify", "verify"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error_class", [TransportError, IntegrityError, ConfigError, OSError], ids=lambda error_class: error_class.__name__
+)
+async def test_a_member_that_fails_before_commit_leaves_the_old_version_in_service(
+    kind: str, method: str, phase: str, error_class: type[Exception], tmp_path: Path
+):
+    async with Fleet(weights(0), tmp_path, trainers=2, nodes=2, replicas=2) as fleet:
+        await sync(fleet, 1)
+        member = getattr(fleet, kind)[1]
+        member.before[method] = raising(error_class("it broke"))
+        abort = await aborted(fleet, 2)
+        assert (abort.phase, abort.member) == (phase, member.name)
+        cause = abort.__cause__
+        assert isinstance(cause, CheckpointEngineError)
+        assert "it broke" in str(cause)
+        assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
+        assert fleet.manager.version == 1
+        for replica in fleet.replicas:
+            assert_serves(replica, 1)
+            assert replica.log.count("pause") == 1
+        member.before.clear()
+        await sync(fleet, 3)
+        for replica in fleet.replicas:
+            assert_serves(replica, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "phase"),
+    [("trainers", "publish", "publish"), ("nodes", "stage", "stage"), ("nodes", "verify", "verify")],
+)
+async def test_a_member_that_stalls_is_given_up_at_the_deadline_and_named(
+    kind: str, method: str, phase: str, tmp_path: Path
+):
+    config = {"deadlines": {f"{phase}_s": SHORT_S}, "retries": 0}
+    async with Fleet(weights(0), tmp_path, trainers=2, nodes=2, replicas=2, **config) as fleet:
+        await sync(fleet, 1)
+        waited_for, done = getattr(fleet, kind)[1], getattr(fleet, kind)[0]
+        waited_for.before[method] = stalling
+        start_s = time.monotonic()
+        abort = await aborted(fleet, 2)
+        assert SHORT_S <= time.monotonic() - start_s < 10 * SHORT_S
+        assert isinstance(abort.__cause__, TransportTimeout)
+        assert f"{waited_for.name} not done within {SHORT_S} s; done: {done.name}" in str(abort.__cause__)
+        for replica in fleet.replicas:
+            assert_serves(replica, 1)
+        waited_for.before.clear()
+        await sync(fleet, 3)
+        for replica in fleet.replicas:
+            assert_serves(replica, 3)
+
+
+async def test_a_trainer_thread_that_wakes_up_after_its_deadline_damages_nothing(tmp_path: Path):
+    config = {"deadlines": {"publish_s": SHORT_S}, "retries": 0}
+    async with Fleet(weights(0), tmp_path, trainers=2, **config) as fleet:
+        await sync(fleet, 1)
+        copy = fleet.sources[0].copy
+        woke_up = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow_copy(shard: Any, destination: torch.Tensor) -> None:
+            time.sleep(2 * SHORT_S)
+            destination.fill_(66.0)
+            loop.call_soon_threadsafe(woke_up.set)
+
+        fleet.sources[0].copy = slow_copy
+        await aborted(fleet, 2)
+        fleet.sources[0].copy = copy
+        await woke_up.wait()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+        late = RecordingReplica("late")
+        await fleet.manager.add_replicas([late])
+        assert_serves(late, 3)
+
+
+async def test_a_failure_that_goes_away_is_retried_and_counted(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, retries=2) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["stage"] = raising(TransportError("hiccup"), times=2)
+        report = await sync(fleet, 2)
+        assert report.retries == 2
+        assert report.outcome == "committed"
+        assert report.nbytes_moved == 3 * report.nbytes_needed
+        assert report.total_s == pytest.approx(sum(report.phase_s.values()))
+        assert_serves(fleet.replicas[0], 2)
+
+
+async def test_a_failure_that_stays_is_retried_as_often_as_configured(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, retries=2) as fleet:
+        fleet.trainers[0].before["publish"] = raising(TransportError("cut"))
+        await aborted(fleet, 1)
+        assert fleet.trainers[0].calls.count("publish") == 3
+
+
+async def test_what_cannot_get_better_is_not_retried(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, retries=5) as fleet:
+        fleet.nodes[0].before["begin"] = raising(ConfigError("no memory"))
+        await aborted(fleet, 1)
+        assert fleet.nodes[0].calls.count("begin") == 1
+
+
+async def test_a_byte_that_flips_on_the_way_once_is_found_and_sent_again(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        flips = iter([flip_a_byte])
+        fleet.nodes[0].before["verify"] = lambda: next(flips, lambda _: None)(spare_slot(tmp_path))
+        report = await sync(fleet, 2)
+        assert report.retries == 1
+        assert_serves(fleet.replicas[0], 2)
+
+
+async def test_a_byte_that_flips_on_the_way_every_time_aborts_and_names_the_tensor(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["verify"] = lambda: flip_a_byte(spare_slot(tmp_path))
+        abort = await aborted(fleet, 2)
+        assert isinstance(abort.__cause__, IntegrityError)
+        assert "w[32:64, 0:32] (bytes 4096..8192, from trainer-1)" in str(abort)
+        assert_serves(fleet.replicas[0], 1)
+        fleet.nodes[0].before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+
+
+async def test_digests_that_do_not_arrive_are_an_integrity_error_of_that_rank(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, retries=0) as fleet:
+        publish = fleet.trainers[1].member.publish
+
+        class Forgetful:
+            name = "trainer-1"
+
+            async def publish(self, *arguments: Any) -> Any:
+                published = await publish(*arguments)
+                object.__setattr__(published, "digests", np.frombuffer(published.digests, np.uint64)[:-1].tobytes())
+                return published
+
+        await sync(fleet, 1)
+        fleet.trainers[1].member = Forgetful()
+        abort = await aborted(fleet, 2)
+        assert isinstance(abort.__cause__, IntegrityError)
+        assert "trainer-1 sent 1 digests for 2 pieces" in str(abort)
+
+
+async def test_without_verification_nothing_is_digested_on_the_node(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, verify=False) as fleet:
+        report = await sync(fleet, 1)
+        assert "verify" not in fleet.nodes[0].calls
+        assert report.phase_s["verify"] == 0
+
+
+# --- commit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_commit_that_fails_on_one_node_is_undone_on_the_other(failing: int, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[failing].before["commit"] = raising(OSError("the file system is read-only"))
+        abort = await aborted(fleet, 2)
+        assert (abort.phase, abort.member) == ("commit", f"node-{failing}")
+        assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
+        for replica in fleet.replicas:
+            assert_serves(replica, 1)
+            assert replica.log.count("pause") == 1
+        fleet.nodes[failing].before.clear()
+        await sync(fleet, 2)
+        for replica in fleet.replicas:
+            assert_serves(replica, 2)
+
+
+async def test_a_first_commit_that_fails_on_one_node_does_not_hinder_the_next_sync(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:
+        fleet.nodes[1].before["commit"] = raising(OSError("read-only"))
+        await aborted(fleet, 1)
+        assert fleet.manager.version is None
+        assert all(replica.version is None for replica in fleet.replicas)
+        fleet.nodes[1].before.clear()
+        await sync(fleet, 1)
+        await sync(fleet, 2)
+        for replica in fleet.replicas:
+            assert_serves(replica, 2)
+
+
+# --- activate, resume -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["pause", "activate"])
+@pytest.mark.parametrize("activation", ["together", "rolling"])
+@pytest.mark.parametrize("action", [raising(RuntimeError("the engine is dead")), stalling], ids=["raises", "stalls"])
+async def test_a_replica_that_cannot_activate_is_quarantined_and_the_others_go_on(
+    step: str, activation: str, action: Callable[[], Any], tmp_path: Path
+):
+    config = {"deadlines": {"activate_s": SHORT_S}, "activation": activation}
+    async with Fleet(weights(0), tmp_path, replicas=2, **config) as fleet:
+        healthy, broken = fleet.replicas
+        await sync(fleet, 1)
+        broken.fail = at(step, action)
+        resumed = broken.log.count("resume")
+        report = await sync(fleet, 2)
+        assert report.outcome == "committed"
+        assert report.replicas_updated == ("replica-0",)
+        assert report.replicas_quarantined == ("replica-1",)
+        assert set(report.paused_s) == {"replica-0"}
+        assert_serves(healthy, 2)
+        assert fleet.manager.replicas == [healthy]
+        assert fleet.manager.quarantined == [broken]
+        await sync(fleet, 3)
+        assert_serves(healthy, 3)
+        assert broken.log.count("resume") == resumed, "it must not serve what nobody vouches for"
+        broken.fail = lambda step: None
+        await fleet.manager.add_replicas([broken])
+        assert_serves(broken, 3)
+        assert fleet.manager.quarantined == []
+
+
+async def test_a_replica_that_does_not_resume_is_quarantined(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        fleet.replicas[0].fail = at("resume", raising(RuntimeError("no answer")))
+        report = await sync(fleet, 1)
+        assert report.replicas_quarantined == ("replica-0",)
+        assert_serves(fleet.replicas[1], 1)
+        fleet.replicas[0].fail = lambda step: None
+        await fleet.manager.add_replicas([fleet.replicas[0]])
+        report = await sync(fleet, 2)
+        assert set(report.replicas_updated) == {"replica-0", "replica-1"}
+        assert_serves(fleet.replicas[0], 2)
+
+
+@pytest.mark.parametrize("activation", ["together", "rolling"])
+async def test_a_version_that_no_replica_can_load_is_rolled_back_everywhere(activation: str, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, nodes=2, replicas=2, activation=activation) as fleet:
+        await sync(fleet, 1)
+        for replica in fleet.replicas:
+            replica.fail = at("activate", raising(ActivationError("a tensor is missing"), times=1))
+        abort = await aborted(fleet, 2)
+        assert isinstance(abort.__cause__, ActivationError)
+        assert "a tensor is missing" in str(abort)
+        assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
+        assert fleet.manager.version == 1
+        assert fleet.manager.quarantined == []
+        for replica in fleet.replicas:
+            assert_serves(replica, 1)
+        await sync(fleet, 3)
+        for replica in fleet.replicas:
+            assert_serves(replica, 3)
+
+
+async def test_a_replica_that_cannot_even_return_to_the_previous_version_is_quarantined(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        await sync(fleet, 1)
+        fleet.replicas[0].fail = at("activate", raising(ActivationError("cannot load"), times=1))
+        fleet.replicas[1].fail = at("activate", raising(ActivationError("dead")))
+        await aborted(fleet, 2)
+        assert fleet.manager.replicas == [fleet.replicas[0]]
+        assert fleet.manager.quarantined == [fleet.replicas[1]]
+        assert_serves(fleet.replicas[0], 1)
+        assert fleet.replicas[1].paused
+
+
+async def test_a_first_version_that_no_replica_can_load_leaves_all_paused_until_they_are_added_again(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        for replica in fleet.replicas:
+            replica.fail = at("activate", raising(ActivationError("cannot load"), times=1))
+        await aborted(fleet, 1)
+        assert fleet.manager.version is None
+        assert fleet.manager.replicas == []
+        assert all(replica.paused and "resume" not in replica.log for replica in fleet.replicas)
+        await fleet.manager.add_replicas(fleet.manager.quarantined)
+        await sync(fleet, 1)
+        for replica in fleet.replicas:
+            assert_serves(replica, 1)
+
+
+async def test_together_means_that_no_replica_loads_before_all_are_paused(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=3) as fleet:
+        paused_at_load: list[int] = []
+        for replica in fleet.replicas:
+            replica.fail = at("activate", lambda: paused_at_load.append(sum(r.paused for r in fleet.replicas)))
+        await sync(fleet, 1)
+        assert paused_at_load == [3, 3, 3]
+
+
+async def test_rolling_means_that_one_replica_at_a_time_is_paused(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=3, activation="rolling") as fleet:
+        order: list[tuple[str, int]] = []
+        for replica in fleet.replicas:
+            replica.fail = at(
+                "activate", lambda name=replica.name: order.append((name, sum(r.paused for r in fleet.replicas)))
+            )
+        await sync(fleet, 1)
+        assert order == [("replica-0", 1), ("replica-1", 1), ("replica-2", 1)]
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+
+async def cancelled_at(fleet: Fleet, version: int, reached: asyncio.Event) -> None:
+    """Start a sync, cancel it when `reached` is set."""
+    task = asyncio.ensure_future(sync(fleet, version))
+    await asyncio.wait_for(reached.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def pausing(reached: asyncio.Event, seconds: float = 60) -> Callable[[], Any]:
+    def step() -> Any:
+        reached.set()
+        return asyncio.sleep(seconds)
+
+    return step
+
+
+@pytest.mark.parametrize(("kind", "method"), [("trainers", "publish"), ("nodes", "stage"), ("nodes", "verify")])
+async def test_cancelling_a_sync_before_commit_drops_what_was_staged(kind: str, method: str, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        reached = asyncio.Event()
+        member = getattr(fleet, kind)[0]
+        member.before[method] = pausing(reached)
+        await cancelled_at(fleet, 2, reached)
+        assert fleet.nodes[0].calls[-1] == "drop"
+        assert fleet.manager.version == 1
+        assert_serves(fleet.replicas[0], 1)
+        member.before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+
+
+async def test_cancelling_during_commit_returns_every_node_to_the_previous_version(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:
+        await sync(fleet, 1)
+        reached = asyncio.Event()
+        fleet.nodes[1].before["commit"] = pausing(reached, 0.05)
+        await cancelled_at(fleet, 2, reached)
+        assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
+        assert fleet.manager.version == 1
+        fleet.nodes[1].before.clear()
+        await sync(fleet, 3)
+        for replica in fleet.replicas:
+            assert_serves(replica, 3)
+
+
+async def test_cancelling_during_activation_quarantines_the_replicas_that_do_not_serve_the_version_yet(tmp_path: Path):
+    reports = tmp_path / "reports.jsonl"
+    async with Fleet(weights(0), tmp_path, replicas=3, activation="rolling", report_path=reports) as fleet:
+        await sync(fleet, 1)
+        reached = asyncio.Event()
+        fleet.replicas[1].fail = at("activate", pausing(reached))
+        await cancelled_at(fleet, 2, reached)
+        assert fleet.manager.version == 2
+        assert fleet.manager.replicas == [fleet.replicas[0]]
+        assert fleet.manager.quarantined == fleet.replicas[1:]
+        assert_serves(fleet.replicas[0], 2)
+        fleet.replicas[1].fail = lambda step: None
+        await fleet.manager.add_replicas(fleet.manager.quarantined)
+        for replica in fleet.replicas:
+            assert_serves(replica, 2)
+    last = json.loads(reports.read_text().splitlines()[-1])
+    assert (last["outcome"], last["error"]) == ("committed", "CancelledError")
+    assert last["replicas_updated"] == ["replica-0"]
+
+
+# --- replicas that come and go ----------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_comes_later_gets_the_version_from_its_node_and_the_trainer_is_not_asked(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:
+        await sync(fleet, 1)
+        calls = [list(trainer.calls) for trainer in fleet.trainers]
+        fleet.set_weights(weights(2))
+        late = RecordingReplica("late", node_index=1)
+        await fleet.manager.add_replicas([late])
+        assert_serves(late, 1)
+        assert late.log == ["pause", "activate", "resume"]
+        assert [trainer.calls for trainer in fleet.trainers] == calls
+        report = await sync(fleet, 3)
+        assert "late" in report.replicas_updated
+        assert_serves(late, 3)
+
+
+async def test_a_replica_does_not_get_a_version_that_was_damaged_after_its_commit(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        (slot,) = [path.with_suffix("") for path in arenas_in(tmp_path)[0].glob("*.manifest")]
+        flip_a_byte(slot)
+        late = RecordingReplica("late")
+        with pytest.raises(ActivationError) as raised:
+            await fleet.manager.add_replicas([late])
+        assert isinstance(raised.value.__cause__, IntegrityError)
+        assert "w[32:64, 0:32]" in str(raised.value)
+        assert raised.value.member == "late"
+        assert late.log == []
+        assert fleet.manager.quarantined == [late]
+        await sync(fleet, 2)
+        await fleet.manager.add_replicas([late])
+        assert_serves(late, 2)
+
+
+async def test_a_replica_in_service_that_cannot_catch_up_is_out_of_service(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        await sync(fleet, 1)
+        fleet.replicas[0].fail = at("activate", raising(ActivationError("dead")))
+        with pytest.raises(ActivationError, match="dead"):
+            await fleet.manager.add_replicas(fleet.replicas)
+        assert fleet.manager.replicas == [fleet.replicas[1]]
+        assert fleet.manager.quarantined == [fleet.replicas[0]]
+
+
+async def test_a_replica_that_was_removed_is_left_alone(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        await sync(fleet, 1)
+        await fleet.manager.remove_replicas([fleet.replicas[0]])
+        log = list(fleet.replicas[0].log)
+        report = await sync(fleet, 2)
+        assert report.replicas_updated == ("replica-1",)
+        assert fleet.replicas[0].log == log
+
+
+async def test_a_sync_without_replicas_commits_for_those_that_come_later(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=0) as fleet:
+        report = await sync(fleet, 1)
+        assert report.outcome == "committed"
+        late = RecordingReplica("late")
+        await fleet.manager.add_replicas([late])
+        assert_serves(late, 1)
+
+
+async def test_control_calls_reach_every_replica_in_service(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        manager = fleet.manager
+        for call in (
+            manager.abort_replicas,
+            manager.resume_generation_replicas,
+            manager.sleep_replicas,
+            manager.wake_up_replicas,
+            manager.release_kv_cache_replicas,
+            manager.resume_kv_cache_replicas,
+        ):
+            await call()
+        for replica in fleet.replicas:
+            assert replica.log == ["pause", "resume", "sleep", "wake_up", "release_kv_cache", "resume_kv_cache"]
+
+
+# --- one slot, reports, preparation -----------------------------------------------------------------------------------
+
+
+async def test_with_one_slot_replicas_keep_their_own_copy_through_a_failed_sync(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, slots=1, retries=0) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["stage"] = raising(TransportError("cut"))
+        await aborted(fleet, 2)
+        assert committed_version(arenas_in(tmp_path)[0]) is None
+        assert_serves(fleet.replicas[0], 1)
+        fleet.nodes[0].before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+
+
+async def test_with_one_slot_a_version_that_no_replica_can_load_cannot_be_rolled_back(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, slots=1) as fleet:
+        await sync(fleet, 1)
+        fleet.replicas[0].fail = at("activate", raising(ActivationError("cannot load"), times=1))
+        await aborted(fleet, 2)
+        assert fleet.manager.replicas == []
+        assert fleet.replicas[0].paused
+
+
+async def test_every_sync_is_reported_the_aborted_ones_too(tmp_path: Path):
+    path = tmp_path / "reports.jsonl"
+    async with Fleet(weights(0), tmp_path, retries=0, report_path=path) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["stage"] = raising(TransportError("the wire is cut"))
+        await aborted(fleet, 2)
+        fleet.nodes[0].before.clear()
+        await sync(fleet, 3)
+    reports = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(report["version"], report["outcome"]) for report in reports] == [
+        (1, "committed"),
+        (2, "aborted"),
+        (3, "committed"),
+    ]
+    assert "the wire is cut" in reports[1]["error"]
+    assert reports[1]["replicas_updated"] == []
+    assert reports[1]["phase_s"]["publish"] > 0
+    for report in reports:
+        assert report["total_s"] == pytest.approx(sum(report["phase_s"].values()))
+
+
+async def test_a_trainer_rank_with_another_model_is_named_before_anything_moves(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, trainers=3) as fleet:
+        fleet.sources[2].tensors["w"] = torch.zeros(65, 32)
+        with pytest.raises(PlanError, match="trainer ranks 2 describe another model than rank 0"):
+            await fleet.manager.update_weights(1)
+        assert not arenas_in(tmp_path)
+        await sync(fleet, 1)
+        assert_serves(fleet.replicas[0], 1)
+
+
+async def test_a_member_that_stalls_in_preparation_is_named(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, trainers=2, deadlines={"prepare_s": SHORT_S}) as fleet:
+        fleet.trainers[1].before["describe"] = stalling
+        with pytest.raises(TransportTimeout, match=r"trainer-1 not done within 0\.5 s; done: trainer-0"):
+            await fleet.manager.update_weights(1)
+
+
+async def test_a_manager_without_members_is_a_configuration_error(tmp_path: Path):
+    fleet = Fleet(weights(0), tmp_path, nodes=1)
+    with pytest.raises(ConfigError, match="at least one trainer rank and one rollout node"):
+        type(fleet.manager)(config=fleet.config, trainers=[], nodes=fleet.nodes)
+
+
+async def test_closing_twice_is_harmless(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        await fleet.manager.close()
+    assert not arenas_in(tmp_path)

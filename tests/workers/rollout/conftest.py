@@ -123,7 +123,9 @@ def trainer(tiny_models: dict[int, Path]) -> Iterator[Trainer]:
     trainer.close()
 
 
-@pytest.fixture(scope="session", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    scope="session", params=["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)])]
+)
 def shared(
     request: pytest.FixtureRequest, ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
 ) -> Iterator[Served]:

@@ -122,16 +122,19 @@ def test_arguments_for_an_engine_that_does_not_exist_are_refused():
 @pytest.mark.parametrize(
     ("cores", "replicas", "ranks", "expected"),
     [
-        ([0, 1], 1, 1, ["0,1"]),
+        ([0, 1], 1, 1, ["1"]),
         ([0, 1], 1, 2, ["0|1"]),
         ([0, 1], 2, 1, ["0", "1"]),
         ([0, 1], 2, 2, ["0|1", "0|1"]),
         ([0, 1], 3, 1, ["0", "1", "0"]),
-        ([4, 5, 6, 7, 8], 2, 1, ["4,5", "6,7"]),
-        ([0, 1, 2, 3], 1, 2, ["0,1|2,3"]),
+        ([3], 1, 1, ["3"]),
+        ([4, 5, 6, 7, 8, 9, 10], 2, 1, ["5,6", "8,9"]),
+        ([0, 1, 2, 3], 1, 2, ["1|3"]),
     ],
 )
-def test_ranks_divide_the_cores(cores: list[int], replicas: int, ranks: int, expected: list[str]):
+def test_ranks_divide_the_cores_and_leave_some_to_the_rest(
+    cores: list[int], replicas: int, ranks: int, expected: list[str]
+):
     found = [
         omp_threads_bind(assign_cores(cores, replicas=replicas, ranks=ranks, replica=index))
         for index in range(replicas)

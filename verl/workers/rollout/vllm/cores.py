@@ -8,13 +8,16 @@ from collections.abc import Sequence
 def assign_cores(cores: Sequence[int], *, replicas: int, ranks: int, replica: int) -> list[list[int]]:
     """Cores of each tensor-parallel rank of `replica`, one of `replicas` on a machine with `cores`.
 
-    Every rank gets an equal run of neighbouring cores; with more ranks than cores they take turns on single cores.
+    Every rank gets an equal run of neighbouring cores and leaves the first of several to the rest: the engine core, the
+    server, agent loops. Compute threads are pinned and spin, so one that shares its core with them holds up all the
+    others (two threads on two busy cores were three times slower than one). With more ranks than cores they take turns
+    on single cores.
     """
     share = len(cores) // (replicas * ranks)
-    first = replica * ranks
-    if share == 0:
-        return [[cores[rank % len(cores)]] for rank in range(first, first + ranks)]
-    return [list(cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)]
+    mine = range(replica * ranks, (replica + 1) * ranks)
+    if share <= 1:
+        return [[cores[rank % len(cores)]] for rank in mine]
+    return [list(cores[rank * share + 1 : (rank + 1) * share]) for rank in mine]
 
 
 def omp_threads_bind(assigned: Sequence[Sequence[int]]) -> str:

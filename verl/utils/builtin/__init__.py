@@ -33,7 +33,10 @@ def builtin_data(name: str, split: str) -> Path:
     if split not in SPLITS:
         raise ConfigError(f"{name} has the splits {', '.join(SPLITS)}, not {split!r}")
     recipe = ArithmeticRecipe()
-    return cached_directory("arithmetic", recipe, lambda directory: make_arithmetic(directory, recipe)) / f"{split}.parquet"
+    return (
+        cached_directory("arithmetic", recipe, lambda directory: make_arithmetic(directory, recipe))
+        / f"{split}.parquet"
+    )
 
 
 def builtin_model(name: str) -> Path:

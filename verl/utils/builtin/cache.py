@@ -21,7 +21,7 @@ def cached_directory(name: str, recipe: Any, build: Callable[[Path], None]) -> P
     """The directory `<cache>/<name>-<hash of recipe>`, made by `build(empty directory)` if it is not there.
 
     Any number of processes may call this at once: one builds, the others wait for it. `recipe` is a dataclass; another
-    recipe is another directory. Raises ConfigError if the cache cannot be written or the builder elsewhere does not end.
+    recipe is another directory. Raises ConfigError if the cache cannot be written, or another builder does not end.
     """
     fingerprint = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
     root = envs.cache_dir()
@@ -31,7 +31,9 @@ def cached_directory(name: str, recipe: Any, build: Callable[[Path], None]) -> P
             root.mkdir(parents=True, exist_ok=True)
             _build_locked(final, build)
         except PermissionError as exc:
-            raise ConfigError(f"cannot write to {root} ({exc.strerror}): set VERL_CACHE_DIR to a writable place") from exc
+            raise ConfigError(
+                f"cannot write to {root} ({exc.strerror}): set VERL_CACHE_DIR to a writable place"
+            ) from exc
     return final
 
 

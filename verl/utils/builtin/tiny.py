@@ -31,8 +31,8 @@ def make_tiny_model(
 ) -> Path:
     """Write a causal LM with random weights and its tokenizer to `directory`, as `save_pretrained` does; returns it.
 
-    The same arguments give the same bytes. Defaults are the smallest shapes that vLLM's CPU attention takes (head size 32)
-    and that tensor parallel 2 can divide. Raises ConfigError for an unknown architecture.
+    The same arguments give the same bytes. Defaults are the smallest shapes that vLLM's CPU attention takes (head size
+    32) and that tensor parallel 2 can divide. Raises ConfigError for an unknown architecture.
     """
     import torch
 

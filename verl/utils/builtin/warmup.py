@@ -1,8 +1,8 @@
 """The built-in model `builtin:tiny-qwen2`: a small Qwen2 after a short supervised warm-up on the built-in additions.
 
-The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that trail off in
-a question mark, mostly after large sums, so the answer is right but not exactly right. That leaves reinforcement learning
-a reward to raise which does not depend on how far the last bits of a floating-point sum carried the first phase.
+The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that trail off
+in a question mark, mostly after large sums: the answer is right, but not exactly. That leaves reinforcement learning a
+reward to raise that does not depend on how far exactly the first phase came.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_tiny_qwen2(directory: Path, recipe: TinyQwen2Recipe) -> None:
     import torch
 
     tokenizer = build_tokenizer(recipe.max_position_embeddings)
-    model = build_model(
+    model: Any = build_model(
         tokenizer,
         "qwen2",
         seed=recipe.seed,
@@ -94,7 +94,7 @@ def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
         hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         answered = targets != IGNORED
-        loss = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
+        loss: Any = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

@@ -1,0 +1,126 @@
+"""Where a model is on disk, its Hugging Face config and its tokenizer. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verl.utils.builtin import builtin_model, is_builtin
+from verl.utils.config import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+MODEL_KEY = "actor_rollout_ref.model"
+
+
+class ModelSettings(Protocol):
+    """The part of `verl.workers.config.HFModelConfig` that is needed here; this layer imports no higher one."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def tokenizer_path(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def external_lib(self) -> str | None: ...
+    @property
+    def override_config(self) -> dict[str, Any]: ...
+    @property
+    def custom_chat_template(self) -> str | None: ...
+
+
+def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True) -> Path:
+    """The Hugging Face directory behind `path`: a built-in name, made on first use, or a local directory.
+
+    Raises ConfigError naming what is missing, weights included: `load_format=dummy` is for the rollout engine, the
+    trainer needs real ones.
+    """
+    if is_builtin(str(path)):
+        return builtin_model(str(path))
+    directory = Path(path).expanduser().absolute()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{MODEL_KEY}.path={str(path)!r} is not a directory. Models are not downloaded from a hub: give a local "
+            "directory (`hf download <name> --local-dir <directory>` makes one) or builtin:tiny-qwen2"
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{MODEL_KEY}.path={str(path)!r} has no config.json: it is no Hugging Face model directory")
+    if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise ConfigError(f"{MODEL_KEY}.path={str(path)!r} has no weights ({' or '.join(WEIGHT_FILES)})")
+    if need_tokenizer:
+        _require_tokenizer(directory, f"{MODEL_KEY}.path", f"; set {MODEL_KEY}.tokenizer_path if it is elsewhere")
+    return directory
+
+
+def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model or of `tokenizer_path`, with `custom_chat_template` in force and a padding token.
+
+    Raises ConfigError if there are no tokenizer files, if they cannot be read, or if the tokenizer has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    if model.tokenizer_path is None:
+        directory = resolve_model_path(model.path)
+    elif is_builtin(model.tokenizer_path):
+        directory = builtin_model(model.tokenizer_path)
+    else:
+        directory = Path(model.tokenizer_path).expanduser().absolute()
+        _require_tokenizer(directory, f"{MODEL_KEY}.tokenizer_path")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"the tokenizer in {directory} cannot be loaded: {exc}") from exc
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {directory} has no eos_token: a response could not end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_hf_config(model: ModelSettings) -> PretrainedConfig:
+    """The model's Hugging Face config with `override_config` applied, after `external_lib` has been imported.
+
+    Raises ConfigError for an architecture that transformers does not know, a library that cannot be imported, and a
+    field that the config does not have.
+    """
+    from transformers import AutoConfig
+
+    if model.external_lib:
+        try:
+            importlib.import_module(model.external_lib)
+        except ImportError as exc:
+            raise ConfigError(f"{MODEL_KEY}.external_lib={model.external_lib!r} cannot be imported: {exc}") from exc
+    directory = resolve_model_path(model.path, need_tokenizer=model.tokenizer_path is None)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {exc}") from exc
+    _override(config, model.override_config, f"{MODEL_KEY}.override_config")
+    return config
+
+
+def _override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
+    known = config.to_dict()
+    for name, value in fields.items():
+        if name not in known:
+            raise ConfigError(f"{key}.{name} is not a field of {type(config).__name__}.{did_you_mean(name, known)}")
+        nested = getattr(config, name)
+        if isinstance(value, Mapping) and hasattr(nested, "to_dict"):
+            _override(nested, value, f"{key}.{name}")
+        else:
+            setattr(config, name, value)
+
+
+def _require_tokenizer(directory: Path, key: str, remedy: str = "") -> None:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{key}={str(directory)!r} has no tokenizer (one of {', '.join(TOKENIZER_FILES)}){remedy}")

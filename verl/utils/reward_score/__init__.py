@@ -1,0 +1,6 @@
+"""Scoring of responses by rule: the built-in rules, or a function of the user's own."""
+
+from verl.utils.reward_score.default import default_compute_score
+from verl.utils.reward_score.loading import RewardFunction, load_reward_function
+
+__all__ = ["RewardFunction", "default_compute_score", "load_reward_function"]

@@ -1,0 +1,44 @@
+"""Functions and classes of the user's own, loaded from a Python file that the configuration names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.utils.config import ConfigError, did_you_mean
+
+
+def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
+    """The object `name` that the file at `path` defines; `key` is the configuration section, for messages.
+
+    Raises ConfigError if the file is missing, fails when it is run, or defines no such name.
+    """
+    module = _run_file(Path(path).expanduser(), key)
+    if not hasattr(module, name):
+        defined = [each for each, value in vars(module).items() if _defined_in(module, each, value)]
+        raise ConfigError(f"{key}.name={name!r} is not defined in {path}.{did_you_mean(name, defined)}")
+    return getattr(module, name)
+
+
+def _run_file(path: Path, key: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{key}.path={str(path)!r} does not exist")
+    module_name = f"verl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}.path={str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as exc:
+        del sys.modules[module_name]
+        raise ConfigError(f"{key}.path={str(path)!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
+    return module
+
+
+def _defined_in(module: ModuleType, name: str, value: Any) -> bool:
+    return callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from verl.protocol import DataProto, tensors_of
 from verl.workers.config import ActorConfig
-from verl.workers.engine.micro_batches import tensors_of
 from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn, kl_penalty
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
 
 
 class ActorLoss:

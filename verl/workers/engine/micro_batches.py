@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +27,6 @@ class MicroBatchLimits:
     def choose(cls, *, dynamic: bool, max_tokens: int, max_sequences: int | None) -> MicroBatchLimits:
         """From the configuration's triple: a token budget when `dynamic`, else a number of sequences."""
         return cls(max_tokens=max_tokens) if dynamic else cls(max_sequences=max_sequences)
-
-
-def tensors_of(data: DataProto) -> TensorDict:
-    """The tensors of `data`. Raises ValueError if it has none."""
-    if data.batch is None:
-        raise ValueError("the batch holds no tensors")
-    return data.batch
 
 
 def sequence_widths(data: DataProto) -> list[tuple[int, int]]:

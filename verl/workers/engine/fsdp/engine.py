@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
@@ -21,12 +22,11 @@ from verl.workers.engine.fsdp.hf_export import export_hf
 from verl.workers.engine.fsdp.model import DTYPES, build_model
 from verl.workers.engine.fsdp.tensors import reshard
 from verl.workers.engine.fsdp.weight_source import FSDP2WeightSource
-from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count, tensors_of
+from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.losses import LossTotals
 
 if TYPE_CHECKING:
-    from verl.protocol import DataProto
     from verl.workers.engine.base import LossFunction
     from verl.workers.engine.micro_batches import MicroBatchLimits
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.nn import functional
 
+from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-from verl.workers.engine.micro_batches import sequence_widths, tensors_of
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
+from verl.workers.engine.micro_batches import sequence_widths
 
 
 def response_log_probs(

@@ -35,7 +35,7 @@ class Manifest:
     def of(cls, version: int, plan: SyncPlan, per_owner: Sequence[UInt64s]) -> Manifest:
         """Join the digests of all owners, rank 0 first. Raises IntegrityError if an owner's are missing or too many."""
         for owner, digests in enumerate(per_owner):
-            expected = int(plan.first[owner + 1] - plan.first[owner])
+            expected = len(plan.pieces_of(owner))
             if len(digests) != expected:
                 raise IntegrityError(
                     f"trainer-{owner} sent {len(digests)} digests for {expected} pieces",
@@ -70,15 +70,7 @@ def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, ro
 
 def digest_pieces(region: npt.NDArray[np.uint8], plan: SyncPlan, pieces: range) -> UInt64s:
     """The digests of the given pieces of `plan`, read from `region`."""
-    extents = plan.extents
-    columns = zip(
-        extents.offset[pieces.start : pieces.stop].tolist(),
-        extents.run_nbytes[pieces.start : pieces.stop].tolist(),
-        extents.rows[pieces.start : pieces.stop].tolist(),
-        extents.stride[pieces.start : pieces.stop].tolist(),
-        strict=True,
-    )
-    return np.fromiter((digest_piece(region, *column) for column in columns), np.uint64, len(pieces))
+    return np.fromiter((digest_piece(region, *extent) for extent in plan.extents.of(pieces)), np.uint64, len(pieces))
 
 
 def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:

@@ -35,27 +35,15 @@ def publish(source: WeightSource, plan: SyncPlan, owner: int, slots: Sequence[Sl
     The source casts once, into the first slot; the others get copies of that. Called on the owner's rank.
     """
     start_s = time.perf_counter()
-    pieces = range(int(plan.first[owner]), int(plan.first[owner + 1]))
+    pieces = plan.pieces_of(owner)
     digests = np.zeros(len(pieces), np.uint64)
     if slots:
-        first, others = slots[0], slots[1:]
-        region = first.bytes.numpy()
-        extents = plan.extents
-        views = _TensorViews(first)
-        other_views = [_TensorViews(slot) for slot in others]
-        for row, piece in enumerate(pieces):
-            spec = plan.layout.specs[int(plan.boxes.tensor[piece])]
-            box = plan.boxes.box(piece, len(spec.shape))
-            shard = Shard(spec.name, box)
+        region = slots[0].bytes.numpy()
+        views, *other_views = [_TensorViews(slot) for slot in slots]
+        for row, (shard, extent) in enumerate(zip(plan.shards_of(owner), plan.extents.of(pieces), strict=True)):
             destination = views.part(shard)
             source.copy(shard, destination)
-            digests[row] = digest_piece(
-                region,
-                int(extents.offset[piece]),
-                int(extents.run_nbytes[piece]),
-                int(extents.rows[piece]),
-                int(extents.stride[piece]),
-            )
+            digests[row] = digest_piece(region, *extent)
             for view in other_views:
                 view.part(shard).copy_(destination)
     nbytes = plan.nbytes_of(owner) * len(slots)

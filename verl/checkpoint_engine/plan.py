@@ -107,6 +107,12 @@ class Extents:
     def nbytes(self) -> Int64s:
         return self.run_nbytes * self.rows
 
+    def of(self, rows: range) -> list[tuple[int, int, int, int]]:
+        """(offset, run_nbytes, rows, stride) of each of `rows` as plain numbers, for loops that touch every piece."""
+        part = slice(rows.start, rows.stop)
+        columns = (self.offset[part], self.run_nbytes[part], self.rows[part], self.stride[part])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
 
 @dataclass(frozen=True)
 class SyncPlan:
@@ -127,6 +133,20 @@ class SyncPlan:
     @property
     def num_owners(self) -> int:
         return len(self.first) - 1
+
+    def pieces_of(self, owner: int) -> range:
+        return range(int(self.first[owner]), int(self.first[owner + 1]))
+
+    def shards_of(self, owner: int) -> list[Shard]:
+        """The pieces of `owner`, by name and box."""
+        part = slice(int(self.first[owner]), int(self.first[owner + 1]))
+        columns = (self.boxes.tensor[part], self.boxes.start[part], self.boxes.stop[part])
+        shards = []
+        for tensor, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+            spec = self.layout.specs[tensor]
+            ndim = len(spec.shape)
+            shards.append(Shard(spec.name, Box(tuple(start[:ndim]), tuple(stop[:ndim]))))
+        return shards
 
     def nbytes_of(self, owner: int) -> int:
         return int(self.extents.nbytes[self.first[owner] : self.first[owner + 1]].sum())

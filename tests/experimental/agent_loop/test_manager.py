@@ -151,6 +151,11 @@ def test_a_sample_without_messages_is_named_and_told_what_to_do(manager):
         manager.generate_sequences(DataProto.from_dict({}, {"index": [1]}))
 
 
+def test_token_ids_of_the_data_set_are_taken_as_they_are(manager):
+    data = manager.generate_sequences(prompts("a", prompt_ids=[[40, 41]]))
+    assert data.batch["prompts"][0, -3:].tolist() == [256, 40, 41]
+
+
 def test_a_prompt_longer_than_the_limit_is_named(manager):
     with pytest.raises(AgentLoopError, match="sample 1: .*53 tokens exceeds data.max_prompt_length=16"):
         manager.generate_sequences(prompts("a", "b" * 50))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
+from verl.utils.dataset.rl_dataset import truncate
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions
 
@@ -46,13 +47,16 @@ class AgentLoopBase(ABC):
     async def prompt_tokens(self, sample: Mapping[str, Any], tools: Sequence[Any] | None = None) -> list[int]:
         """Token ids of the sample's `raw_prompt` with the generation prompt, fitted to data.max_prompt_length.
 
+        The data set's own `prompt_ids` are taken where there are any and no tools have to be shown.
         Raises PromptTooLong for one that does not fit when data.truncation=error.
         """
+        data = self.config.data
+        if not tools and sample.get("prompt_ids") is not None:
+            return fit_prompt(list(sample["prompt_ids"]), data.max_prompt_length, data.truncation)
         if sample.get("raw_prompt") is None:
             raise AgentLoopError(
                 "the sample has no column raw_prompt with chat messages: set data.return_raw_chat=true"
             )
-        data = self.config.data
         token_ids = await self.tokens(await self.rendered(sample["raw_prompt"], tools))
         return fit_prompt(token_ids, data.max_prompt_length, data.truncation)
 
@@ -83,18 +87,12 @@ class AgentLoopBase(ABC):
 
 
 def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:
-    """At most `limit` tokens: `left` drops the first ones, `right` the last, `middle` those between."""
-    excess = len(token_ids) - limit
-    if excess <= 0:
+    """At most `limit` tokens, cut as `data.truncation` says. Raises PromptTooLong where that is `error`."""
+    if len(token_ids) <= limit:
         return token_ids
-    if truncation == "left":
-        return token_ids[excess:]
-    if truncation == "right":
-        return token_ids[:limit]
-    if truncation == "middle":
-        head = limit // 2
-        return token_ids[:head] + token_ids[head + excess :]
-    raise PromptTooLong(
-        f"a prompt of {len(token_ids)} tokens exceeds data.max_prompt_length={limit}; raise it, or set data.truncation "
-        "to left, right or middle, or data.filter_overlong_prompts=true"
-    )
+    if truncation == "error":
+        raise PromptTooLong(
+            f"a prompt of {len(token_ids)} tokens exceeds data.max_prompt_length={limit}; raise it, or set "
+            "data.truncation to left, right or middle, or data.filter_overlong_prompts=true"
+        )
+    return truncate(token_ids, limit, truncation)

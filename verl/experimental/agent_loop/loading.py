@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 
 from verl.utils.config import ConfigError
+from verl.utils.user_code import load_from_file
 
 
 def load_class(target: str, base: type, where: str) -> type[Any]:
@@ -21,11 +19,13 @@ def load_class(target: str, base: type, where: str) -> type[Any]:
     module_name, _, class_name = target.rpartition(separator)
     if not module_name:
         raise ConfigError(f'{where}: {target!r} is not "module:Class" or "file.py:Class"')
-    try:
-        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ImportError as exc:
-        raise ConfigError(f"{where}: {module_name!r} cannot be imported: {exc}") from exc
-    found = getattr(module, class_name, None)
+    if module_name.endswith(".py"):
+        found = _from_file(module_name, class_name, where)
+    else:
+        try:
+            found = getattr(importlib.import_module(module_name), class_name, None)
+        except ImportError as exc:
+            raise ConfigError(f"{where}: {module_name!r} cannot be imported: {exc}") from exc
     if found is None:
         raise ConfigError(f"{where}: {module_name!r} has no class {class_name!r}")
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -45,17 +45,6 @@ def read_yaml(path: str, where: str) -> Any:
 
 
 @cache
-def _module_of_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    name = f"_verl_user_{file.stem}_{abs(hash(str(file)))}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ImportError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def _from_file(path: str, name: str, where: str) -> Any:
+    """Run the file once per process and name, not once per sample."""
+    return load_from_file(path, name, key=where)

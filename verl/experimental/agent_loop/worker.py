@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.batching import to_batch
@@ -13,6 +14,7 @@ from verl.experimental.agent_loop.registry import LoopEntry, loop_factory
 from verl.experimental.agent_loop.server_manager import ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
+from verl.utils.model import load_tokenizer
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.rollout.records import SamplingOptions
 
@@ -36,7 +38,7 @@ class AgentLoopWorker:
         self._config = config
         self._loops = loops
         self._rank = rank
-        self._tokenizer = load_tokenizer(tokenizer_path, config.actor_rollout_ref.model)
+        self._tokenizer = tokenizer_for_chats(tokenizer_path, config.actor_rollout_ref.model)
         self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
         self._servers = self._connect(servers)
 
@@ -72,7 +74,7 @@ class AgentLoopWorker:
             outputs,
             prompt_length=self._config.data.max_prompt_length,
             response_length=self._config.data.max_response_length,
-            pad_token_id=self._tokenizer.pad_token_id,
+            pad_token_id=int(self._tokenizer.pad_token_id),
         )
         batch.meta_info["metrics"] = {
             **_per_sample([output.metrics for output in outputs]),
@@ -110,23 +112,14 @@ def default_loop(config: PPOConfig) -> str:
     return "tool_agent" if rollout.multi_turn.enable else rollout.agent.default_agent_loop
 
 
-def load_tokenizer(path: str, model: HFModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer as agent loops use it. Raises ConfigError without a chat template or a padding token."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    if model.custom_chat_template is not None:
-        tokenizer.chat_template = model.custom_chat_template
+def tokenizer_for_chats(path: str, model: HFModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer in `path`. Raises ConfigError if there is none, or if it has no chat template."""
+    tokenizer = load_tokenizer(replace(model, tokenizer_path=path))
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer in {path} has no chat template: set actor_rollout_ref.model.custom_chat_template"
         )
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"the tokenizer in {path} has neither a padding nor an end-of-sequence token")
-        tokenizer.pad_token_id = tokenizer.eos_token_id
-    result: PreTrainedTokenizerBase = tokenizer
-    return result
+    return tokenizer
 
 
 def _rows(samples: DataProto) -> list[dict[str, Any]]:

@@ -106,6 +106,8 @@ def test_help_can_be_printed_on_a_terminal_and_into_a_pipe(terminal):
     text = console.file.getvalue()
     assert ("\x1b[" in text) is terminal
     assert "tensor_model_parallel_size" in text
+    assert "…" not in text
+    assert "custom_reward_function.path=reward.py custom_reward_function.name=compute_score" in text
 
 
 def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):

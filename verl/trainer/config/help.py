@@ -57,22 +57,27 @@ def plain_page() -> str:
 
 
 def _rich_page(console: Console) -> None:
-    console.print(Text.assemble(("usage: ", "bold"), USAGE), Text(), Text(ABOUT), Text(), Text("examples", "bold"))
+    lines = [Text.assemble(("usage: ", "bold"), USAGE), Text(), Text(ABOUT), Text(), Text("examples", "bold")]
     for what, arguments in EXAMPLES:
-        console.print(Padding(Text.assemble((f"{what}\n", "dim"), f"  {_command(arguments)}"), (0, 2)), soft_wrap=True)
-    console.print(Text(), Text("options", "bold"))
+        lines += [Text(f"  {what}", "dim"), Text(f"    {_command(arguments)}")]
+    lines += [Text(), Text("options", "bold")]
+    for line in lines:
+        console.print(line, soft_wrap=True)  # commands stay on one line, to be copied
     options = Table.grid(padding=(0, 2))
     for flag, meaning in FLAGS:
         options.add_row(Text(f"  {flag}", "cyan"), Text(meaning))
-    console.print(options, Text(), Text(REFERENCE))
+    console.print(options)
+    console.print(f"\n{REFERENCE}")
     for section in _with_keys():
         table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(ratio=2)
+        table.add_column(ratio=2, overflow="fold")
         table.add_column(ratio=3)
         for key in section.keys:
-            name = Text.assemble((f"  {key.name}", "cyan"), f"={yaml_text(key.default)}")
-            table.add_row(name, Text(_meaning(key)))
-        console.print(Text(), Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")), table)
+            name = Text.assemble((key.name, "cyan"), f"={yaml_text(key.default)}")
+            table.add_row(Padding(name, (0, 0, 0, 2)), Text(_meaning(key)))
+        console.print()
+        console.print(Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")))
+        console.print(table)
 
 
 def _with_keys() -> list[Section]:

@@ -1,0 +1,231 @@
+"""How fast a version gets from trainer ranks to replicas, next to what plain memory copies take on the same machine.
+
+    python -m benchmarks.weight_sync --backend naive --size-gib 1 --trainers 2
+
+Trainer ranks are processes, the node and its arena are the real ones. Every repeat measures memcpy first and then one
+version, so that both sides see the same machine. Activation is stood in for by replicas that copy every tensor out of
+the arena into memory of their own: the least that any engine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.machine import Memcpy, available_nbytes, describe_machine
+from benchmarks.rank_process import RankProcess
+from benchmarks.synthetic_model import MIN_NBYTES, qwen_like_specs
+from benchmarks.weight_sync_report import draw, print_table
+from verl import envs
+from verl.checkpoint_engine.arena import read_committed
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.types import TensorSpec
+
+WARM_UP = 2
+"""Versions before the measured ones: each of the two slots has been written and mapped once."""
+TARGET = 0.6
+"""Of one-thread memcpy, for publish, stage and verify together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    backend: str
+    size_gib: float
+    trainers: int
+    nodes: int
+    replicas: int
+    repeats: int
+    dtype: str
+    source_dtype: str
+    block_kilobytes: int
+
+
+class CopyingReplica:
+    """Stands for an engine: copies a version into memory of its own, allocated once."""
+
+    def __init__(self, name: str, node_index: int, specs: list[TensorSpec]) -> None:
+        self.name = name
+        self.node_index = node_index
+        self._own = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+
+    async def pause(self, mode: str) -> None:
+        pass
+
+    async def activate(self, arena_path: str, version: int) -> None:
+        await asyncio.to_thread(self._copy, arena_path, version)
+
+    def _copy(self, arena_path: str, version: int) -> None:
+        for name, tensor in read_committed(arena_path, version):
+            self._own[name].copy_(tensor)
+
+    async def resume(self) -> None:
+        pass
+
+    async def health(self) -> None:
+        pass
+
+    async def sleep(self) -> None:
+        pass
+
+    async def wake_up(self) -> None:
+        pass
+
+    async def release_kv_cache(self) -> None:
+        pass
+
+    async def resume_kv_cache(self) -> None:
+        pass
+
+
+async def measure(settings: Settings) -> dict[str, Any]:
+    """Run the benchmark; everything that the JSON file holds."""
+    config = CheckpointEngineConfig(backend=settings.backend, block_kilobytes=settings.block_kilobytes)
+    resolve_backend(config)
+    specs = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
+    nbytes = sum(spec.nbytes for spec in specs)
+    require_memory(settings, nbytes)
+    machine = describe_machine()
+    trainers = [
+        RankProcess(rank, settings.trainers, specs, settings.source_dtype, config) for rank in range(settings.trainers)
+    ]
+    job = f"benchmark-{os.getpid()}"
+    nodes = [RolloutNode(index, config, job=job, shm_dir=envs.shm_dir()) for index in range(settings.nodes)]
+    manager = CheckpointEngineManager(config=config, trainers=trainers, nodes=nodes)
+    memcpy = Memcpy(nbytes, settings.trainers)
+    try:
+        replicas = [
+            CopyingReplica(f"replica-{index}", index % settings.nodes, specs) for index in range(settings.replicas)
+        ]
+        await manager.add_replicas(replicas)
+        samples = []
+        for version in range(WARM_UP + settings.repeats):
+            await asyncio.gather(*(trainer.step() for trainer in trainers))
+            limits = {
+                "memcpy_gbytes_per_s": memcpy.gbytes_per_s(1),
+                "memcpy_all_ranks_gbytes_per_s": memcpy.gbytes_per_s(settings.trainers),
+            }
+            report = await manager.update_weights(version)
+            if version >= WARM_UP:
+                phases = {f"{phase}_s": seconds for phase, seconds in report.phase_s.items()}
+                samples.append({"version": version, **limits, **phases, "trainer_blocked_s": report.trainer_blocked_s})
+        shared = shared_nbytes(job)
+    finally:
+        await manager.close()
+        memcpy.close()
+    return {
+        "benchmark": "weight_sync",
+        "settings": asdict(settings),
+        "machine": machine,
+        "model": {"nbytes": nbytes, "tensors": len(specs)},
+        "shared_memory": {
+            "nbytes": shared,
+            "per_node_in_models": shared / settings.nodes / nbytes,
+            "left_after_close_nbytes": shared_nbytes(job),
+        },
+        "samples": samples,
+        "summary": summarise(samples, nbytes * settings.nodes, nbytes / settings.trainers),
+    }
+
+
+def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -> dict[str, Any]:
+    """Medians. `nbytes` travel per version, `own_nbytes` of them (per node) belong to one rank."""
+
+    def row(seconds_of: Any, size: float = nbytes) -> dict[str, float]:
+        rates = [size / max(seconds_of(sample), 1e-9) / 1e9 for sample in samples]
+        return {
+            "seconds": median(map(seconds_of, samples)),
+            "gbytes_per_s": median(rates),
+            "fraction_of_memcpy": median(
+                rate / sample["memcpy_gbytes_per_s"] for rate, sample in zip(rates, samples, strict=True)
+            ),
+        }
+
+    moved = row(lambda sample: sample["publish_s"] + sample["stage_s"] + sample["verify_s"])
+    return {
+        "memcpy_gbytes_per_s": median(sample["memcpy_gbytes_per_s"] for sample in samples),
+        "memcpy_all_ranks_gbytes_per_s": median(sample["memcpy_all_ranks_gbytes_per_s"] for sample in samples),
+        "publish_and_stage": row(lambda sample: sample["publish_s"] + sample["stage_s"]),
+        "verify": row(lambda sample: sample["verify_s"]),
+        "publish_stage_verify": moved,
+        "activate_by_copying": row(lambda sample: sample["activate_s"]),
+        "trainer_blocked": row(lambda sample: sample["trainer_blocked_s"], own_nbytes),
+        "target_fraction": TARGET,
+        "target_reached": moved["fraction_of_memcpy"] >= TARGET,
+    }
+
+
+def shared_nbytes(job: str) -> int:
+    """Bytes of shared memory that the job's arenas occupy at this moment."""
+    files = [path for path in envs.shm_dir().glob(f"verl-{job}-*/*") if path.is_file()]
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+def require_memory(settings: Settings, nbytes: int) -> None:
+    """Raises ConfigError if the ranks' weights, two slots per node, and the replicas' copies do not fit."""
+    itemsize = getattr(torch, settings.source_dtype).itemsize / getattr(torch, settings.dtype).itemsize
+    needed = int(nbytes * (itemsize + 2 * settings.nodes + settings.replicas))
+    if needed > available_nbytes():
+        raise ConfigError(
+            f"--size-gib {settings.size_gib} needs {needed / 2**30:.1f} GiB of memory "
+            f"(trainer ranks, {settings.nodes} node arenas of two slots, {settings.replicas} replicas); "
+            f"{available_nbytes() / 2**30:.1f} GiB are available"
+        )
+
+
+def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--backend", default="naive", help="checkpoint engine backend (default: %(default)s)")
+    add("--size-gib", type=float, default=1.0, help="model size at the rollout dtype (default: %(default)s)")
+    add("--trainers", type=int, default=2, help="trainer ranks, a process each (default: %(default)s)")
+    add("--nodes", type=int, default=1, help="rollout nodes, each with an arena of its own (default: %(default)s)")
+    add("--replicas", type=int, default=1, help="replicas that copy each version out (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="measured versions, after the warm-up (default: %(default)s)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="what replicas receive")
+    add("--source-dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what trainer ranks hold")
+    add("--block-kilobytes", type=int, default=1024, help="largest piece with a digest (default: %(default)s)")
+    add("--output", type=Path, help="folder for result.json and plot.png (default: benchmarks/results/<time>)")
+    values = vars(parser.parse_args(arguments))
+    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("weight_sync-%Y%m%d-%H%M%S")
+    if not values["size_gib"] * 2**30 >= MIN_NBYTES:
+        parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
+    for name in ("trainers", "nodes", "repeats"):
+        if values[name] < 1:
+            parser.error(f"--{name} must be at least 1, not {values[name]}")
+    if values["replicas"] < 0:
+        parser.error(f"--replicas must not be negative, not {values['replicas']}")
+    return Settings(**values), output
+
+
+def main(arguments: list[str] | None = None) -> int:
+    settings, output = parse(arguments)
+    torch.set_num_threads(1)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        result = asyncio.run(measure(settings))
+    except (CheckpointEngineError, ValueError, OSError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(result, output / "plot.png")
+    print_table(result)
+    print(f"{output / 'result.json'}\n{output / 'plot.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The checkpoint engine's members as Ray actors: trainer ranks, rollout nodes."""

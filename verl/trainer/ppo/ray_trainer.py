@@ -1,0 +1,283 @@
+"""`RayPPOTrainer`: the training loop. It runs on the driver; `fit` reads as the algorithm, `cluster` computes.
+
+prompts -> rollouts -> rewards -> log-probs -> advantages -> actor update -> weights to the rollout engines -> ...
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
+from verl.trainer.ppo.cluster import Cluster
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+)
+from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.validation import Validator
+from verl.utils.console import validation_rewards
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.timing import marked_timer
+from verl.utils.tracking import Tracking
+from verl.workers.config import PPOConfig
+from verl.workers.reward_manager import NaiveRewardManager
+
+Metrics = dict[str, float]
+
+
+class Rollouts(Protocol):
+    """Generation, however many engines and agent loops it takes."""
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row of `prompts`, in order: the generated columns alone, and `meta_info["timing"]`.
+
+        `meta_info["validate"]` of the prompts selects validation sampling.
+        """
+
+    def set_servers(self, server_handles: Sequence[Any]) -> None:
+        """Use these servers from the next batch on."""
+
+
+@dataclass
+class Step:
+    """What is measured during one training step."""
+
+    number: int
+    metrics: Metrics = field(default_factory=dict)
+    seconds: Metrics = field(default_factory=dict)
+
+    def timed(self, name: str) -> Any:
+        return marked_timer(name, self.seconds)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Held-out mean reward by data source, before and after; the last step."""
+
+    step: int
+    rewards_before: dict[str, float]
+    rewards_after: dict[str, float]
+
+
+class RayPPOTrainer:
+    """Policy-gradient training without a critic (GRPO, RLOO, REINFORCE++) in hybrid mode.
+
+    Everything it needs is given to it, started; it ends nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: PPOConfig,
+        cluster: Cluster,
+        rollouts: Rollouts,
+        reward_manager: NaiveRewardManager,
+        train_dataloader: StatefulDataLoader,
+        validator: Validator,
+        checkpoints: CheckpointDirectory,
+        tracking: Tracking,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.rollouts = rollouts
+        self.reward_manager = reward_manager
+        self.train_dataloader = train_dataloader
+        self.validator = validator
+        self.checkpoints = checkpoints
+        self.tracking = tracking
+        self.total_steps = total_steps
+        self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        self.rewards_before: dict[str, float] = {}
+        self.rewards_after: dict[str, float] = {}
+        self._samples = SampleWriter(config.trainer.rollout_data_dir)
+        self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
+
+    def fit(self, resume_from: Path | None = None) -> TrainingResult:
+        """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
+        start = self.load_checkpoint(resume_from) if resume_from else 0
+        self.begin(start)
+        step = start
+        for step, prompts in self.batches(start):
+            now = Step(step)
+            with now.timed("step"):
+                with now.timed("gen"):
+                    batch = self.generate(prompts, now)
+                with now.timed("reward"):
+                    batch = self.score(batch, now)
+                with now.timed("old_log_prob"):
+                    batch = self.add_old_log_probs(batch, now)
+                with now.timed("ref"):
+                    batch = self.add_reference_log_probs(batch)
+                with now.timed("adv"):
+                    batch = self.add_advantages(batch, now)
+                with now.timed("update_actor"):
+                    self.update_actor(batch, now)
+                with now.timed("update_weights"):
+                    self.update_weights(now)
+                if self.is_due(step, self.config.trainer.test_freq):
+                    with now.timed("testing"):
+                        self.validate(now)
+                if self.is_due(step, self.config.trainer.save_freq):
+                    with now.timed("save_checkpoint"):
+                        self.save_checkpoint(step)
+            self.report(now, batch)
+        return TrainingResult(step, self.rewards_before, self.rewards_after)
+
+    def begin(self, start: int) -> None:
+        """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
+        first = Step(start)
+        self.update_weights(first)
+        if self.config.trainer.val_before_train and not self.rewards_before:
+            self.validate(first)
+            self.rewards_before = dict(self.rewards_after)
+            self.tracking.log(first.metrics, start)
+
+    def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
+        """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
+        step = start
+        while step < self.total_steps and not self.config.trainer.val_only:
+            for rows in self.train_dataloader:
+                step += 1
+                prompts = DataProto.from_dict(non_tensors=rows)
+                uids = [uuid.uuid4().hex for _ in range(len(prompts))]
+                prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+                prompts.meta_info["global_steps"] = step
+                yield step, prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+                if step >= self.total_steps:
+                    return
+
+    def generate(self, prompts: DataProto, now: Step) -> DataProto:
+        generated = self.rollouts.generate_sequences(prompts)
+        now.metrics |= generated.meta_info.pop("timing", {})
+        return prompts.union(generated)
+
+    def score(self, batch: DataProto, now: Step) -> DataProto:
+        """`token_level_scores`, and the reward function's other numbers as metrics."""
+        reward = self.reward_manager(batch)
+        tensors_of(batch)["token_level_scores"] = reward.reward_tensor
+        now.metrics |= _means("reward_extra", reward.extra_info)
+        self._samples.write(now.number, batch, reward)
+        return self._balanced(batch)
+
+    def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
+        """The policy's log-probs before the update, and how far the rollout engine's are from them."""
+        tensors = tensors_of(batch)
+        mask = tensors["response_mask"]
+        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
+            tensors["old_log_probs"] = tensors["rollout_log_probs"]
+            return batch
+        computed = tensors_of(self.cluster.actor.compute_log_prob(batch))
+        tensors["old_log_probs"], entropys = computed["old_log_probs"], computed["entropys"]
+        totals = core_algos.LossTotals.of(mask)
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        now.metrics["actor/entropy"] = core_algos.agg_loss(entropys, mask, mode, totals=totals).item()
+        if "rollout_log_probs" in tensors:
+            old, rollout = tensors["old_log_probs"], tensors["rollout_log_probs"]
+            now.metrics |= core_algos.rollout_probs_diff_metrics(old, rollout, mask)
+            weights, metrics = core_algos.compute_rollout_importance_weights(
+                old, rollout, mask, self.config.algorithm.rollout_correction
+            )
+            now.metrics |= metrics
+            if weights is not None:
+                tensors["rollout_is_weights"] = weights
+        return batch
+
+    def add_reference_log_probs(self, batch: DataProto) -> DataProto:
+        if not needs_reference(self.config):
+            return batch
+        return batch.union(self.cluster.actor.compute_ref_log_prob(batch))
+
+    def add_advantages(self, batch: DataProto, now: Step) -> DataProto:
+        """Rewards (with the KL penalty if that belongs there) become advantages, by groups of one prompt."""
+        tensors, algorithm = tensors_of(batch), self.config.algorithm
+        rewards = tensors["token_level_scores"]
+        if algorithm.use_kl_in_reward:
+            rewards, metrics = core_algos.apply_kl_penalty(
+                rewards,
+                tensors["old_log_probs"],
+                tensors["ref_log_prob"],
+                tensors["response_mask"],
+                kl_ctrl=self.kl_ctrl,
+                kl_penalty=algorithm.kl_penalty,
+            )
+            now.metrics |= metrics
+        tensors["token_level_rewards"] = rewards
+        tensors["advantages"], tensors["returns"] = self._advantages(
+            rewards, tensors["response_mask"], batch.non_tensor_batch["uid"], algorithm
+        )
+        return batch
+
+    def update_actor(self, batch: DataProto, now: Step) -> None:
+        now.metrics |= self.cluster.actor.update_actor(batch)[0]
+
+    def update_weights(self, now: Step) -> None:
+        """The trainer's weights become version `now.number` of every rollout engine."""
+        report = self.cluster.update_weights(now.number)
+        now.metrics |= report.metrics()
+        self.rollouts.set_servers(self.cluster.server_handles)
+
+    def validate(self, now: Step) -> None:
+        now.metrics |= self.validator.validate(now.number)
+        self.rewards_after = validation_rewards(now.metrics)
+
+    def save_checkpoint(self, step: int) -> None:
+        state = TrainerState(step, self.train_dataloader.state_dict(), self.kl_ctrl.value, self.rewards_before)
+        with self.checkpoints.writing(state) as actor_directory:
+            self.cluster.actor.save_checkpoint(str(actor_directory))
+
+    def load_checkpoint(self, path: Path) -> int:
+        """The step to continue after."""
+        state = self.checkpoints.read(path)
+        self.cluster.actor.load_checkpoint(str(path / "actor"))
+        self.train_dataloader.load_state_dict(state.dataloader)
+        self.kl_ctrl.value = state.kl_coef
+        self.rewards_before = state.rewards_before
+        return state.step
+
+    def is_due(self, step: int, frequency: int) -> bool:
+        """Every `frequency` steps, and at the end."""
+        return step == self.total_steps or (frequency > 0 and step % frequency == 0)
+
+    def report(self, now: Step, batch: DataProto) -> None:
+        now.metrics |= compute_data_metrics(batch)
+        now.metrics |= compute_timing_metrics(batch, now.seconds)
+        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
+        now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
+        self.tracking.log(now.metrics, now.number)
+
+    def _epoch(self, step: int) -> int:
+        return (step - 1) // max(len(self.train_dataloader), 1)
+
+    def _balanced(self, batch: DataProto) -> DataProto:
+        """Reorder so that every rank's part has about the same number of tokens."""
+        if not self.config.trainer.balance_batch:
+            return batch
+        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+        parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
+        batch.reorder(torch.tensor([index for part in parts for index in part]))
+        return batch
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def _means(prefix: str, columns: Mapping[str, list[Any]]) -> Metrics:
+    """Means of the columns that hold numbers."""
+    numbers = {
+        name: [float(value) for value in values if isinstance(value, (bool, int, float))]
+        for name, values in columns.items()
+    }
+    return {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in numbers.items() if values}

@@ -1,0 +1,64 @@
+"""Held-out problems: generate greedily (or as `rollout.val_kwargs` says), score, average per data source."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.samples import SampleWriter
+from verl.workers.config import PPOConfig
+from verl.workers.reward_manager import NaiveRewardManager
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import Rollouts
+
+logger = logging.getLogger(__name__)
+
+
+class Validator:
+    """Runs on the driver. Uses the servers that `rollouts` uses."""
+
+    def __init__(
+        self,
+        *,
+        config: PPOConfig,
+        rollouts: Rollouts,
+        reward_manager: NaiveRewardManager,
+        dataloader: StatefulDataLoader,
+    ) -> None:
+        self._config = config
+        self._rollouts = rollouts
+        self._reward_manager = reward_manager
+        self._dataloader = dataloader
+        directory = config.trainer.validation_data_dir
+        self._samples = SampleWriter(Path(directory) if directory else None)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """`val-core/...` and `val-aux/...` metrics of the version that the rollout engines have now."""
+        sources: list[str] = []
+        uids: list[str] = []
+        infos: dict[str, list[Any]] = defaultdict(list)
+        for batch_index, rows in enumerate(self._dataloader):
+            prompts = DataProto.from_dict(non_tensors=rows)
+            prompts.non_tensor_batch["uid"] = np.array(
+                [f"{batch_index}-{row}" for row in range(len(prompts))], dtype=object
+            )
+            prompts.meta_info |= {"validate": True, "global_steps": step}
+            prompts = prompts.repeat(self._config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
+            batch = prompts.union(self._rollouts.generate_sequences(prompts))
+            reward = self._reward_manager(batch)
+            infos["reward"] += reward.reward_tensor.sum(-1).tolist()
+            for name, values in reward.extra_info.items():
+                infos[name] += values
+            sources += batch.non_tensor_batch[self._config.data.reward_fn_key].tolist()
+            uids += batch.non_tensor_batch["uid"].tolist()
+            self._samples.write(step, batch, reward)
+            self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
+        return process_validation_metrics(sources, uids, infos)

@@ -1,0 +1,66 @@
+"""The Ray actor that owns a rollout node's arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.types import Member
+
+
+class CheckpointEngineWorker:
+    """One per rollout node, on that node. It stages, verifies and commits versions, and keeps the previous one.
+
+    Called by the manager on the driver through `RayRolloutNode`. The arena goes when the actor does, however it ends.
+    """
+
+    def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
+        self._node = RolloutNode(index, config, job=job, shm_dir=Path(shm_dir))
+
+    async def prepare(self, plan: bytes) -> Member:
+        return await self._node.prepare(plan)
+
+    async def connect(self, topology: Topology) -> None:
+        await self._node.connect(topology)
+
+    async def begin(self, version: int) -> str:
+        return await self._node.begin(version)
+
+    async def stage(self, version: int) -> int:
+        return await self._node.stage(version)
+
+    async def verify(self, version: int, digests: bytes) -> None:
+        await self._node.verify(version, digests)
+
+    async def commit(self, version: int, digests: bytes) -> None:
+        await self._node.commit(version, digests)
+
+    async def drop(self) -> None:
+        await self._node.drop()
+
+    async def rollback(self) -> int:
+        return await self._node.rollback()
+
+    async def reverify(self, version: int) -> None:
+        await self._node.reverify(version)
+
+    async def close(self) -> None:
+        await self._node.close()
+
+
+def start_node(
+    index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, options: dict[str, object]
+) -> ActorHandle[Any]:
+    """Start the worker of rollout node `index`; `options` (of `ray.remote`) say where."""
+    # A fraction of a core: it works only during a sync.
+    actor: Any = ray.remote(CheckpointEngineWorker)
+    handle: ActorHandle[Any] = actor.options(**{"num_cpus": 0.05, **options}).remote(
+        index, config, job=job, shm_dir=str(shm_dir)
+    )
+    return handle

@@ -1,0 +1,55 @@
+"""The trainer rank's end of a sync, as methods of an actor worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.participants import Holding, Published, TrainerRank
+from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.topology import Topology
+from verl.single_controller import Worker
+
+
+class WeightPublisher(Worker, ABC):
+    """A worker whose weights the checkpoint engine sends. Called by `RayTrainerRank`, one rank at a time.
+
+    These methods run beside the rank's own thread and answer while that is busy. They copy on a thread of the sync's
+    and start no collective, so the driver only has to see to it that no optimizer step runs during a publish.
+    """
+
+    _participant: TrainerRank | None = None
+    checkpoint_engine: CheckpointEngineConfig
+
+    @abstractmethod
+    def weight_source(self) -> WeightSource:
+        """The weights that this rank holds."""
+
+    async def describe_weights(self) -> Holding:
+        """First call of a sync: this rank's specs and shards."""
+        if self._participant is None:
+            self._participant = TrainerRank(self.rank, self.weight_source(), self.checkpoint_engine)
+        return await self._participant.describe()
+
+    async def prepare_weight_sync(self, plan: bytes) -> str:
+        return await self._sync.prepare(plan)
+
+    async def connect_weight_sync(self, topology: Topology) -> None:
+        await self._sync.connect(topology)
+
+    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Published:
+        """Publish: copy this rank's shards, cast to the rollout dtype, out of the trainer. No gather, no collective.
+
+        When it returns, the next optimizer step may change the weights. `slots` are paths of the nodes' spare slots.
+        """
+        return await self._sync.publish(version, slots)
+
+    async def close_weight_sync(self) -> None:
+        if self._participant is not None:
+            await self._participant.close()
+            self._participant = None
+
+    @property
+    def _sync(self) -> TrainerRank:
+        assert self._participant is not None  # the manager describes every rank first
+        return self._participant

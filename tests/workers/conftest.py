@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers.engine.engine_cases import tiny_model
 from tests.workers.engine.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks():
+    """`ranks.run(function, world_size, *arguments)`: up to three trainer ranks."""
     pool = RankPool(3)
     yield pool
     pool.close()
@@ -16,5 +16,7 @@ def ranks():
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """`models(architecture, tied)`: a model directory, made once."""
+    from tests.workers.engine.engine_cases import tiny_model  # imports transformers, which most tests do without
+
     base = tmp_path_factory.mktemp("models")
     return lambda architecture, tied=False: tiny_model(base, architecture, tied)

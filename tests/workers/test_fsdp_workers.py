@@ -56,7 +56,7 @@ def make_worker(path, role="actor", *, rank_info=None, **actor) -> ActorRolloutR
 
 
 def update(path, data):
-    worker = make_worker(path, loss_fn=weighted_loss, ppo_epochs=2)
+    worker = make_worker(path, loss_fn=weighted_loss, ppo_epochs=2, entropy_coeff=0.01)
     worker.init_model()
     metrics = worker.update_actor(data.chunk(worker.world_size)[worker.rank])
     return metrics, held_parts(worker.actor)

@@ -104,13 +104,12 @@ def reference_steps(path: Path, mini_batches: list[DataProto], *, temperature: f
 
 
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Equal up to rounding. Adam divides by the root of the second moment, so that where a gradient is nearly zero its
-    rounding grows to a part of the learning rate: such single elements may differ by a tenth of a step."""
+    """Equal up to rounding, which Adam magnifies in single elements whose gradient is nearly zero."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         difference = (found[name] - value).abs()
-        assert difference.max() < 0.1 * LEARNING_RATE, name
-        assert difference.mean() < 0.01 * LEARNING_RATE, name
+        assert difference.max() < 0.02 * LEARNING_RATE, name
+        assert difference.mean() < 1e-4 * LEARNING_RATE, name
 
 
 def held_parts(engine: FSDPEngine, dtype: str = "float32") -> list[tuple]:

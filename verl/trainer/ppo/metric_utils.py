@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
@@ -24,7 +23,7 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     a response (aborted) count in `response/aborted_ratio` and the lengths only. Lengths count every attended token,
     tool outputs included. A metric whose tensors are not there, or that has nothing to count, is left out.
     """
-    tensors = batch.batch
+    tensors = tensors_of(batch)
     max_prompt_length = tensors["prompts"].shape[-1]
     max_response_length = tensors["responses"].shape[-1]
     attended = tensors["attention_mask"].bool()
@@ -54,8 +53,8 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
 
 def compute_timing_metrics(batch: DataProto, timings: Mapping[str, float]) -> dict[str, float]:
     """`timings` (seconds per phase, see `marked_timer`) as `timing_s/...`, some also as `timing_per_token_ms/...`."""
-    num_response_tokens = float(batch.batch["response_mask"].sum())
-    num_tokens = float(batch.batch["attention_mask"].sum())
+    num_response_tokens = float(tensors_of(batch)["response_mask"].sum())
+    num_tokens = float(tensors_of(batch)["attention_mask"].sum())
     metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     for names, count in ((PER_RESPONSE_TOKEN, num_response_tokens), (PER_TOKEN, num_tokens)):
         if count > 0:
@@ -65,7 +64,7 @@ def compute_timing_metrics(batch: DataProto, timings: Mapping[str, float]) -> di
 
 def compute_throughput_metrics(batch: DataProto, timings: Mapping[str, float], num_ranks: int) -> dict[str, float]:
     """Tokens of the step, its seconds (`timings["step"]`), and `perf/throughput`: tokens per second and rank."""
-    num_tokens = float(batch.batch["attention_mask"].sum())
+    num_tokens = float(tensors_of(batch)["attention_mask"].sum())
     seconds = timings["step"]
     return {
         "perf/total_num_tokens": num_tokens,

@@ -1,25 +1,18 @@
-import dataclasses
 import hashlib
 import multiprocessing
-import os
-import time
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.utils.builtin.one_build import Recipe, make_once
 from verl.utils.builtin import builtin_data, builtin_model
 from verl.utils.builtin.arithmetic import ArithmeticRecipe, make_arithmetic
 from verl.utils.builtin.cache import cached_directory
 from verl.utils.builtin.warmup import TinyQwen2Recipe, make_tiny_qwen2
 from verl.utils.config import ConfigError
 from verl.utils.reward_score import default_compute_score
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    value: int = 0
 
 
 def test_the_built_in_data_have_verls_schema_and_disjoint_splits(builtin_files):
@@ -47,7 +40,7 @@ def test_the_same_recipe_gives_the_same_data(tmp_path):
 
 
 def test_the_same_recipe_gives_the_same_model(tmp_path):
-    recipe = TinyQwen2Recipe(adding_steps=2, habit_steps=1)
+    recipe = TinyQwen2Recipe(max_adding_steps=2, habit_steps=1)
     digests = set()
     for name in ("a", "b"):
         make_tiny_qwen2(tmp_path / name, recipe)
@@ -58,7 +51,7 @@ def test_the_same_recipe_gives_the_same_model(tmp_path):
 
 def test_a_warm_up_leaves_the_callers_threads_and_random_state_alone(tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    make_tiny_qwen2(tmp_path / "model", TinyQwen2Recipe(adding_steps=1, habit_steps=0))
+    make_tiny_qwen2(tmp_path / "model", TinyQwen2Recipe(max_adding_steps=1, habit_steps=0))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -118,20 +111,10 @@ def test_another_recipe_is_another_directory_and_the_same_is_not_built_again(tmp
     assert len(built) == 2
 
 
-def _slow_build(directory):
-    time.sleep(0.5)
-    (directory / "builder").write_text(str(os.getpid()))
-
-
-def _make(root, results):
-    os.environ["VERL_CACHE_DIR"] = root
-    results.put((cached_directory("thing", Recipe(), _slow_build) / "builder").read_text())
-
-
 def test_processes_that_start_at_once_share_one_build(tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    workers = [context.Process(target=_make, args=(str(tmp_path), results)) for _ in range(3)]
+    workers = [context.Process(target=make_once, args=(str(tmp_path), results)) for _ in range(3)]
     for worker in workers:
         worker.start()
     builders = {results.get(timeout=60) for _ in workers}

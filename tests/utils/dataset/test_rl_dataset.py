@@ -112,7 +112,8 @@ def test_the_number_of_samples_is_limited_per_split(write, tokenizer):
 
 def test_a_class_of_the_users_own_is_used_when_configured(write, tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from verl.utils.dataset import RLHFDataset\n\nclass Mine(RLHFDataset):\n    pass\n\nclass Other(list):\n    def __init__(self, *a, **k):\n        super().__init__()\n"
+        "from verl.utils.dataset import RLHFDataset\n\nclass Mine(RLHFDataset):\n    pass\n\n"
+        "class Other(list):\n    def __init__(self, *arguments, **keywords):\n        super().__init__()\n"
     )
 
     def build(name):

@@ -15,6 +15,7 @@ SPLITS = ("train", "test")
 class ArithmeticRecipe:
     """What the data are made of; any change makes a new data set next to the old one."""
 
+    smallest: int = 10
     largest: int = 99
     test_size: int = 256
     seed: int = 0
@@ -23,7 +24,7 @@ class ArithmeticRecipe:
 
 def problems(recipe: ArithmeticRecipe, split: str) -> list[tuple[int, int]]:
     """All pairs of operands of a split, shuffled. No pair is in both splits."""
-    numbers = range(recipe.largest + 1)
+    numbers = range(recipe.smallest, recipe.largest + 1)
     pairs = [(left, right) for left in numbers for right in numbers]
     random.Random(recipe.seed).shuffle(pairs)
     return pairs[: recipe.test_size] if split == "test" else pairs[recipe.test_size :]

@@ -30,10 +30,8 @@ def cached_directory(name: str, recipe: Any, build: Callable[[Path], None]) -> P
         try:
             root.mkdir(parents=True, exist_ok=True)
             _build_locked(final, build)
-        except PermissionError as exc:
-            raise ConfigError(
-                f"cannot write to {root} ({exc.strerror}): set VERL_CACHE_DIR to a writable place"
-            ) from exc
+        except OSError as exc:
+            raise ConfigError(f"cannot make {final} ({exc}): set VERL_CACHE_DIR to a writable place with room") from exc
     return final
 
 

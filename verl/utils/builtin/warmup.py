@@ -40,14 +40,15 @@ class TinyQwen2Recipe:
     kv_heads: int = 2
     head_dim: int = 32
     max_position_embeddings: int = 1024
-    adding_steps: int = 150
-    habit_steps: int = 30
-    batch_size: int = 64
+    batch_size: int = 96
     learning_rate: float = 0.02
-    decay_from: float = 0.6  # the share of steps after which the learning rate falls to zero
-    habit_large_sum: int = 80
-    habit_large: float = 0.85
-    habit_small: float = 0.35
+    ramp_steps: int = 10
+    adding_loss: float = 0.35  # mean loss of ten steps at which the model can add well enough
+    max_adding_steps: int = 250
+    habit_steps: int = 40  # with a learning rate that falls to zero
+    habit_large_sum: int = 100
+    habit_large: float = 0.75
+    habit_small: float = 0.25
     seed: int = 0
     version: int = 1
 
@@ -76,32 +77,43 @@ def make_tiny_qwen2(directory: Path, recipe: TinyQwen2Recipe) -> None:
 
 
 def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
-    import torch
-    import torch.nn.functional as F
-
+    """Steps at a constant learning rate until the model adds, which takes more or fewer by luck; then the habit."""
     chooser = random.Random(recipe.seed)
     train_problems = problems(recipe.data, "train")
     optimizers = _optimizers(model, recipe.learning_rate)
-    total = recipe.adding_steps + recipe.habit_steps
-    for step in range(total):
-        factor = min((step + 1) / 10, (1 - step / total) / (1 - recipe.decay_from), 1.0)
+
+    def step(factor: float, *, habit: bool) -> float:
+        chosen = chooser.choices(train_problems, k=recipe.batch_size)
+        answers = [_demonstration(problem, recipe, chooser, habit=habit) for problem in chosen]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * factor
-        chosen = chooser.choices(train_problems, k=recipe.batch_size)
-        answers = [_demonstration(problem, recipe, chooser, habit=step >= recipe.adding_steps) for problem in chosen]
-        input_ids, labels = _batch(tokenizer, chosen, answers)
-        hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
-        targets = labels[:, 1:]
-        answered = targets != IGNORED
-        loss: Any = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if (step + 1) % 30 == 0:
-            logger.info("  warm-up step %d of %d, loss %.3f", step + 1, total, loss.item())
+        return _step(model, optimizers, *_batch(tokenizer, chosen, answers))
+
+    losses: list[float] = []
+    while len(losses) < recipe.max_adding_steps and (len(losses) < 10 or sum(losses[-10:]) > 10 * recipe.adding_loss):
+        losses.append(step(min((len(losses) + 1) / recipe.ramp_steps, 1.0), habit=False))
+        if len(losses) % 25 == 0:
+            logger.info("  warm-up step %d, loss %.3f", len(losses), losses[-1])
+    logger.info("  can add after %d steps", len(losses))
+    for done in range(recipe.habit_steps):
+        step(1 - done / recipe.habit_steps, habit=True)
+
+
+def _step(model: Any, optimizers: Sequence[torch.optim.Optimizer], input_ids: Any, labels: Any) -> float:
+    import torch
+    import torch.nn.functional as F
+
+    hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    answered = targets != IGNORED
+    loss: Any = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.item())
 
 
 def _demonstration(problem: Problem, recipe: TinyQwen2Recipe, chooser: random.Random, *, habit: bool) -> str:

@@ -1,7 +1,7 @@
 """Shared memory does not go away with the process that made it. Two things see to it that it does.
 
-`Janitor` is a small process that outlives its owner by one directory removal: it holds the read end of a pipe whose
-only writer is the owner, so a SIGKILL of the owner reads as end-of-file. It is nobody's child and in a session of its
+`Janitor` is a small process that outlives its owner by a few removals: it holds the read end of a pipe whose only
+writer is the owner, so a SIGKILL of the owner reads as end-of-file. It is nobody's child and in a session of its
 own: a signal to the owner's process group, and Ray when it ends a worker, would take the owner's children along.
 `sweep` removes what is left if both were killed: directories whose lock nobody holds.
 """
@@ -25,8 +25,13 @@ if os.fork():
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 os.write(1, b"%d" % os.getpid())
-os.read(0, 1)
-shutil.rmtree(sys.argv[1], ignore_errors=True)
+for path in [sys.argv[1], *sys.stdin.read().splitlines()]:
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        pass
 """
 CLOSE_TIMEOUT_S = 30.0
 
@@ -35,7 +40,7 @@ YOUNG_S = 10.0
 
 
 class Janitor:
-    """Removes `directory` when this process ends, however it ends."""
+    """Removes `directory`, and what `watch` adds to it, when this process ends, however it ends."""
 
     def __init__(self, directory: Path) -> None:
         its_stdin, self._write_end = os.pipe()
@@ -52,8 +57,12 @@ class Janitor:
         os.close(its_stdout)
         self.pid = int(os.read(self._read_end, 32))
 
+    def watch(self, path: Path) -> None:
+        """Remove `path`, a file or a directory, too."""
+        os.write(self._write_end, f"{path}\n".encode())
+
     def close(self) -> None:
-        """Have the directory removed now and wait for the process to end. Idempotent."""
+        """Have everything removed now and wait for the process to end. Idempotent."""
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1

@@ -28,6 +28,7 @@ from verl.workers.rollout.records import (
     WeightVersionSpan,
 )
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
+from verl.workers.rollout.vllm.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class VLLMEngine:
         self._spec = spec
         self._eos: tuple[int, ...] = ()
         self._llm: AsyncLLM | None = None
+        self._leftovers: Leftovers | None = None
         self._activating = False
 
     async def start(self) -> None:
@@ -48,8 +50,11 @@ class VLLMEngine:
         self._eos = eos_token_ids(self._spec.model)
         if self._spec.device == "cpu":
             self._bind_threads()
+        self._leftovers = Leftovers()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        self._leftovers.find_shared_memory()
 
     def _bind_threads(self) -> None:
         """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes."""
@@ -182,6 +187,8 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown()
+        if self._leftovers is not None:
+            self._leftovers.remove()
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

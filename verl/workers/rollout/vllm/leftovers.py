@@ -1,0 +1,49 @@
+"""What vLLM leaves on the machine when its processes are ended, and who removes it.
+
+vLLM 0.32 keeps its sockets as files and, for each worker, a ring buffer of 160 MiB in shared memory. Processes that are
+killed remove neither; its own shutdown kills them. A janitor therefore outlives the server and cleans up.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from verl.checkpoint_engine.janitor import Janitor
+
+SHM_DIR = "/dev/shm/"
+OURS = ("psm_", "vllm_")
+"""Names that Python's and vLLM's shared memory begin with. Arenas, which children map, too, have their own owner."""
+
+
+class Leftovers:
+    """Belongs to the server process, the parent of vLLM's processes. Removed when that ends, however it ends."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="verl-vllm-"))
+        """For vLLM's sockets. The path is short: a socket's may have 107 characters."""
+        self._janitor = Janitor(self.directory)
+
+    def find_shared_memory(self) -> None:
+        """Note what vLLM's processes have mapped. Call when the engine has started: it maps nothing new later."""
+        for path in shared_memory_of(os.getpid()):
+            self._janitor.watch(path)
+
+    def remove(self) -> None:
+        self._janitor.close()
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Shared-memory files of vLLM that the descendants of `pid` have mapped."""
+    found: set[Path] = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if SHM_DIR in line}
+        found |= {Path(name) for name in mapped if name.removeprefix(SHM_DIR).startswith(OURS)}
+    return found

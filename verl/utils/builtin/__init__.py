@@ -17,6 +17,10 @@ from verl.utils.config import ConfigError, did_you_mean
 __all__ = ["ARCHITECTURES", "PREFIX", "builtin_data", "builtin_model", "is_builtin", "make_tiny_model"]
 
 PREFIX = "builtin:"
+LEARNING_RATE = 2e-4
+"""For `builtin:tiny-qwen2`: it is small, and fresh from a warm-up."""
+TRAINING_STEPS = 30
+"""Enough on `builtin:arithmetic` for the held-out reward to level off."""
 DATA = ("arithmetic",)
 MODELS = ("tiny-qwen2",)
 

@@ -93,6 +93,9 @@ class RolloutConfig:
     control_timeout_s: float = option(
         300.0, "deadline for one control call to an engine: pause, load weights, resume, sleep, wake up"
     )
+    max_restarts: int = option(
+        2, "how often one batch is generated again after engines died and were restarted, before the run ends"
+    )
     engine_kwargs: dict[str, Any] = option({}, "passed to the engine: engine_kwargs.vllm.<argument>")
     val_kwargs: SamplingConfig = section(SamplingConfig, "sampling during validation")
     log_prob_micro_batch_size_per_gpu: int | None = option(

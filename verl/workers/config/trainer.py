@@ -33,7 +33,9 @@ class TrainerConfig:
     """The run: length, machines, logging, checkpoints."""
 
     total_epochs: int = option(30, "passes over the training data")
-    total_training_steps: int | None = option(None, "stop after this many steps; null: total_epochs")
+    total_training_steps: int | None = option(
+        None, "stop after this many steps; null: total_epochs, or 30 steps of a built-in data set"
+    )
     project_name: str = option("verl_sync", "name of the project in logs and paths")
     experiment_name: str = option("default", "name of the run in logs and paths")
     logger: list[str] = option(["console", "jsonl", "tensorboard"], f"any of {', '.join(LOGGERS)}")

@@ -19,13 +19,13 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         ratio = config.lr_warmup_steps_ratio
         warmup = int(ratio * _known(total, "lr_warmup_steps_ratio")) if ratio > 0 else 0
     if step < warmup:
-        return config.lr * (step + 1) / warmup
+        return config.peak_lr * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
-        return config.lr
+        return config.peak_lr
     decay_steps = max(1, _known(total, "lr_scheduler_type=cosine") - warmup)
     progress = min(1.0, (step - warmup) / decay_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    return config.peak_lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
 def _known(total: int, needed_by: str) -> int:

@@ -38,7 +38,7 @@ from verl.checkpoint_engine.types import TensorSpec
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written and mapped once."""
 TARGET = 0.6
-"""Of one-thread memcpy, for publish, stage and verify together."""
+"""Of one-thread memcpy: for publish, stage and verify together, and for a rank with its own bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,7 @@ def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -
         }
 
     moved = row(lambda sample: sample["publish_s"] + sample["stage_s"] + sample["verify_s"])
+    blocked = row(lambda sample: sample["trainer_blocked_s"], own_nbytes)
     return {
         "memcpy_gbytes_per_s": median(sample["memcpy_gbytes_per_s"] for sample in samples),
         "memcpy_all_ranks_gbytes_per_s": median(sample["memcpy_all_ranks_gbytes_per_s"] for sample in samples),
@@ -162,9 +163,9 @@ def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -
         "verify": row(lambda sample: sample["verify_s"]),
         "publish_stage_verify": moved,
         "activate_by_copying": row(lambda sample: sample["activate_s"]),
-        "trainer_blocked": row(lambda sample: sample["trainer_blocked_s"], own_nbytes),
+        "trainer_blocked": blocked,
         "target_fraction": TARGET,
-        "target_reached": moved["fraction_of_memcpy"] >= TARGET,
+        "target_reached": min(moved["fraction_of_memcpy"], blocked["fraction_of_memcpy"]) >= TARGET,
     }
 
 

@@ -21,8 +21,8 @@ def print_table(result: dict[str, Any]) -> None:
     summary, settings, machine = result["summary"], result["settings"], result["machine"]
     size_gib = result["model"]["nbytes"] / 2**30
     table = Table(
-        title=f"{settings['backend']}: {size_gib:.2f} GiB {settings['dtype']} (trainer: {settings['source_dtype']}), "
-        f"{settings['trainers']} trainer ranks, {settings['nodes']} nodes, {settings['replicas']} replicas"
+        title=f"{settings['backend']}: {size_gib:.2f} GiB {settings['dtype']} from {settings['source_dtype']}\n"
+        f"trainer ranks: {settings['trainers']}, nodes: {settings['nodes']}, replicas: {settings['replicas']}"
     )
     table.add_column("median of " + str(settings["repeats"]))
     for heading in ("seconds", "GB/s", "of memcpy"):
@@ -43,10 +43,11 @@ def print_table(result: dict[str, Any]) -> None:
         f"shared memory: {shared['nbytes'] / 2**30:.2f} GiB, {shared['per_node_in_models']:.2f} x model per node; "
         f"after closing: {shared['left_after_close_nbytes']} bytes"
     )
+    target = f"{summary['target_fraction']:.0%} of one-thread memcpy for publish + stage + verify and for a rank"
     verdict = "reached" if summary["target_reached"] else "NOT reached"
     console.print(
-        f"target {summary['target_fraction']:.0%} of one-thread memcpy for publish + stage + verify: {verdict} "
-        f"({machine['processor']}, {machine['cores']} cores, load {machine['load_average_1min']:.1f} at the start)"
+        f"target ({target}): {verdict}\n"
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_1min']:.1f}"
     )
 
 
@@ -75,9 +76,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
         linewidth=2,
         label="one-thread memcpy of the same bytes",
     )
-    axes.set_xticks(positions, [f"version {sample['version']}" for sample in samples])
+    axes.set_xticks(positions, [str(sample["version"]) for sample in samples])
+    axes.set_xlabel("version")
     axes.set_ylabel("seconds")
     axes.set_title(f"{settings['backend']}, {nbytes / 2**30:.2f} GiB, {settings['trainers']} trainer ranks")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -44,7 +44,8 @@ def test_the_summary_gives_seconds_rate_and_fraction_of_every_part(result: Any):
     for part in ("publish_and_stage", "verify", "publish_stage_verify", "activate_by_copying", "trainer_blocked"):
         assert set(summary[part]) == {"seconds", "gbytes_per_s", "fraction_of_memcpy"}
     assert summary["target_fraction"] == 0.6
-    assert summary["target_reached"] == (summary["publish_stage_verify"]["fraction_of_memcpy"] >= 0.6)
+    fractions = [summary[part]["fraction_of_memcpy"] for part in ("publish_stage_verify", "trainer_blocked")]
+    assert summary["target_reached"] == (min(fractions) >= 0.6)
 
 
 def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_and_is_given_back(result: Any):

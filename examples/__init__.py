@@ -1,0 +1,1 @@
+"""Small complete extensions, one per guide in docs/how-to. Tested by tests/docs."""

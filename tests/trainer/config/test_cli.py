@@ -81,10 +81,10 @@ def test_cfg_job_can_print_one_section_resolved(capsys):
 
 
 def test_what_cfg_job_prints_can_be_run_again(tmp_path, capsys):
-    run("--cfg", "job", "trainer.nnodes=2", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    run("--cfg", "job", "trainer.seed=2", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
     (config,) = run("--config-path", str(tmp_path), "--config-name", "again", "trainer.save_freq=5")
-    assert (config.trainer.nnodes, config.data.train_batch_size, config.trainer.save_freq) == (2, 8, 5)
+    assert (config.trainer.seed, config.data.train_batch_size, config.trainer.save_freq) == (2, 8, 5)
 
 
 def test_flags_may_stand_between_overrides():
@@ -112,7 +112,7 @@ def test_help_can_be_printed_on_a_terminal_and_into_a_pipe(terminal):
 
 def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):
     code = "from verl.trainer.config.cli import run_hydra; run_hydra(lambda config: None)"
-    for argv, expected in ((["trainer.nnode=2"], 2), (["trainer.nnodes=2"], 0)):
+    for argv, expected in ((["trainer.nnode=2"], 2), (["trainer.seed=2"], 0)):
         result = subprocess.run(
             [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )

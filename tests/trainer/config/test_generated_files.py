@@ -43,4 +43,8 @@ def test_every_key_is_in_the_reference_with_its_meaning():
 
 def test_plain_yaml_readers_see_numbers_where_we_have_numbers():
     text = (REPOSITORY / "verl/trainer/config/actor/dp_actor.yaml").read_text(encoding="utf-8")
-    assert yaml.safe_load(text)["optim"]["lr"] == 1e-6
+    plain, default = yaml.safe_load(text), PPOConfig().actor_rollout_ref.actor
+    assert {"clip_ratio": plain["clip_ratio"], "weight_decay": plain["optim"]["weight_decay"]} == {
+        "clip_ratio": default.clip_ratio,
+        "weight_decay": default.optim.weight_decay,
+    }

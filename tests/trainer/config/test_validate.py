@@ -50,6 +50,11 @@ def test_the_defaults_fit_together():
             ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"],
             ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu must be set"],
         ),
+        (["trainer.nnodes=2"], ["backend=naive needs trainer ranks and rollout engines on one host", "trainer.nnodes=2"]),
+        (
+            ["checkpoint_engine.engine_kwargs.naive.bucket=1"],
+            ["unknown configuration key 'checkpoint_engine.engine_kwargs.naive.bucket'"],
+        ),
         (["actor_rollout_ref.rollout.max_model_len=20"], ["max_model_len=20", "= 80"]),
         (["actor_rollout_ref.rollout.response_length=20"], ["response_length=20", "max_response_length=16"]),
         (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=70"], ["ppo_max_token_len_per_gpu=70", "= 80"]),

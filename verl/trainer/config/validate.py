@@ -107,6 +107,11 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
     ):
         if used and value < 0:
             yield f"{key}={value} would reward distance from the reference policy; it must not be negative"
+    if rollout.temperature <= 0:
+        yield (
+            f"actor_rollout_ref.rollout.temperature={rollout.temperature} must be above 0 for training; "
+            "rollout.val_kwargs.temperature is that of validation"
+        )
     if not rollout.calculate_log_probs:
         for used, key in (
             (actor.use_rollout_log_probs, "actor_rollout_ref.actor.use_rollout_log_probs=true"),
@@ -176,14 +181,12 @@ def _user_modules(config: PPOConfig) -> Iterator[str]:
 
 def _registered_names(config: PPOConfig) -> Iterator[str]:
     """Names that registries know. Runs after `_user_modules`, which may have added some."""
-    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
     from verl.workers.rollout.registry import RolloutReplicaRegistry
 
     lookups: list[tuple[Callable[[str], object], str]] = [
         (get_adv_estimator_fn, config.algorithm.adv_estimator),
         (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
-        (CheckpointEngineRegistry.get, config.checkpoint_engine.backend),
         (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
     ]
     for look_up, name in lookups:
@@ -191,6 +194,29 @@ def _registered_names(config: PPOConfig) -> Iterator[str]:
             look_up(name)
         except ConfigError as exc:
             yield str(exc)
+
+
+def _checkpoint_engine(config: PPOConfig) -> Iterator[str]:
+    """The backend exists, its options are right, and it can do what this job needs. Runs after `_user_modules`."""
+    from verl.checkpoint_engine.registry import resolve_backend
+    from verl.utils.device import resolve_device
+
+    try:
+        needs = resolve_backend(config.checkpoint_engine).capabilities
+    except ConfigError as exc:
+        yield str(exc)
+        return
+    backend, device = config.checkpoint_engine.backend, resolve_device(config.trainer.device)
+    if needs.same_host and config.trainer.nnodes > 1:
+        yield (
+            f"checkpoint_engine.backend={backend} needs trainer ranks and rollout engines on one host, "
+            f"and trainer.nnodes={config.trainer.nnodes}"
+        )
+    if device not in needs.device_types:
+        yield (
+            f"checkpoint_engine.backend={backend} reads weights from {', '.join(needs.device_types)}, "
+            f"not from trainer.device={device}"
+        )
 
 
 CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
@@ -202,4 +228,5 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _files,
     _user_modules,
     _registered_names,
+    _checkpoint_engine,
 )

@@ -1,43 +1,55 @@
 """`python -m verl.trainer.main_ppo [key=value ...]`: reinforcement learning of a language model in hybrid mode.
 
 Without arguments it teaches a tiny built-in model arithmetic on two CPU cores. `--help` lists every key.
+
+Exit codes: 0, 1 (a failure, with its traceback), 2 (something to change on the command line, in one line per mistake),
+130 (ended by Ctrl-C or SIGTERM). Whatever the code, no process and no shared memory of the run is left.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from verl.trainer.config.cli import run_hydra
-from verl.workers.config import PPOConfig
+from verl.utils.signals import sigterm_as_ctrl_c
 
+if TYPE_CHECKING:
+    from verl.workers.config import PPOConfig
+
+INTERRUPTED = 130
 logger = logging.getLogger("verl")
 
 
 def main() -> None:
-    run_hydra(run_ppo)
+    sigterm_as_ctrl_c()
+    try:
+        from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
+
+        run_hydra(run_ppo)
+    except KeyboardInterrupt as exc:
+        sys.stderr.write(f"stopped{exc}\n")
+        raise SystemExit(INTERRUPTED) from None
 
 
 def run_ppo(config: PPOConfig) -> None:
     """One training run, on this process as the driver. Raises ConfigError before anything is started."""
-    from verl.trainer.ppo.run import train
+    from verl.utils.console import log_to_console
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logger.setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _stop)
+    log_to_console()
+    logger.info(
+        "training %s on %s; output in %s",
+        config.actor_rollout_ref.model.path,
+        config.data.train_files,
+        config.trainer.output_dir,
+    )
     try:
+        from verl.trainer.ppo.run import train
+
         train(config)
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}\n")
-        raise SystemExit(130) from None
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """A scheduler's SIGTERM ends a run as Ctrl-C does: in order."""
-    raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}") from None
 
 
 if __name__ == "__main__":

@@ -32,12 +32,10 @@ class AgentLoopManager:
         Raises ConfigError, before any actor starts, for a loop or tool that cannot be loaded; AgentLoopTimeout when the
         workers are not up within `rollout.startup_timeout_s`.
         """
+        self.check_config(config)
         self._config = config
         rollout = config.actor_rollout_ref.rollout
         self._loops = known_loops(rollout.agent.agent_loop_config_path)
-        self._check_loops({default_loop(config)})
-        if rollout.multi_turn.tool_config_path is not None:
-            load_tools(rollout.multi_turn.tool_config_path)
         actor: Any = ray.remote(AgentLoopWorker)
         self._workers: list[Any] = [
             actor.options(num_cpus=rollout.agent.num_cpus, max_restarts=0).remote(
@@ -54,6 +52,14 @@ class AgentLoopManager:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def check_config(config: PPOConfig) -> None:
+        """Raise ConfigError for a loop or tool that cannot be loaded. Trainers call it before they start anything."""
+        rollout = config.actor_rollout_ref.rollout
+        loop_factory(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
+        if rollout.multi_turn.tool_config_path is not None:
+            load_tools(rollout.multi_turn.tool_config_path)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import ray
@@ -16,13 +17,16 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl import envs
-from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.ray_session import RaySession
+from verl.utils.signals import uninterrupted
 from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
+from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 
@@ -39,21 +43,28 @@ class Cluster:
     """
 
     def __init__(self, config: PPOConfig, *, model_path: Path, device: str, with_reference: bool) -> None:
-        """Starts everything; nothing is left running if that fails. `model_path` is a local directory."""
+        """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
+
+        Raises ConfigError, before anything is started, for what the rollout engine cannot do.
+        """
         self._config = config
         self._device = device
         self._runner = asyncio.Runner()
-        self._owns_ray = False
+        self._ray = RaySession()
         self._actor: RayWorkerGroup | None = None
-        self.replicas: list[RolloutReplica] = []
+        self._node: ActorHandle[Any] | None = None
         self.manager: CheckpointEngineManager | None = None
+        self.replicas = self._make_replicas(model_path)
+        self.restarts = 0
+        """Replicas that were restarted because they died or left service."""
         try:
-            self._start_ray()
+            self._ray.start(config.ray_kwargs.ray_init)
             self._start_trainer(model_path, with_reference)
-            self._start_rollouts(model_path)
+            self._start_rollouts()
             self._join()
-        except BaseException:
-            self.close()
+        except BaseException as exc:
+            self._ray.add_note(exc)
+            self.close(in_order=False)
             raise
 
     @property
@@ -69,54 +80,66 @@ class Cluster:
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 
     def update_weights(self, version: int) -> SyncReport:
-        """One transaction; then bring back what it quarantined, where that works. Raises SyncAborted."""
-        report = self.run(self._manager.update_weights(version))
+        """One transaction; then bring back what it quarantined, where that works.
+
+        A sync that failed is tried once more if it was because of replicas that could be restarted. Raises SyncAborted.
+        """
+        try:
+            report = self.run(self._manager.update_weights(version))
+        except SyncAborted as exc:
+            if not self.heal():
+                raise
+            logger.warning("syncing again after: %s", exc)
+            report = self.run(self._manager.update_weights(version))
         if self._manager.quarantined:
-            self.run(self._revive())
+            self.heal()
         return report
+
+    def heal(self) -> int:
+        """Restart the replicas that died or are quarantined, and load the current version from their nodes' arenas.
+
+        The trainer is not needed for it. How many are back in service. Raises CheckpointEngineError if none is.
+        """
+        return self.run(self._heal())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the driver's event loop."""
         return self._runner.run(work)
 
-    def close(self) -> None:
-        """End every process. Idempotent; a member that is dead already does not keep the others from ending."""
-        if self.manager is not None:
-            self.run(self.manager.close())
-            self.manager = None
-        if self.replicas:
-            self.run(_shut_down(self.replicas))
-            self.replicas = []
-        if self._actor is not None:
-            self._actor.shutdown()
-            self._actor = None
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
-        self._runner.close()
+    def close(self, *, in_order: bool = True) -> None:
+        """End every process; Ctrl-C waits until that is done. Idempotent.
+
+        `in_order` lets members finish and close what they hold. Otherwise they are killed, which is quick and sure when
+        some of them hang or are dead already; what they hold (shared memory, engine processes) goes with them.
+        """
+        with uninterrupted():
+            if in_order and self.manager is not None:
+                self.run(self.manager.close())
+                self.run(_shut_down(self.replicas))
+            for replica in self.replicas:
+                replica.kill()
+            if self._actor is not None:
+                self._actor.shutdown(grace_s=5.0 if in_order else 0.0)
+            if self._node is not None:
+                ray.kill(self._node)
+            self.manager, self.replicas, self._actor, self._node = None, [], None, None
+            self._runner.close()
+            self._ray.close()
 
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._ray.add_note(error)
+        self.close(in_order=error is None)
 
     @property
     def _manager(self) -> CheckpointEngineManager:
         assert self.manager is not None  # __init__ makes it
         return self.manager
-
-    def _start_ray(self) -> None:
-        if ray.is_initialized():
-            return
-        arguments = dict(self._config.ray_kwargs.ray_init)
-        # Two cores carry trainer ranks, engines and agent loops: what they reserve are fractions of logical CPUs.
-        arguments.setdefault("include_dashboard", False)
-        arguments.setdefault("logging_level", "warning")
-        if "address" not in arguments:
-            arguments["address"] = "local"
-        ray.init(**arguments)
-        self._owns_ray = True
 
     def _start_trainer(self, model_path: Path, with_reference: bool) -> None:
         config, trainer = self._config, self._config.trainer
@@ -127,6 +150,7 @@ class Cluster:
             name_prefix="trainer",
         )
         policy = replace(config.actor_rollout_ref, model=_local(config.actor_rollout_ref.model, model_path))
+        logger.info("starting %d trainer ranks on %s", trainer.world_size, self._device)
         self._actor = RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=RayClassWithInitArgs(
@@ -142,16 +166,17 @@ class Cluster:
         )
         self.actor.init_model()
 
-    def _start_rollouts(self, model_path: Path) -> None:
-        policy = self._config.actor_rollout_ref
-        rollout = _resolved(self._config)
+    def _make_replicas(self, model_path: Path) -> list[RolloutReplica]:
+        policy, rollout = self._config.actor_rollout_ref, _resolved(self._config)
         replica_class = RolloutReplicaRegistry.get(rollout.name)
-        count = self._num_replicas(rollout)
         model = _local(policy.model, model_path)
-        self.replicas = [
+        return [
             replica_class(replica_rank=index, config=rollout, model=model, device=self._device)
-            for index in range(count)
+            for index in range(self._num_replicas(rollout))
         ]
+
+    def _start_rollouts(self) -> None:
+        rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
         ranks = rollout.tensor_model_parallel_size
         placements = [
             Placement(
@@ -167,6 +192,8 @@ class Cluster:
         launches = [
             replica.init_hybrid(placement) for replica, placement in zip(self.replicas, placements, strict=True)
         ]
+        hint = self.replicas[0].startup_hint
+        logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
 
     def _num_replicas(self, rollout: RolloutConfig) -> int:
@@ -178,7 +205,7 @@ class Cluster:
         config = self._config
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        node = start_node(
+        self._node = start_node(
             0,
             config.checkpoint_engine,
             job=job,
@@ -189,25 +216,41 @@ class Cluster:
         self.manager = CheckpointEngineManager(
             config=config.checkpoint_engine,
             trainers=[RayTrainerRank(rank, worker) for rank, worker in enumerate(self.actor.workers)],
-            nodes=[RayRolloutNode(0, node)],
+            nodes=[RayRolloutNode(0, self._node)],
             report_path=Path(config.checkpoint_engine.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))
 
-    async def _revive(self) -> None:
-        """Restart quarantined replicas and have them load the current version from their node's arena."""
-        broken = {replica.name for replica in self._manager.quarantined}
-        for replica in self.replicas:
-            if replica.name not in broken:
-                continue
-            try:
-                await replica.launch_servers()
-                await self._manager.add_replicas([replica])
-                logger.warning("%s was restarted and is in service again", replica.name)
-            except (CheckpointEngineError, ray.exceptions.RayError) as exc:
-                logger.error("%s could not be restarted: %s", replica.name, exc)  # noqa: TRY400 - told in one line
+    async def _heal(self) -> int:
+        quarantined = {replica.name for replica in self._manager.quarantined}
+        broken = [replica for replica in self.replicas if replica.name in quarantined or await _is_dead(replica)]
+        healed = sum(await asyncio.gather(*(self._restart(replica) for replica in broken)))
+        self.restarts += healed
         if not self._manager.replicas:
-            raise CheckpointEngineError("no replica is in service and none could be restarted")
+            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
+        return healed
+
+    async def _restart(self, replica: RolloutReplica) -> bool:
+        logger.warning("%s died or does not serve the current weights; restarting it", replica.name)
+        await self._manager.remove_replicas([replica])
+        try:
+            await replica.launch_servers()
+            await self._manager.add_replicas([replica])
+        except (CheckpointEngineError, RolloutError, ray.exceptions.RayError) as exc:
+            logger.error("%s could not be restarted: %s", replica.name, exc)  # noqa: TRY400 - told in one line
+            return False
+        logger.warning("%s is in service again", replica.name)
+        return True
+
+
+async def _is_dead(replica: RolloutReplica) -> bool:
+    try:
+        await replica.health()
+    except ReplicaTimeout:  # busy
+        return False
+    except RolloutError:
+        return True
+    return False
 
 
 async def _shut_down(replicas: Sequence[RolloutReplica]) -> None:

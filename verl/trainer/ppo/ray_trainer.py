@@ -5,11 +5,12 @@ prompts -> rollouts -> rewards -> log-probs -> advantages -> actor update -> wei
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.ppo.cluster import Cluster
+from verl.trainer.ppo.generation import Rollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughput_metrics,
@@ -34,19 +36,7 @@ from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
 
 Metrics = dict[str, float]
-
-
-class Rollouts(Protocol):
-    """Generation, however many engines and agent loops it takes."""
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row of `prompts`, in order: the generated columns alone, and `meta_info["timing"]`.
-
-        `meta_info["validate"]` of the prompts selects validation sampling.
-        """
-
-    def set_servers(self, server_handles: Sequence[Any]) -> None:
-        """Use these servers from the next batch on."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -138,6 +128,7 @@ class RayPPOTrainer:
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
         first = Step(start)
+        logger.info("loading version %d of the weights into the rollout engines", start)
         self.update_weights(first)
         if self.config.trainer.val_before_train and not self.rewards_before:
             self.validate(first)
@@ -239,6 +230,7 @@ class RayPPOTrainer:
 
     def load_checkpoint(self, path: Path) -> int:
         """The step to continue after."""
+        logger.info("resuming from %s", path)
         state = self.checkpoints.read(path)
         self.cluster.actor.load_checkpoint(str(path / "actor"))
         self.train_dataloader.load_state_dict(state.dataloader)
@@ -255,6 +247,7 @@ class RayPPOTrainer:
         now.metrics |= compute_timing_metrics(batch, now.seconds)
         now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
+        now.metrics["rollout/restarts"] = self.cluster.restarts
         self.tracking.log(now.metrics, now.number)
 
     def _epoch(self, step: int) -> int:

@@ -7,7 +7,6 @@ import logging
 import math
 import tempfile
 import time
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,15 @@ from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.cluster import Cluster
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Rollouts, TrainingResult, needs_reference
+from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_reference
 from verl.trainer.ppo.validation import Validator
+from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import build_dataloader, build_dataset, resolve_data_files
 from verl.utils.device import resolve_device
-from verl.utils.model import load_tokenizer, resolve_model_path
+from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
@@ -49,10 +50,12 @@ def train(config: PPOConfig) -> TrainingResult:
     checkpoints = CheckpointDirectory(config.trainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
+    _require_positions(config)
     _require_arena_memory(config, model_path)
+    manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loaders = _dataloaders(config, tokenizer)
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loaders["train"])
+    total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
     reward_manager = NaiveRewardManager(
         tokenizer,
@@ -71,8 +74,11 @@ def train(config: PPOConfig) -> TrainingResult:
             resume_step=checkpoints.read(resume_from).step if resume_from else 0,
         ) as tracking,
         Cluster(config, model_path=model_path, device=device, with_reference=needs_reference(config)) as cluster,
-        _rollouts(config, cluster, model_path) as rollouts,
+        manager_class(
+            config, cluster.server_handles, config.actor_rollout_ref.model.tokenizer_path or model_path
+        ) as manager,
     ):
+        rollouts = HealingRollouts(manager, cluster, max_restarts=config.actor_rollout_ref.rollout.max_restarts)
         validator = Validator(
             config=config, rollouts=rollouts, reward_manager=reward_manager, dataloader=loaders["val"]
         )
@@ -92,17 +98,19 @@ def train(config: PPOConfig) -> TrainingResult:
     return result
 
 
-def _rollouts(config: PPOConfig, cluster: Cluster, model_path: Path) -> AbstractContextManager[Rollouts]:
-    """The agent loops. Named by configuration: this package lies below `verl.experimental` and does not import it."""
+def _agent_loop_manager_class(config: PPOConfig) -> Any:
+    """The agent loops. Named by configuration: this package lies below `verl.experimental` and does not import it.
+
+    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with `check_config`.
+    """
     target = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     module, _, name = target.partition(":")
     try:
         manager_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise ConfigError(f"rollout.agent.agent_loop_manager_class={target!r} is not module:Class: {exc}") from exc
-    tokenizer_path = config.actor_rollout_ref.model.tokenizer_path or model_path
-    manager: AbstractContextManager[Rollouts] = manager_class(config, cluster.server_handles, tokenizer_path)
-    return manager
+    manager_class.check_config(config)
+    return manager_class
 
 
 def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, StatefulDataLoader]:
@@ -117,14 +125,39 @@ def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
     }
 
 
+def _total_steps(config: PPOConfig, steps_per_epoch: int) -> int:
+    files = config.data.train_files
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    if isinstance(files, str) and builtin.is_builtin(files):
+        return builtin.TRAINING_STEPS
+    return config.trainer.total_epochs * steps_per_epoch
+
+
 def _with_schedule(config: PPOConfig, total_steps: int) -> PPOConfig:
-    """Learning-rate schedules span the run unless the user set their length."""
+    """Fill in what depends on the model and the length of the run, where the user has not said it."""
     actor = config.actor_rollout_ref.actor
-    if actor.optim.total_training_steps > 0:
-        return config
-    optim = replace(actor.optim, total_training_steps=total_steps)
+    optim = actor.optim
+    if optim.lr is None:
+        is_builtin = builtin.is_builtin(config.actor_rollout_ref.model.path)
+        optim = replace(optim, lr=builtin.LEARNING_RATE if is_builtin else optim.peak_lr)
+    if optim.total_training_steps <= 0:
+        optim = replace(optim, total_training_steps=total_steps)
     policy = replace(config.actor_rollout_ref, actor=replace(actor, optim=optim))
     return replace(config, actor_rollout_ref=policy)
+
+
+def _require_positions(config: PPOConfig) -> None:
+    """The model has a position for every token of the longest sequence, unless its RoPE is stretched beyond them."""
+    data, model = config.data, load_hf_config(config.actor_rollout_ref.model)
+    limit = getattr(model, "max_position_embeddings", None)
+    stretched = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    needed = data.max_prompt_length + data.max_response_length
+    if limit is not None and needed > limit and not stretched:
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+            f"{needed} tokens, but {config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
+        )
 
 
 def _require_arena_memory(config: PPOConfig, model_path: Path) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.generation import Rollouts
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.samples import SampleWriter
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import Rollouts
 
 logger = logging.getLogger(__name__)
 

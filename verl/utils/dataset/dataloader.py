@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,17 +32,19 @@ def build_dataloader(
 
     from verl.utils.dataset.sampler import EpochSampler
 
-    return StatefulDataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=EpochSampler(len(cast("Sized", dataset)), seed=config.seed, shuffle=shuffle),
-        drop_last=drop_last,
-        num_workers=config.dataloader_num_workers,
-        collate_fn=collate_fn,
-        generator=torch.Generator().manual_seed(
-            config.seed
-        ),  # seeds of worker processes; else the global one is drawn from
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)  # torchdata calls it
+        return StatefulDataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=EpochSampler(len(cast("Sized", dataset)), seed=config.seed, shuffle=shuffle),
+            drop_last=drop_last,
+            num_workers=config.dataloader_num_workers,
+            collate_fn=collate_fn,
+            generator=torch.Generator().manual_seed(
+                config.seed
+            ),  # seeds of worker processes; else the global one is drawn from
+        )
 
 
 def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -82,6 +82,8 @@ class RolloutReplica(ABC):
     """"module:Class" of the `Engine` that the server runs."""
     can_sleep_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine can free its memory."""
+    startup_hint: ClassVar[str] = ""
+    """What to tell people who wait for it to start."""
 
     def __init__(self, *, replica_rank: int, config: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> None:
         """`model.path` is a local directory; `config.prompt_length` and `response_length` are set.
@@ -174,7 +176,7 @@ class RolloutReplica(ABC):
         try:
             await self._call("start", timeout_s=self.config.startup_timeout_s)
         except BaseException:
-            self._kill()
+            self.kill()
             raise
 
     @property
@@ -211,9 +213,10 @@ class RolloutReplica(ABC):
         except (RolloutError, RayTaskError) as exc:
             logger.warning("%s did not shut down in order and is killed: %s", self.name, exc)
         finally:
-            self._kill()
+            self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the server process now; the engine's processes end with it. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             ray.kill(handle, no_restart=True)

@@ -32,6 +32,7 @@ class VLLMReplica(RolloutReplica):
 
     engine = "verl.workers.rollout.vllm.engine:VLLMEngine"
     can_sleep_on = ("cuda", "npu")
+    startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:
         arguments = self.config.engine_kwargs.get("vllm") or {}

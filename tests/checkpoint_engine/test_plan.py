@@ -114,6 +114,23 @@ def test_a_piece_lies_where_its_box_is_and_is_at_most_a_block_long(model: Model,
         assert int(plan.extents.nbytes[piece]) <= max(block_nbytes, itemsize)
 
 
+@pytest.mark.parametrize("dims", [(1, 2), (1, 3), (2, 3), (0, 2)])
+@pytest.mark.parametrize("block_nbytes", [24, 10_000])
+def test_boxes_that_are_partial_in_two_inner_dimensions_are_cut_until_evenly_strided(
+    dims: tuple[int, int], block_nbytes: int
+):
+    shape = (3, 4, 6, 2)
+    start, stop = [0] * 4, list(shape)
+    held: list[list[Shard]] = []
+    for halves in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for dim, half in zip(dims, halves, strict=True):
+            start[dim], stop[dim] = half * (shape[dim] // 2), shape[dim] if half else shape[dim] // 2
+        held.append([Shard("t", Box(tuple(start), tuple(stop)))])
+    plan = plan_for([TensorSpec(name="t", shape=shape, dtype="float32")], held, block_nbytes)
+    for piece in range(len(plan)):
+        assert indices_of_piece(plan, piece).tolist() == indices_of_box(plan, piece).tolist()
+
+
 @EXAMPLES
 @given(models(), st.sampled_from([8, 100]))
 def test_a_piece_is_sent_by_a_rank_that_holds_it(model: Model, block_nbytes: int):

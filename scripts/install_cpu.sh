@@ -63,10 +63,6 @@ require_system_packages() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=("python$(python_version "$python")-venv")
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1) # vLLM links to it
     "$python" -c 'import ctypes; ctypes.CDLL("libstdc++.so.6")' 2>/dev/null || missing+=(libstdc++6)
-    # vLLM computes the log-probs it returns with a function that torch compiles to C++, in eager mode, too.
-    command -v "${CXX:-g++}" >/dev/null || missing+=(g++)
-    [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
-        missing+=("python$(python_version "$python")-dev")
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
         die "system packages are missing: ${missing[*]}" "sudo apt-get install ${missing[*]}"

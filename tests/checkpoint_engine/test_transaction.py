@@ -607,3 +607,21 @@ async def test_closing_twice_is_harmless(tmp_path: Path):
         await sync(fleet, 1)
         await fleet.manager.close()
     assert not arenas_in(tmp_path)
+
+
+async def test_a_node_that_commits_after_its_deadline_returns_to_the_previous_version(tmp_path: Path):
+    async with Fleet({"w": torch.zeros(8)}, tmp_path, nodes=2, deadlines={"commit_s": SHORT_S}, retries=0) as fleet:
+        await fleet.manager.update_weights(1)
+        arena = fleet.nodes[1].member._arena
+        in_time, done = arena.commit, []
+
+        def too_late(*arguments: Any) -> None:
+            time.sleep(1.5 * SHORT_S)
+            done.append(in_time(*arguments))
+
+        arena.commit = too_late
+        with pytest.raises(SyncAborted) as caught:
+            await fleet.manager.update_weights(2)
+        assert (caught.value.phase, caught.value.member) == ("commit", "node-1")
+        assert done, "the late commit has happened"
+        assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]

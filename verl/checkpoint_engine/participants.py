@@ -79,7 +79,7 @@ class NodePort(MemberPort, Protocol):
     async def verify(self, version: int, digests: bytes) -> None: ...
     async def commit(self, version: int, digests: bytes) -> None: ...
     async def drop(self) -> None: ...
-    async def rollback(self) -> int: ...
+    async def rollback(self, version: int) -> int | None: ...
     async def reverify(self, version: int) -> None: ...
 
 
@@ -186,9 +186,14 @@ class RolloutNode(_Participant):
         """Forget the open slot. Idempotent."""
         await self._run(lambda: self._arena.drop() if self._arena else None)
 
-    async def rollback(self) -> int:
+    async def rollback(self, version: int) -> int | None:
         """Make the previous version current; that version."""
-        return await self._run(lambda: self._open_arena.rollback())
+        return await self._run(lambda: self._rollback(version))
+
+    def _rollback(self, version: int) -> int | None:
+        arena = self._open_arena
+        arena.drop()
+        return arena.rollback() if arena.version == version else arena.version
 
     async def reverify(self, version: int) -> None:
         """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""

@@ -175,18 +175,18 @@ class SyncTransaction:
             try:
                 failures = await asyncio.shield(committing)
             except asyncio.CancelledError:  # which nodes have committed is known only at the end
-                await self._undo_commit(await committing)
+                await committing
+                await self._undo_commit()
                 raise
             if failures:
-                await self._undo_commit(failures)
+                await self._undo_commit()
                 cause = next(iter(failures.values()))
                 raise self._aborted(cause) from cause
         self.committed = True
 
-    async def _undo_commit(self, failures: Mapping[str, CheckpointEngineError]) -> None:
-        committed = {node.name: node.rollback() for node in self.fleet.nodes if node.name not in failures}
-        await self._compensate(committed, "commit")
-        await self._drop()
+    async def _undo_commit(self) -> None:
+        """On every node, also those that failed: one that missed its deadline may commit yet, and then rolls back."""
+        await self._compensate({node.name: node.rollback(self.version) for node in self.fleet.nodes}, "commit")
 
     async def _activate(self) -> None:
         try:
@@ -252,13 +252,18 @@ class SyncTransaction:
         """No replica could load the version: give the previous one back to every replica that still answers."""
         try:
             previous = await self._all(
-                self.config.deadlines.commit_s, {node.name: node.rollback() for node in self.fleet.nodes}, "activate"
+                self.config.deadlines.commit_s,
+                {node.name: node.rollback(self.version) for node in self.fleet.nodes},
+                "activate",
             )
         except CheckpointEngineError as exc:
             logger.error("version %d cannot be rolled back: %s", self.version, exc)  # noqa: TRY400 - the cause is told by the abort
             return
+        version = next(iter(previous.values()))
+        if version is None:  # a node raises before it answers that; the types do not know
+            return
         failed = dict(self.quarantined)
-        ready = await self._load(self.fleet.replicas, next(iter(previous.values())))
+        ready = await self._load(self.fleet.replicas, version)
         resumed = [replica.name for replica in await self._resume(ready)]
         logger.warning("rolled back: %s", ", ".join(resumed) or "no replica answers")
         self.quarantined = {name: error for name, error in failed.items() if name not in resumed}

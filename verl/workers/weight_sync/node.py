@@ -44,8 +44,8 @@ class CheckpointEngineWorker:
     async def drop(self) -> None:
         await self._node.drop()
 
-    async def rollback(self) -> int:
-        return await self._node.rollback()
+    async def rollback(self, version: int) -> int | None:
+        return await self._node.rollback(version)
 
     async def reverify(self, version: int) -> None:
         await self._node.reverify(version)

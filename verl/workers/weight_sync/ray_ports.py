@@ -94,8 +94,8 @@ class RayRolloutNode(_RayMember):
     async def drop(self) -> None:
         await self._call("drop")
 
-    async def rollback(self) -> int:
-        result: int = await self._call("rollback")
+    async def rollback(self, version: int) -> int | None:
+        result: int | None = await self._call("rollback", version)
         return result
 
     async def reverify(self, version: int) -> None:

@@ -24,10 +24,12 @@ def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def sigterm_handler_kept() -> Iterator[None]:
-    """Give SIGTERM its handler back after the block, in which a library takes it over."""
+    """Give SIGTERM its handler back after the block, in which a library replaces it by one that calls `sys.exit`."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as exc:
+        raise KeyboardInterrupt from exc
     finally:
         if _in_main_thread():
             signal.signal(signal.SIGTERM, handler)

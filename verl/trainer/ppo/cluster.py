@@ -95,6 +95,11 @@ class Cluster:
             self.heal()
         return report
 
+    def free_rollout_memory(self) -> None:
+        """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
+        if any(replica.can_sleep for replica in self.replicas):
+            self.run(self._manager.sleep_replicas())
+
     def heal(self) -> int:
         """Restart the replicas that died or are quarantined, and load the current version from their nodes' arenas.
 

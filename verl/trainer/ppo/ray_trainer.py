@@ -104,6 +104,7 @@ class RayPPOTrainer:
             with now.timed("step"):
                 with now.timed("gen"):
                     batch = self.generate(prompts, now)
+                    self.cluster.free_rollout_memory()
                 with now.timed("reward"):
                     batch = self.score(batch, now)
                 with now.timed("old_log_prob"):
@@ -116,13 +117,15 @@ class RayPPOTrainer:
                     self.update_actor(batch, now)
                 with now.timed("update_weights"):
                     self.update_weights(now)
-                if self.is_due(step, self.config.trainer.test_freq):
+                if step == self.total_steps or _every(self.config.trainer.test_freq, step):
                     with now.timed("testing"):
                         self.validate(now)
-                if self.is_due(step, self.config.trainer.save_freq):
+                if self.is_checkpoint_due(step):
                     with now.timed("save_checkpoint"):
                         self.save_checkpoint(step)
             self.report(now, batch)
+        if not self.rewards_after:  # nothing was left to train, or nothing was to be
+            self.validate(Step(step))
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
@@ -238,9 +241,10 @@ class RayPPOTrainer:
         self.rewards_before = state.rewards_before
         return state.step
 
-    def is_due(self, step: int, frequency: int) -> bool:
-        """Every `frequency` steps, and at the end."""
-        return step == self.total_steps or (frequency > 0 and step % frequency == 0)
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Every `save_freq` steps, and at the end of a run that saves at all."""
+        frequency = self.config.trainer.save_freq
+        return _every(frequency, step) or (frequency > 0 and step == self.total_steps)
 
     def report(self, now: Step, batch: DataProto) -> None:
         now.metrics |= compute_data_metrics(batch)
@@ -261,6 +265,10 @@ class RayPPOTrainer:
         parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
+
+
+def _every(frequency: int, step: int) -> bool:
+    return frequency > 0 and step % frequency == 0
 
 
 def needs_reference(config: PPOConfig) -> bool:

@@ -169,8 +169,10 @@ class RolloutReplica(ABC):
             seed=self.config.seed + self.replica_rank,
             local_index=self.placement.local_index,
             local_count=self.placement.local_count,
-            can_sleep=self._can_sleep,
+            can_sleep=self.can_sleep,
         )
+        if self.mode is RolloutMode.HYBRID and self.config.free_cache_engine and not self.can_sleep:
+            logger.info("%s: free_cache_engine has no effect on %s", self.name, self.device)
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
         self._handle = actor.options(**self._actor_options()).remote(spec)
         try:
@@ -180,10 +182,9 @@ class RolloutReplica(ABC):
             raise
 
     @property
-    def _can_sleep(self) -> bool:
+    def can_sleep(self) -> bool:
+        """Whether `sleep` frees memory: it is wanted, there is something to make room for, and the engine can."""
         wanted = self.mode is RolloutMode.HYBRID and self.config.free_cache_engine
-        if wanted and self.device not in self.can_sleep_on:
-            logger.info("%s: free_cache_engine has no effect on %s", self.name, self.device)
         return wanted and self.device in self.can_sleep_on
 
     def _actor_options(self) -> dict[str, Any]:

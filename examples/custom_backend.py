@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl.checkpoint_engine.arena import NodeArena, SlotView
@@ -26,12 +27,21 @@ from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member
+from verl.utils.config import from_mapping, option
 
+NAME = "tcp_example"
 REQUEST = struct.Struct("!q")
 """All that a node says: the version it wants. The answer is the rank's pieces in plan order, and nothing else."""
 
 
-@CheckpointEngineRegistry.register("tcp_example")
+@dataclass(frozen=True, kw_only=True)
+class TcpOptions:
+    """`checkpoint_engine.engine_kwargs.tcp_example`"""
+
+    bind: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other hosts in")
+
+
+@CheckpointEngineRegistry.register(NAME)
 class TcpEngine(CheckpointEngineWithCache):
     capabilities = Capabilities(
         staged=True, one_sided=False, elastic=True, same_host=False, device_types=("cpu", "cuda", "npu")
@@ -39,6 +49,7 @@ class TcpEngine(CheckpointEngineWithCache):
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
+        self._options = from_mapping(TcpOptions, config.engine_kwargs.get(NAME, {}), f"engine_kwargs.{NAME}")
         self._plan: SyncPlan | None = None
         self._senders: tuple[Member, ...] = ()
         self._listener: socket.socket | None = None
@@ -51,14 +62,14 @@ class TcpEngine(CheckpointEngineWithCache):
         self._plan = plan
         if arena is not None:
             return ""  # stands for the arena's directory
-        fd = os.memfd_create("tcp_example")  # has no name in the file system, so nothing is left behind
+        fd = os.memfd_create(NAME)  # has no name in the file system, so nothing is left behind
         os.ftruncate(fd, max(plan.layout.nbytes, 1))
         self._copy = SlotView(Path(f"/proc/self/fd/{fd}"), plan.layout, writable=True)
         os.close(fd)
-        bind = self.config.engine_kwargs.get("tcp_example", {}).get("bind", "127.0.0.1")
-        self._listener = socket.create_server((bind, 0))
+        self._listener = socket.create_server((self._options.bind, 0))
         threading.Thread(target=self._serve, args=(self._listener,), name="tcp-example", daemon=True).start()
-        return f"{bind}:{self._listener.getsockname()[1]}"
+        host = self.member.host if self._options.bind == "0.0.0.0" else self._options.bind
+        return f"{host}:{self._listener.getsockname()[1]}"
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:

@@ -1,0 +1,157 @@
+"""`python -m verl.trainer.main_ppo` as a user runs it, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from verl import envs
+
+PR_SET_CHILD_SUBREAPER = 36
+STARTUP_S = 150.0
+"""Long enough for a machine that does ten other things."""
+
+QUICK = (
+    "trainer.device=cpu",
+    "trainer.val_before_train=false",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "data.train_batch_size=4",
+    "data.train_max_samples=16",
+    "data.val_max_samples=4",
+    "data.max_response_length=4",
+)
+"""Seconds instead of minutes. Overrides may follow that change it again."""
+
+
+class Job:
+    """One run in a session of its own. While it is watched, whatever it orphans becomes this process's child, so that
+    `processes` sees everything that the run ever started. A context manager; leaving it ends what is left."""
+
+    def __init__(self, directory: Path, *overrides: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.output_dir = directory / "out"
+        self._stdout, self._stderr = directory / "stdout", directory / "stderr"
+        self._strangers = {process.pid for process in psutil.Process().children()}
+        _adopt_orphans(True)
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            self.driver = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "verl.trainer.main_ppo",
+                    f"trainer.default_local_dir={self.output_dir}",
+                    *overrides,
+                ],
+                stdout=stdout,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """What is alive of the run: the driver, its descendants, and theirs that outlived their parents."""
+        found = []
+        for child in psutil.Process().children():
+            if child.pid not in self._strangers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += [child, *child.children(recursive=True)]
+        return [process for process in found if _is_alive(process)]
+
+    def find(self, title: str) -> list[psutil.Process]:
+        """Processes whose command line contains `title`; Ray's actors are called `ray::<Class>`."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if title in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = STARTUP_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.driver.poll() is None, f"the run ended before {what}:\n{self.stdout}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.stdout}\n{self.stderr}"
+            time.sleep(0.05)
+
+    def wait_for_line(self, text: str) -> None:
+        self.wait_for(lambda: text in self.stderr or text in self.stdout, repr(text))
+
+    def wait(self, timeout_s: float = STARTUP_S) -> int:
+        """The exit code."""
+        try:
+            return self.driver.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done within {timeout_s} s:\n{self.stdout}\n{self.stderr}") from None
+
+    def left(self, timeout_s: float = 10.0) -> list[str]:
+        """Processes and shared memory that are still there `timeout_s` after the driver has ended."""
+        assert self.driver.poll() is not None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = [_title(process) for process in self.processes()]
+            left += [str(path) for path in envs.shm_dir().glob(f"verl-{self.driver.pid}-*")]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.driver.wait()
+        _adopt_orphans(False)
+        for process in psutil.Process().children():
+            if process.pid not in self._strangers:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, 0)
+
+
+def _adopt_orphans(wanted: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (ended)"
+
+
+@contextlib.contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took <= seconds, f"{what} took {took:.1f} s, not {seconds} s"

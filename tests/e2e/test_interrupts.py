@@ -1,0 +1,160 @@
+"""Runs that somebody ends, or that lose a process, at any moment: quick, in one line, with nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.e2e.job import within
+from verl.utils.tracking import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+ENDS_WITHIN_S = 10.0
+LONG_RESPONSES = (
+    "data.max_response_length=400",
+    "actor_rollout_ref.rollout.ignore_eos=true",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+)
+"""One after the other, each of 400 tokens: half a minute of generation."""
+LONG_UPDATES = ("actor_rollout_ref.actor.ppo_epochs=10000",)
+
+
+def ctrl_c(job):
+    """As a terminal does it: to the whole foreground process group."""
+    os.killpg(job.driver.pid, signal.SIGINT)
+
+
+def sigint(job):
+    """As `kill -INT` does it: to the driver alone."""
+    job.driver.send_signal(signal.SIGINT)
+
+
+def sigterm(job):
+    job.driver.send_signal(signal.SIGTERM)
+
+
+def impatient(job):
+    ctrl_c(job)
+    time.sleep(0.3)
+    if job.driver.poll() is None:
+        ctrl_c(job)
+
+
+def assert_ends_in_one_line(job, interrupt):
+    before = job.stderr
+    with within(ENDS_WITHIN_S, "the end of the run"):
+        interrupt(job)
+        code = job.wait()
+        left = job.left(ENDS_WITHIN_S)
+    said = job.stderr.removeprefix(before).splitlines()
+    assert code == 130, job.stderr
+    assert left == []
+    assert len(said) == 1, job.stderr
+    assert re.fullmatch(r"stopped(; checkpoints, if any, are in .*/out)?", said[0])
+    assert "Traceback" not in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "wait_s", "interrupt"),
+    [("output in", 1.0, sigint), ("starting Ray", 0.5, sigterm), ("trainer ranks", 2.0, ctrl_c)],
+)
+def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrupt):
+    job = start()
+    job.wait_for_line(line)
+    time.sleep(wait_s)
+    assert_ends_in_one_line(job, interrupt)
+
+
+@pytest.mark.vllm
+def test_an_interrupt_while_vllm_starts_ends_it_too(start):
+    job = start("actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=1")
+    job.wait_for(lambda: job.find("VLLM::EngineCore"), "vLLM's engine core")
+    assert_ends_in_one_line(job, ctrl_c)
+
+
+def test_an_interrupt_during_generation_ends_the_run(start):
+    job = start("trainer.n_gpus_per_node=1", *LONG_RESPONSES)
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(1.0)
+    assert_ends_in_one_line(job, sigterm)
+
+
+def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, tmp_path):
+    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
+    job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
+    time.sleep(1.0)
+    assert_ends_in_one_line(job, impatient)
+
+
+def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path):
+    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
+    job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
+    time.sleep(1.0)
+    victim = job.find("ray::trainer.update_actor")[-1]
+    with within(ENDS_WITHIN_S, "the end of the run"):
+        victim.kill()
+        code = job.wait()
+        left = job.left(ENDS_WITHIN_S)
+    assert code == 1
+    assert left == []
+    error = re.search(r"WorkerDied: .*rank (\d) \(pid (\d+) on .*\) died during update_actor", job.stderr)
+    assert error, job.stderr
+    assert int(error[2]) == victim.pid
+    assert "wrote their logs to" in job.stderr
+
+
+def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, tmp_path):
+    """Once while it generates, once while the trainer trains: then it is missed at the next sync."""
+    job = start(
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.ppo_epochs=50",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "data.max_response_length=64",
+        *LONG_RESPONSES[1:],
+    )
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(0.3)
+    (server,) = job.find("ray::RolloutServer")
+    server.kill()
+    job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
+    (server,) = job.find("ray::RolloutServer")
+    server.kill()
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert "generating the batch of 8 samples again" in job.stderr
+    assert "syncing again" in job.stderr
+    metrics = read_metrics(job.output_dir / "metrics.jsonl")
+    assert [step["rollout/restarts"] for step in metrics] == [2.0, 2.0]
+    assert max(step["training/rollout_probs_diff_mean"] for step in metrics) < 0.02
+    reports = [json.loads(line) for line in (job.output_dir / "sync_reports.jsonl").read_text().splitlines()]
+    assert [(report["version"], report["outcome"]) for report in reports] == [
+        (0, "committed"),
+        (1, "aborted"),
+        (1, "committed"),
+        (2, "committed"),
+    ]
+
+
+@pytest.mark.vllm
+def test_a_vllm_engine_that_is_killed_is_replaced_and_the_run_goes_on(start):
+    job = start(
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.total_training_steps=1",
+        "trainer.n_gpus_per_node=1",
+        "data.max_response_length=200",
+        *LONG_RESPONSES[1:],
+    )
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(0.3)
+    (engine,) = job.find("VLLM::EngineCore")
+    engine.kill()
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    (metrics,) = read_metrics(job.output_dir / "metrics.jsonl")
+    assert metrics["rollout/restarts"] == 1.0
+    assert metrics["training/rollout_probs_diff_mean"] < 0.02

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -32,6 +33,10 @@ from verl.workers.rollout.vllm.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LIVENESS_S = 0.5
+"""How often a control call that takes long asks whether the engine core is alive."""
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
@@ -53,7 +58,7 @@ class VLLMEngine:
         self._leftovers = Leftovers()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
         self._leftovers.find_shared_memory()
 
     def _bind_threads(self) -> None:
@@ -139,49 +144,58 @@ class VLLMEngine:
         return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans)
 
     async def pause(self, mode: str) -> None:
-        await self._running().pause_generation(mode=mode)  # type: ignore[arg-type]
+        await self._control(self._running().pause_generation(mode=mode))  # type: ignore[arg-type]
 
     async def resume(self) -> None:
-        await self._running().resume_generation()
+        await self._control(self._running().resume_generation())
 
     async def activate(self, arena_path: str, version: int) -> None:
-        llm = self._running()
         self._activating = True
         try:
-            await llm.start_weight_update()
-            await llm.update_weights(
-                WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
-            )
-            await llm.finish_weight_update(str(version))
-            await self.clear_cache()
-        except EngineDeadError as exc:
-            raise ReplicaDied("the engine died while it loaded weights") from exc
+            await self._control(self._load(self._running(), arena_path, version))
         finally:
             self._activating = False
+        await self.clear_cache()
+
+    @staticmethod
+    async def _load(llm: AsyncLLM, arena_path: str, version: int) -> None:
+        await llm.start_weight_update()
+        await llm.update_weights(
+            WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
+        )
+        await llm.finish_weight_update(str(version))
 
     async def clear_cache(self) -> None:
         """Requests frozen by pause("keep") are computed again from their tokens."""
-        if not await self._running().reset_prefix_cache(reset_running_requests=True):
+        if not await self._control(self._running().reset_prefix_cache(reset_running_requests=True)):
             raise RolloutError(f"{self._spec.name}: vLLM did not reset its prefix cache")
 
     async def sleep(self, *, weights: bool) -> None:
-        if weights:
-            await self._running().sleep(level=2)
-        else:
-            await self._running().release_kv_cache_memory()
+        llm = self._running()
+        await self._control(llm.sleep(level=2) if weights else llm.release_kv_cache_memory())
 
     async def wake(self, *, weights: bool) -> None:
-        await self._running().wake_up(tags=["weights"] if weights else ["kv_cache"])
+        await self._control(self._running().wake_up(tags=["weights"] if weights else ["kv_cache"]))
 
     async def health(self) -> None:
         """Ask the engine core something, except while it loads weights and cannot answer."""
         llm = self._running()
+        await self._control(llm.check_health() if self._activating else llm.get_weight_version())
+
+    async def _control(self, call: Coroutine[Any, Any, T]) -> T:
+        """What vLLM answers to a control call, or ReplicaDied.
+
+        vLLM fails requests when its engine core dies, but a control call in flight then would wait for ever.
+        """
+        answer = asyncio.ensure_future(call)
         try:
-            await llm.check_health()
-            if not self._activating:
-                await llm.get_weight_version()
+            while not (await asyncio.wait([answer], timeout=LIVENESS_S))[0]:
+                await self._running().check_health()
+            return answer.result()
         except EngineDeadError as exc:
             raise ReplicaDied(f"{self._spec.name}: the engine died") from exc
+        finally:
+            answer.cancel()
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None

@@ -1,0 +1,68 @@
+"""The vLLM side of these tests: after every activation each worker writes down the weights that it computes with.
+
+Imported by vLLM's processes, never by the test process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from tests.weight_sync.replicas import served_weights_file
+from verl.workers.rollout.vllm.engine import VLLMEngine
+
+
+class InspectedVLLMEngine(VLLMEngine):
+    async def activate(self, arena_path: str, version: int) -> None:
+        await super().activate(arena_path, version)
+        await self._running().collective_rpc("write_served_weights", args=(version,))
+
+
+class ServedWeights:
+    """vLLM mixes it into every worker: `worker_extension_cls`."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def write_served_weights(self, version: int) -> None:
+        directory = Path(self.vllm_config.additional_config["served_weights"])
+        torch.save(served_weights(self.model_runner.get_model()), served_weights_file(directory, version, self.rank))
+
+
+@torch.inference_mode()
+def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What every layer computes with, by vLLM's name of the parameter.
+
+    A linear layer may have packed its weights into a form that nobody can read (on CPU the parameter has shape [0]), so
+    it is asked for its product with the identity. Every element of that is a sum of one weight and zeros: exact.
+    """
+    found: dict[str, torch.Tensor] = {}
+    covered: set[str] = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            found[f"{name}.weight"] = _matrix(layer, layer.input_size_per_partition, layer.params_dtype)
+            if layer.bias is not None:
+                nothing = torch.zeros(1, layer.input_size_per_partition, dtype=layer.params_dtype)
+                found[f"{name}.bias"] = layer.quant_method.apply(layer, nothing, layer.bias)[0]
+        elif isinstance(layer, ParallelLMHead):
+            found[f"{name}.weight"] = _matrix(layer, layer.embedding_dim, layer.weight.dtype)
+        elif isinstance(layer, VocabParallelEmbedding):
+            rows = torch.arange(layer.num_embeddings_per_partition)
+            found[f"{name}.weight"] = layer.quant_method.embedding(layer, rows)
+        else:
+            continue
+        covered |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in covered:
+            found[name] = parameter.detach()
+    return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+
+
+def _matrix(layer: Any, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    product: torch.Tensor = layer.quant_method.apply(layer, torch.eye(num_inputs, dtype=dtype), None)
+    return product.T

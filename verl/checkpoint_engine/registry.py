@@ -69,10 +69,10 @@ class CheckpointEngineRegistry:
         if name in cls._registered:
             return cls._registered[name]
         if name not in BUILTIN:
-            hint = strict.did_you_mean(name, cls.names())
+            hint = strict.choose_from(name, cls.names())
             raise ConfigError(
-                f"unknown checkpoint_engine.backend {name!r}.{hint} Known: {', '.join(cls.names())}; "
-                "a backend of yours is registered by the module in checkpoint_engine.custom_backend_module"
+                f"unknown checkpoint_engine.backend {name!r}.{hint} "
+                "A backend of yours is registered by the module in checkpoint_engine.custom_backend_module"
             )
         return BUILTIN[name].load(name)
 

@@ -286,8 +286,10 @@ class SyncTransaction:
         return await all_within(timeout_s, calls, version=self.version, phase=phase)
 
     def _aborted(self, cause: CheckpointEngineError) -> SyncAborted:
+        in_service = len(self.fleet.replicas) > len(self.quarantined) or not self.fleet.replicas
+        state = "the previous version stays in service" if in_service else "no replica is in service"
         return SyncAborted(
-            f"the previous version stays in service: {type(cause).__name__}: {cause.message}",
+            f"{state}: {type(cause).__name__}: {cause.message}",
             version=self.version,
             phase=cause.phase,
             member=cause.member,

@@ -45,6 +45,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(known) or 'none'}."
 
 
+def choose_from(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'x'? Known: ..."`: for names of which there are few, all of them are told."""
+    known = sorted(known)
+    near = did_you_mean(word, known)
+    return near if near.startswith(" Known") else f"{near} Known: {', '.join(known)}."
+
+
 @cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,6 +49,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         `device` is cpu, cuda, npu, or None for what is there. `timeout_s` bounds every collective of the group.
         Raises ConfigError for what can be known to fail before a process group exists.
         """
+        if config.model.external_lib:  # it may register the loss that the actor is about to look up
+            importlib.import_module(config.model.external_lib)
         if role not in ROLES:
             raise ConfigError(f"unknown role {role!r}.{did_you_mean(role, ROLES)}")
         if config.rollout.temperature <= 0:

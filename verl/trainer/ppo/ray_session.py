@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 class RaySession:
     """Lives on the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeline: str | None = None) -> None:
+        """`timeline` is where `close` writes what Ray recorded, for chrome://tracing or Perfetto."""
+        self._timeline = timeline
         self._owned = False
         self._log_dir: Path | None = None
 
@@ -47,6 +49,9 @@ class RaySession:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._timeline and ray.is_initialized():
+            ray.timeline(filename=self._timeline)
+            self._timeline = None
         if self._owned:
             self._owned = False
             ray.shutdown()

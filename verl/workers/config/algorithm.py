@@ -45,7 +45,6 @@ class AlgorithmConfig:
 
     adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
     gamma: float = option(1.0, "discount factor")
-    lam: float = option(1.0, "lambda of GAE")
     norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")
     use_kl_in_reward: bool = option(False, "subtract a KL penalty against the reference policy from token rewards")
     kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))

@@ -28,7 +28,6 @@ class DataConfig:
     reward_fn_key: str = option("data_source", "column that selects the reward function")
     train_batch_size: int = option(64, "prompts per training step (verl: 1024)")
     val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once")
-    gen_batch_size: int | None = option(None, "prompts per generation batch; null: train_batch_size")
     max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)")
     max_response_length: int = option(16, "tokens; responses are padded on the right to this length (verl: 512)")
     train_max_samples: int = option(-1, "use only this many training samples; -1: all")

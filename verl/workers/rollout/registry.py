@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.config import ConfigError, choose_from
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutReplica
@@ -69,10 +69,7 @@ class RolloutReplicaRegistry:
         if name in cls._registered:
             return cls._registered[name]
         if name not in BUILTIN:
-            raise ConfigError(
-                f"unknown rollout engine rollout.name={name!r}; known: {', '.join(cls.names())}."
-                f"{did_you_mean(name, cls.names())}"
-            )
+            raise ConfigError(f"unknown rollout engine rollout.name={name!r}.{choose_from(name, cls.names())}")
         builtin = BUILTIN[name]
         if importlib.util.find_spec(builtin.package) is None:
             raise BackendUnavailable(

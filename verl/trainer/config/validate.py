@@ -168,15 +168,12 @@ def _files(config: PPOConfig) -> Iterator[str]:
 
 
 def _user_modules(config: PPOConfig) -> Iterator[str]:
-    for key, module in (
-        ("actor_rollout_ref.model.external_lib", config.actor_rollout_ref.model.external_lib),
-        ("checkpoint_engine.custom_backend_module", config.checkpoint_engine.custom_backend_module),
-    ):
-        if module is not None:
-            try:
-                importlib.import_module(module)
-            except ImportError as exc:
-                yield f"{key}={module} cannot be imported: {exc}"
+    module = config.actor_rollout_ref.model.external_lib
+    if module is not None:
+        try:
+            importlib.import_module(module)
+        except ImportError as exc:
+            yield f"actor_rollout_ref.model.external_lib={module} cannot be imported: {exc}"
 
 
 def _registered_names(config: PPOConfig) -> Iterator[str]:

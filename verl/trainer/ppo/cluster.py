@@ -42,19 +42,27 @@ class Cluster:
     Lives on the driver. A context manager: leaving it ends every process, and Ray if this started it.
     """
 
-    def __init__(self, config: PPOConfig, *, model_path: Path, device: str, with_reference: bool) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        model_path: Path,
+        device: str,
+        replicas: Sequence[RolloutReplica],
+        with_reference: bool,
+    ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
-        Raises ConfigError, before anything is started, for what the rollout engine cannot do.
+        `replicas` are those of `make_replicas`, not started.
         """
         self._config = config
         self._device = device
         self._runner = asyncio.Runner()
-        self._ray = RaySession()
+        self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
         self._node: ActorHandle[Any] | None = None
         self.manager: CheckpointEngineManager | None = None
-        self.replicas = self._make_replicas(model_path)
+        self.replicas = list(replicas)
         self.restarts = 0
         """Replicas that were restarted because they died or left service."""
         try:
@@ -171,15 +179,6 @@ class Cluster:
         )
         self.actor.init_model()
 
-    def _make_replicas(self, model_path: Path) -> list[RolloutReplica]:
-        policy, rollout = self._config.actor_rollout_ref, _resolved(self._config)
-        replica_class = RolloutReplicaRegistry.get(rollout.name)
-        model = _local(policy.model, model_path)
-        return [
-            replica_class(replica_rank=index, config=rollout, model=model, device=self._device)
-            for index in range(self._num_replicas(rollout))
-        ]
-
     def _start_rollouts(self) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
         ranks = rollout.tensor_model_parallel_size
@@ -200,11 +199,6 @@ class Cluster:
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
-
-    def _num_replicas(self, rollout: RolloutConfig) -> int:
-        if rollout.num_replicas is not None:
-            return rollout.num_replicas
-        return 1 if self._device == "cpu" else self._config.trainer.world_size // rollout.tensor_model_parallel_size
 
     def _join(self) -> None:
         config = self._config
@@ -246,6 +240,17 @@ class Cluster:
             return False
         logger.warning("%s is in service again", replica.name)
         return True
+
+
+def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
+    """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
+    rollout = _resolved(config)
+    count = rollout.num_replicas
+    if count is None:
+        count = 1 if device == "cpu" else config.trainer.world_size // rollout.tensor_model_parallel_size
+    replica_class = RolloutReplicaRegistry.get(rollout.name)
+    model = _local(config.actor_rollout_ref.model, model_path)
+    return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]
 
 
 async def _is_dead(replica: RolloutReplica) -> bool:

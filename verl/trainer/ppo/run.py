@@ -19,7 +19,7 @@ from verl.checkpoint_engine.arena import require_free_bytes
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
-from verl.trainer.ppo.cluster import Cluster
+from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_reference
 from verl.trainer.ppo.validation import Validator
@@ -52,6 +52,7 @@ def train(config: PPOConfig) -> TrainingResult:
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
     _require_arena_memory(config, model_path)
+    replicas = make_replicas(config, model_path=model_path, device=device)
     manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loaders = _dataloaders(config, tokenizer)
@@ -73,7 +74,13 @@ def train(config: PPOConfig) -> TrainingResult:
             total_steps=total_steps,
             resume_step=checkpoints.read(resume_from).step if resume_from else 0,
         ) as tracking,
-        Cluster(config, model_path=model_path, device=device, with_reference=needs_reference(config)) as cluster,
+        Cluster(
+            config,
+            model_path=model_path,
+            device=device,
+            replicas=replicas,
+            with_reference=needs_reference(config),
+        ) as cluster,
         manager_class(
             config, cluster.server_handles, config.actor_rollout_ref.model.tokenizer_path or model_path
         ) as manager,

@@ -15,6 +15,10 @@ from pathlib import Path
 import psutil
 
 from verl import envs
+from verl.trainer.config.loader import load_config
+from verl.trainer.config.validate import validate
+from verl.trainer.ppo.ray_trainer import TrainingResult
+from verl.trainer.ppo.run import train
 
 PR_SET_CHILD_SUBREAPER = 36
 STARTUP_S = 150.0
@@ -155,3 +159,10 @@ def within(seconds: float, what: str) -> Iterator[None]:
     yield
     took = time.monotonic() - began
     assert took <= seconds, f"{what} took {took:.1f} s, not {seconds} s"
+
+
+def in_process(directory: Path, *overrides: str) -> TrainingResult:
+    """A quick run with this process as its driver, on the Ray that it is connected to."""
+    config = load_config([*QUICK, f"trainer.default_local_dir={directory / 'out'}", *overrides])
+    validate(config)
+    return train(config)

@@ -38,7 +38,9 @@ class RewardOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    index: int
+    position: int
+    index: Any
+    """The data set's own number of the prompt."""
     uid: Any
     data_source: str
     response: str
@@ -47,7 +49,10 @@ class _Sample:
 
     def __str__(self) -> str:
         shown = self.response[:SHOWN_CHARACTERS] + ("..." if len(self.response) > SHOWN_CHARACTERS else "")
-        return f"sample {self.index} (uid {self.uid}, data_source {self.data_source}, response {shown!r})"
+        names = "".join(
+            f"{key} {value}, " for key, value in (("index", self.index), ("uid", self.uid)) if value is not None
+        )
+        return f"sample {self.position} ({names}data_source {self.data_source}, response {shown!r})"
 
 
 class NaiveRewardManager:
@@ -93,6 +98,7 @@ class NaiveRewardManager:
         empty = [None] * len(data)
         return [
             _Sample(
+                position=position,
                 index=index,
                 uid=uid,
                 data_source=data_source,
@@ -100,8 +106,9 @@ class NaiveRewardManager:
                 ground_truth=(reward_model or {}).get("ground_truth"),
                 extra_info=extra_info or {},
             )
-            for index, (uid, data_source, text, reward_model, extra_info) in enumerate(
+            for position, (index, uid, data_source, text, reward_model, extra_info) in enumerate(
                 zip(
+                    columns.get("index", empty),
                     columns.get("uid", empty),
                     columns[self._reward_fn_key],
                     texts,

@@ -1,0 +1,208 @@
+"""What the user wrote wrongly is told in one message, before any process starts, with exit code 2."""
+
+import os
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from tests.e2e.job import QUICK, in_process
+from verl.checkpoint_engine import registry
+from verl.trainer.config.cli import run_hydra
+from verl.trainer.ppo.run import train
+from verl.workers.reward_manager.naive import RewardError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def refuse(tmp_path, tiny_model, monkeypatch, capsys):
+    """Runs the trainer with overrides that it must refuse; its message, one line per mistake."""
+
+    def start_ray(*_, **__):
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(ray, "init", start_ray)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of the session have one
+
+    def run(*overrides):
+        with pytest.raises(SystemExit) as caught:
+            run_hydra(
+                train,
+                [
+                    *QUICK,
+                    f"actor_rollout_ref.model.path={tiny_model}",
+                    f"trainer.default_local_dir={tmp_path / 'out'}",
+                    *overrides,
+                ],
+            )
+        assert caught.value.code == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        lines = output.err.splitlines()
+        assert all(line.startswith("error: ") for line in lines)
+        assert not (tmp_path / "out/metrics.jsonl").exists()
+        return [line.removeprefix("error: ") for line in lines]
+
+    return run
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    def write(questions, **columns):
+        rows = {
+            "data_source": ["builtin/arithmetic"] * len(questions),
+            "prompt": [[{"role": "user", "content": question}] for question in questions],
+            "reward_model": [{"style": "rule", "ground_truth": "2"}] * len(questions),
+        } | columns
+        path = tmp_path / "data.parquet"
+        pq.write_table(pa.table({name: values for name, values in rows.items() if values is not None}), path)
+        return path
+
+    return write
+
+
+MISTAKES = [
+    (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
+    (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
+    (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
+    (["trainer.device=gpu"], ["trainer.device", "gpu", "cpu", "cuda", "npu"]),
+    (["trainer.logger=[tensorbord]"], ["tensorbord", "tensorboard"]),
+    (["actor_rollout_ref.model.path=/no/model"], ["/no/model", "is not a directory"]),
+    (["data.train_files=/no/train.parquet"], ["data.train_files", "/no/train.parquet"]),
+    (["data.val_files=[/no/a.parquet,/no/b.parquet]"], ["data.val_files", "/no/a.parquet", "/no/b.parquet"]),
+    (["data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=4"], ["=4", "=6"]),
+    (
+        ["data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "trainer.n_gpus_per_node=4"],
+        ["= 6 sequences", "4 trainer ranks"],
+    ),
+    (["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"], ["32", "16 training samples"]),
+    (["data.max_response_length=600"], ["max_response_length=600", "664", "max_position_embeddings=512"]),
+    (["data.max_prompt_length=4"], ["16 of 16 train prompts", "max_prompt_length=4", "filter_overlong_prompts"]),
+    (["actor_rollout_ref.model.override_config.hidden_sise=3"], ["hidden_sise", "hidden_size"]),
+    (["actor_rollout_ref.rollout.temperature=0"], ["temperature=0", "above 0"]),
+    (["actor_rollout_ref.rollout.agent.default_agent_loop=single_turn"], ["'single_turn'", "single_turn_agent"]),
+    (["actor_rollout_ref.rollout.engine_kwargs.vlm.x=1"], ["engine_kwargs.vlm", "vllm"]),
+    (["checkpoint_engine.custom_backend_module=no_such_module"], ["custom_backend_module", "no_such_module"]),
+    (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib", "no_such_module"]),
+    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/step"], ["/no/step", "not a checkpoint"]),
+    (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
+    (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path", "/no/reward.py"]),
+]
+"""Overrides, and what the message has to say."""
+
+
+@pytest.mark.parametrize(("overrides", "parts"), MISTAKES, ids=[overrides[-1] for overrides, _ in MISTAKES])
+def test_a_mistake_is_told_in_one_message_before_anything_starts(refuse, overrides, parts):
+    (message,) = refuse(*overrides)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="this machine may have the device")
+def test_a_device_that_this_machine_does_not_have_is_refused(refuse):
+    (message,) = refuse("trainer.device=npu")
+    assert "device 'npu' cannot be used here" in message
+    assert "verl-sync[npu]" in message
+
+
+def test_a_backend_whose_package_is_missing_names_the_extra(refuse, monkeypatch):
+    monkeypatch.setitem(registry.BUILTIN, "far", registry.Backend("not_installed_anywhere:Engine", extra="far"))
+    (message,) = refuse("checkpoint_engine.backend=far")
+    assert "'not_installed_anywhere'" in message
+    assert "pip install 'verl-sync[far]'" in message
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_whose_package_is_missing_names_the_extra(refuse):
+    (message,) = refuse("trainer.logger=[console,wandb]")
+    assert "pip install 'verl-sync[wandb]'" in message
+
+
+def test_a_missing_column_is_named_with_its_file(refuse, parquet):
+    path = parquet(["1+1="] * 4, reward_model=None)
+    (message,) = refuse(f"data.train_files={path}")
+    assert str(path) in message
+    assert "'reward_model'" in message
+
+
+def test_a_model_directory_without_weights_says_so(refuse, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (message,) = refuse(f"actor_rollout_ref.model.path={tmp_path / 'model'}")
+    assert "has no weights" in message
+
+
+def test_only_the_prompts_that_are_too_long_are_counted(refuse, parquet):
+    path = parquet(["1+1=", "1+1=", "1" * 80, "1" * 90])
+    (message,) = refuse(f"data.train_files={path}")
+    assert "2 of 4 train prompts are longer than data.max_prompt_length=64" in message
+
+
+def test_a_file_in_place_of_the_output_directory_is_refused_and_kept(refuse, tmp_path):
+    file = tmp_path / "results"
+    file.write_text("mine")
+    (message,) = refuse(f"trainer.default_local_dir={file}")
+    assert f"trainer.default_local_dir={file} is not writable" in message
+    assert file.read_text() == "mine"
+
+
+def test_a_reward_file_without_the_function_names_both(refuse, tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("def score(): ...\n")
+    (message,) = refuse(f"custom_reward_function.path={file}")
+    assert str(file) in message
+    assert "compute_score" in message
+
+
+def test_a_tool_class_that_does_not_exist_is_found_before_the_engines_start(refuse, tmp_path):
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools: [{class_name: 'no_such_module:Tool'}]\n")
+    (message,) = refuse(
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={file}",
+    )
+    assert "no_such_module" in message
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_says_what_to_do(refuse, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/latest_checkpointed_iteration.txt").write_text("7")
+    (message,) = refuse()
+    assert "global_step_7" in message
+    assert "trainer.resume_mode=disable" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_shared_memory_that_is_too_small_is_told_with_both_numbers(refuse, tmp_path, monkeypatch):
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(shm)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        monkeypatch.setenv("VERL_SHM_DIR", str(shm))
+        (message,) = refuse()
+        needed, free = re.search(r"needs (\d+) bytes .* (\d+) bytes .* are free", message).groups()
+        assert int(needed) > int(free) == 65536
+        assert list(shm.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(shm)], check=True)
+
+
+def test_a_reward_function_that_fails_in_the_middle_of_a_run_names_the_sample(ray_cluster, tmp_path, tiny_model):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float('nan') if extra_info['index'] == 6 else 1.0\n"
+    )
+    with pytest.raises(RewardError, match=r"returned nan .* on sample \d \(index 6, uid \w+, data_source"):
+        in_process(
+            tmp_path,
+            f"actor_rollout_ref.model.path={tiny_model}",
+            f"custom_reward_function.path={tmp_path / 'reward.py'}",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=4",
+        )

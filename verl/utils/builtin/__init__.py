@@ -49,9 +49,9 @@ def builtin_model(name: str) -> Path:
     recipe = TinyQwen2Recipe()
 
     def build(directory: Path) -> None:
-        logger.warning("making %s (once, about half a minute) ...", name)
+        logger.info("making %s (once, about half a minute) ...", name)
         make_tiny_qwen2(directory, recipe)
-        logger.warning("made %s", name)
+        logger.info("made %s", name)
 
     return cached_directory("tiny-qwen2", recipe, build)
 

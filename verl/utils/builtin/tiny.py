@@ -85,5 +85,11 @@ def build_model(
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    model.save_pretrained(directory)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one small file, written at once
+    try:
+        model.save_pretrained(directory)
+    finally:
+        transformers_logging.enable_progress_bar()
     tokenizer.save_pretrained(directory)

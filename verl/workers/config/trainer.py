@@ -45,7 +45,7 @@ class TrainerConfig:
     seed: int = option(1, "seed of parameter initialisation, data order and sampling")
     val_before_train: bool = option(True, "validate before the first step")
     val_only: bool = option(False, "validate and stop")
-    test_freq: int = option(-1, "validate every so many steps, and at the end; -1: only at the end")
+    test_freq: int = option(10, "validate every so many steps, and at the end; -1: only at the end (verl: -1)")
     save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never")
     max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all")
     resume_mode: str = option(

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from verl.utils.afterwards import Afterwards
 from verl.utils.config import ConfigError
 from verl.utils.signals import sigterm_handler_kept
 
 logger = logging.getLogger(__name__)
+
+# The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents first try for a
+# minute to report that to a daemon that is gone.
+_END_AGENTS = """
+import time
+session = sys.argv[1] + "/"
+
+def files(pid):
+    return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+
+for _ in range(0 if lines else 10):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as title:
+                is_ray = title.read(5) == b"ray::"
+            if is_ray and any(name.startswith(session) for name in files(pid)):
+                os.kill(int(pid), signal.SIGKILL)
+        except OSError:  # it has just ended, or is somebody else's
+            pass
+    time.sleep(0.2)
+"""
 
 
 class RaySession:
@@ -23,6 +46,7 @@ class RaySession:
         self._timeline = timeline
         self._owned = False
         self._log_dir: Path | None = None
+        self._afterwards: Afterwards | None = None
 
     def start(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray."""
@@ -37,10 +61,14 @@ class RaySession:
             "log_to_driver": False,
             "logging_level": "error",
         }
+        ours |= arguments
         with sigterm_handler_kept():
-            context: Any = ray.init(**(ours | dict(arguments)))
+            context: Any = ray.init(**ours)
         session = getattr(context, "address_info", {}).get("session_dir")
-        self._log_dir = Path(session) / "logs" if session else None
+        if session:
+            self._log_dir = Path(session) / "logs"
+            if sys.platform == "linux" and ours["address"] == "local":
+                self._afterwards = Afterwards(_END_AGENTS, session)
 
     def add_note(self, error: BaseException) -> None:
         """Say where the processes' own words are."""
@@ -55,3 +83,7 @@ class RaySession:
         if self._owned:
             self._owned = False
             ray.shutdown()
+        if self._afterwards is not None:
+            self._afterwards.send("Ray has ended in order")
+            self._afterwards.close()
+            self._afterwards = None

@@ -16,6 +16,12 @@ def shm_dir() -> Path:
     return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))
 
 
+def raylet_pid() -> int | None:
+    """`RAY_RAYLET_PID`, which Ray sets in its workers: the process that manages Ray's workers on this machine."""
+    pid = os.environ.get("RAY_RAYLET_PID")
+    return int(pid) if pid else None
+
+
 def vllm_logging_level(default: str) -> str:
     """`VLLM_LOGGING_LEVEL`, passed on to vLLM's processes."""
     return os.environ.get("VLLM_LOGGING_LEVEL", default)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
-import select
-import signal
-import threading
+
+from verl.utils.lifetime import end_with
 
 ENGINE_NAME = "verl_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena."""
@@ -28,20 +25,8 @@ def end_with_parent() -> None:
     """Have this process killed when the process that started it is gone. Does nothing in vLLM's client process.
 
     vLLM's workers watch the engine core, but the engine core does not watch its client: after a SIGKILL of the client,
-    all of them would stay, with the memory of the model, and nobody could reach them. A parent-death signal of the
-    kernel (PR_SET_PDEATHSIG) would follow the thread that started us, which may end before its process does.
+    all of them would stay, with the memory of the model, and nobody could reach them.
     """
     parent = multiprocessing.parent_process()
-    watching = any(thread.name == _WATCH for thread in threading.enumerate())
-    if parent is None or parent.pid is None or watching or not hasattr(os, "pidfd_open"):
-        return
-    threading.Thread(target=_watch, args=(parent.pid,), name=_WATCH, daemon=True).start()
-
-
-_WATCH = "verl-parent-watch"
-
-
-def _watch(parent: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        select.select([os.pidfd_open(parent)], [], [])  # readable once the process has ended
-    os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)

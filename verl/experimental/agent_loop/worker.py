@@ -14,6 +14,7 @@ from verl.experimental.agent_loop.registry import LoopEntry, loop_factory
 from verl.experimental.agent_loop.server_manager import ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
+from verl.utils.lifetime import end_with_raylet
 from verl.utils.model import load_tokenizer
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.rollout.records import SamplingOptions
@@ -35,6 +36,7 @@ class AgentLoopWorker:
         rank: int,
     ) -> None:
         """`loops` are the loops that the driver knows. Raises ConfigError for a tokenizer that cannot be used."""
+        end_with_raylet()
         self._config = config
         self._loops = loops
         self._rank = rank

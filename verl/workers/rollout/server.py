@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import ray
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
+from verl.utils.lifetime import end_with_raylet
 from verl.workers.rollout.engine import Engine, EngineSpec
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
@@ -52,6 +53,7 @@ class RolloutServer:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        end_with_raylet()
         self._spec = spec
         module, _, class_name = spec.engine.partition(":")
         self._engine: Engine = getattr(importlib.import_module(module), class_name)(spec)

@@ -12,6 +12,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
+from verl.utils.lifetime import end_with_raylet
 
 
 class CheckpointEngineWorker:
@@ -21,6 +22,7 @@ class CheckpointEngineWorker:
     """
 
     def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
+        end_with_raylet()
         self._node = RolloutNode(index, config, job=job, shm_dir=Path(shm_dir))
 
     async def prepare(self, plan: bytes) -> Member:

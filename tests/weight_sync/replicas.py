@@ -28,7 +28,7 @@ class InspectedVLLMReplica(VLLMReplica):
                 name="vllm",
                 dtype=dtype,
                 tensor_model_parallel_size=ranks,
-                max_model_len=128,
+                max_model_len=256,
                 cpu_kvcache_gib=0.1,
                 num_cpus=0.1,
                 control_timeout_s=60,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +14,12 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import Through, arenas_in, soon, spare_slot
+from tests.e2e.job import QUICK, Job
 from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, LocalTrainer, PlainTrainerOnRay
-from tests.workers.rollout.test_death import server_process, wait_until_gone
+from tests.workers.rollout.test_death import server_process
 from verl.checkpoint_engine.arena import Committed, committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
@@ -94,10 +92,6 @@ def slots(shm_dir: Path) -> set[Path]:
 def uncommitted_slots(shm_dir: Path) -> set[Path]:
     """One while a sync writes into it; before the second commit also the one that was never used."""
     return {slot for slot in slots(shm_dir) if not Path(f"{slot}.manifest").exists()}
-
-
-def janitors_of(arena: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if str(arena) in (process.info["cmdline"] or [])]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -306,27 +300,15 @@ async def test_a_killed_checkpoint_engine_worker_is_named_and_the_next_run_start
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(
-    own_shm_dir: Path, model_paths: dict[str, Path], tmp_path: Path
-):
-    command = [sys.executable, "-m", "tests.weight_sync.driver", str(model_paths["llama"]), str(tmp_path)]
-    environment = os.environ | {"VERL_SHM_DIR": str(own_shm_dir), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
-        try:
-            assert driver.stdout is not None
-            assert any(line == "serving\n" for line in driver.stdout)
-            (arena,) = arenas_in(own_shm_dir)
-            assert committed_version(arena) == 1
-            family = {process: process.name() for process in psutil.Process(driver.pid).children(recursive=True)}
-            assert {"raylet", "ray::RolloutServer", "ray::CheckpointEngineWorker"} <= set(family.values())
-            ours = [process for process, name in family.items() if name not in RAY_AGENTS]
-            ours += janitors_of(arena)
-        finally:
-            driver.kill()
-    began = time.monotonic()
-    left = wait_until_gone(ours, GONE_S)
-    for process in {*family, *ours}:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert left == []
-    assert soon(lambda: arenas_in(own_shm_dir) == [], GONE_S - (time.monotonic() - began))
+def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(model_paths: dict[str, Path], tmp_path: Path):
+    with Job(tmp_path, *QUICK, f"actor_rollout_ref.model.path={model_paths['llama']}") as job:
+        reports = job.output_dir / "sync_reports.jsonl"
+        job.wait_for(lambda: reports.exists() and reports.read_text(), "the first sync")
+        titles = ("ray::ActorRolloutRefWorker", "ray::RolloutServer", "ray::CheckpointEngineWorker")
+        assert all(job.find(title) for title in titles)
+        job.driver.kill()
+        job.wait()
+        for agent in RAY_AGENTS:
+            for process in job.find(agent):
+                process.kill()
+        assert job.left(GONE_S) == []

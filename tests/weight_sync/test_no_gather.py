@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import resource
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ import torch.distributed as dist
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, FSDP2Trainer
 from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.rank_pool import RankPool
-from verl.checkpoint_engine.manager import plan_of
-from verl.checkpoint_engine.participants import Published, RolloutNode, TrainerRank
+from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.backends.naive import NaiveEngine
+from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.plan import ShardTable, make_plan
+from verl.checkpoint_engine.types import Member
 from verl.utils.builtin import make_tiny_model
 
 ALLOWANCE = 4 * CONFIG.block_nbytes
+M_MMAP_THRESHOLD = -3
+"""glibc's number for the size from which memory is taken from and given back to the kernel."""
 
 
 async def test_a_sync_from_fsdp2_ranks_starts_no_collective_and_gathers_nothing(qwen3: FSDP2Trainer, tmp_path: Path):
@@ -46,59 +53,66 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_publishing_takes_no_memory_beside_the_slots_but_a_few_blocks(
+def test_publishing_takes_no_memory_beside_the_slot_but_a_few_blocks(
     rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path
 ):
     """The kernel refuses more. Measured on the host, where shared memory does not count; a device is not looked at."""
     path = make_tiny_model(tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=2048, layers=4)
     for own_nbytes, refused in rank_pool.run(publish_under_a_limit, NUM_RANKS, path, own_shm_dir):
         assert own_nbytes > 5 * ALLOWANCE  # a copy of the rank's own shards would not have fitted, let alone the model
-        assert refused
+        assert refused, "the limit had no force"
 
 
 def publish_under_a_limit(path: Path, shm_dir: Path) -> tuple[int, bool]:
-    """On every rank: bytes of its own shards at the rollout dtype, and whether the limit had any force."""
-    return asyncio.run(_publish_under_a_limit(path, shm_dir))
-
-
-async def _publish_under_a_limit(path: Path, shm_dir: Path) -> tuple[int, bool]:
-    rank = dist.get_rank()
-    trainer = TrainerRank(rank, make_engine(path).weight_source("bfloat16"), CONFIG)
-    node = RolloutNode(0, CONFIG, job="test", shm_dir=shm_dir)
-    plan = plan_of(everywhere(await trainer.describe()), block_nbytes=CONFIG.block_nbytes)
-    await trainer.prepare(plan.encode())
-    if rank == 0:
-        await node.prepare(plan.encode())
-
-    async def publish(version: int) -> Published:
-        slots = everywhere({"node-0": await node.begin(version)} if rank == 0 else {})[0]
-        own = await trainer.publish(version, slots)
-        digests = [part.digests for part in everywhere(own)]
+    """On every rank: the bytes of its own shards at the rollout dtype, and whether a copy of them was refused."""
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, 64 * 1024
+    )  # what is freed is given back, and not there to be used again
+    rank, source = dist.get_rank(), make_engine(path).weight_source("bfloat16")
+    layout = Layout.of(source.specs())
+    tables = [ShardTable.decode(table) for table in everywhere(ShardTable.of(layout, source.shards()).encode())]
+    plan = make_plan(layout, tables, block_nbytes=CONFIG.block_nbytes)
+    backend = NaiveEngine(member=Member(role="trainer", index=rank, host=""), config=CONFIG)
+    backend.prepare(plan, None)
+    with ExitStack() as stack:
+        arena, slot = None, ""
         if rank == 0:
-            await node.verify(version, b"".join(digests))
-            await node.commit(version, b"".join(digests))
-        return own
+            arena = stack.enter_context(
+                NodeArena.create(shm_dir=shm_dir, job="test", node="0", layout=layout, slots=CONFIG.slots)
+            )
+            slot = str(arena.begin(1))
+        slot = everywhere(slot)[0]
+        with little_memory(ALLOWANCE):
+            publication = backend.send_weights(1, source, {"node-0": slot})
+            refused = not fits(publication.nbytes)
+        digests = everywhere(publication.digests)
+        if arena is not None:
+            verify(arena.slot_view().bytes.numpy(), Manifest.of(1, plan, digests))
+        backend.finalize()
+        dist.barrier()
+    return publication.nbytes, refused
 
-    for version in (1, 2):  # maps the slots and starts the threads
-        await publish(version)
-    slots = everywhere({"node-0": await node.begin(3)} if rank == 0 else {})[0]
-    limit = data_nbytes() + ALLOWANCE
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+def fits(nbytes: int) -> bool:
+    """Whether a copy would fit, block by block as a publish would make it."""
     try:
-        own = await trainer.publish(3, slots)
-        try:
-            torch.empty(own.nbytes, dtype=torch.uint8)
-            refused = False
-        except RuntimeError:
-            refused = True
+        [torch.empty(CONFIG.block_nbytes, dtype=torch.uint8) for _ in range(nbytes // CONFIG.block_nbytes)]
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def little_memory(more_nbytes: int) -> Iterator[None]:
+    """Limit this process to the private memory that it has and `more_nbytes`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kibibytes,) = [line.split()[1] for line in lines if line.startswith("VmData:")]
+    unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(kibibytes) * 1024 + more_nbytes, unlimited[1]))
+    try:
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    digests = b"".join(part.digests for part in everywhere(own))
-    if rank == 0:
-        await node.verify(3, digests)
-        await node.close()
-    await trainer.close()
-    return own.nbytes, refused
+        resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
 
 def everywhere(own: Any) -> list[Any]:
@@ -106,10 +120,3 @@ def everywhere(own: Any) -> list[Any]:
     parts: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(parts, own)
     return parts
-
-
-def data_nbytes() -> int:
-    """Private writable memory of this process, which is what RLIMIT_DATA limits."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = [line.split()[1] for line in lines if line.startswith("VmData:")]
-    return int(kibibytes) * 1024

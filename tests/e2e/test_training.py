@@ -1,0 +1,396 @@
+"""Whole training runs: what they compute, write, save and leave behind.
+
+A run costs seconds of start-up, so each fixture is one run with many options, and several tests look at it.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.job import QUICK, STARTUP_S, Job, in_process
+from verl.trainer.ppo.ray_trainer import TrainingResult
+from verl.utils.builtin import make_tiny_model
+from verl.utils.builtin.tokenizer import VOCAB_SIZE
+from verl.utils.tracking import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+EVERY_STEP = {
+    "actor": ["pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr"],
+    "critic/score": ["mean", "max", "min"],
+    "critic/rewards": ["mean", "max", "min"],
+    "critic/advantages": ["mean", "max", "min"],
+    "critic/returns": ["mean"],
+    "response_length": ["mean", "max", "min", "clip_ratio"],
+    "prompt_length": ["mean"],
+    "response": ["aborted_ratio"],
+    "num_turns": ["mean"],
+    "timing_s": ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step"],
+    "timing_per_token_ms": ["gen"],
+    "perf": ["throughput", "time_per_step", "total_num_tokens"],
+    "training": [
+        "global_step",
+        "epoch",
+        "rollout_probs_diff_mean",
+        "rollout_probs_diff_max",
+        "rollout_probs_diff_std",
+        "rollout_actor_probs_pearson_corr",
+    ],
+    "checkpoint_engine": ["total_s", "gbytes_per_s", "nbytes_moved", "trainer_blocked_s"],
+    "rollout": ["restarts"],
+}
+"""verl's names, and ours."""
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    result: TrainingResult | None = None
+
+    @property
+    def out(self) -> Path:
+        return self.directory / "out"
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """By step."""
+        return {record["step"]: record for record in read_metrics(self.out / "metrics.jsonl")}
+
+    @property
+    def reports(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in (self.out / "sync_reports.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int, kind: str = "samples") -> list[dict[str, object]]:
+        return [json.loads(line) for line in (self.directory / kind / f"{step}.jsonl").read_text().splitlines()]
+
+    def questions(self, step: int) -> list[str]:
+        """The prompts of a step, in the order in which the data gave them."""
+        return list(dict.fromkeys(sample["prompt"][-1]["content"] for sample in self.samples(step)))
+
+
+# -- the real thing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The command line, vLLM, the built-in model, two FSDP2 ranks."""
+    directory = tmp_path_factory.mktemp("real")
+    with Job(
+        directory,
+        "trainer.device=cpu",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        "trainer.save_freq=2",
+        "data.train_batch_size=8",
+        "data.val_max_samples=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+    ) as job:
+        code = job.wait(2 * STARTUP_S)
+        left = job.left()
+    assert code == 0, job.stderr
+    assert left == []
+    return Run(directory), job
+
+
+@pytest.mark.vllm
+def test_vllm_has_the_trainers_weights_on_every_step(real):
+    run, _ = real
+    assert list(run.metrics) == [0, 1, 2, 3]
+    trained = [metrics for step, metrics in run.metrics.items() if step]
+    assert max(metrics["training/rollout_probs_diff_mean"] for metrics in trained) < 0.02
+    assert min(metrics["training/rollout_actor_probs_pearson_corr"] for metrics in trained) > 0.98
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in trained)
+
+
+@pytest.mark.vllm
+def test_metrics_have_verls_names(real):
+    run, _ = real
+    for step in (1, 2, 3):
+        wanted = [f"{group}/{name}" for group, names in EVERY_STEP.items() for name in names]
+        assert [name for name in wanted if name not in run.metrics[step]] == []
+    held_out = "val-core/builtin/arithmetic/reward/mean@1"
+    assert [step for step, metrics in run.metrics.items() if held_out in metrics] == [0, 2, 3]
+    assert "timing_s/testing" in run.metrics[2]
+    assert [step for step, metrics in run.metrics.items() if "timing_s/save_checkpoint" in metrics] == [2, 3]
+
+
+@pytest.mark.vllm
+def test_every_sync_leaves_a_report_whose_phases_add_up(real):
+    run, _ = real
+    assert [(report["version"], report["outcome"]) for report in run.reports] == [
+        (version, "committed") for version in range(4)
+    ]
+    for report in run.reports:
+        assert sum(report["phase_s"].values()) == pytest.approx(report["total_s"])
+        assert report["nbytes_moved"] == report["nbytes_needed"] > 0
+        assert report["replicas_updated"] == ["replica-0"]
+    for step in (1, 2, 3):
+        assert run.metrics[step]["checkpoint_engine/total_s"] == pytest.approx(run.reports[step]["total_s"])
+
+
+@pytest.mark.vllm
+def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
+    run, job = real
+    assert [line.split(" (")[0] for line in job.stderr.splitlines()] == [
+        f"training builtin:tiny-qwen2 on builtin:arithmetic; output in {run.out}",
+        "starting Ray",
+        "starting 2 trainer ranks on cpu",
+        "starting 1 vllm rollout engine",
+        "replica-0: free_cache_engine has no effect on cpu",
+        "loading version 0 of the weights into the rollout engines",
+        re.search(r"3 steps in \d+ s", job.stderr)[0],
+    ]
+    lines = job.stdout.splitlines()
+    assert [re.match(r"step (\d)/3 \|", line)[1] for line in lines[:4]] == ["0", "1", "2", "3"]
+    assert "held-out builtin/arithmetic" in lines[0]
+    assert "held-out reward" in job.stdout
+    for name in ("metrics.jsonl", "sync_reports.jsonl", "tensorboard", "global_step_3"):
+        assert str(run.out / name) in job.stdout
+        assert (run.out / name).exists()
+    assert list((run.out / "tensorboard").glob("events.out.tfevents.*"))
+
+
+# -- algorithms, with models and functions of the user's own ----------------------------------------------------------
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    # Says something about any text, so that there is always something to learn.
+    return {"score": sum(solution_str.encode()) % 7 / 7 + bonus, "length": len(solution_str)}
+"""
+
+
+@pytest.fixture
+def own_reward(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    return f"custom_reward_function.path={tmp_path / 'reward.py'}"
+
+
+def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qwen3(ray_cluster, tmp_path, own_reward):
+    model = make_tiny_model(tmp_path / "qwen3", "qwen3", tie_word_embeddings=True)
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            f"actor_rollout_ref.model.path={model}",
+            own_reward,
+            "+custom_reward_function.reward_kwargs.bonus=0.5",
+            "algorithm.adv_estimator=rloo",
+            "algorithm.rollout_correction.rollout_is=token",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.kl_loss_type=mse",
+            "actor_rollout_ref.actor.entropy_coeff=0.01",
+            "actor_rollout_ref.actor.use_dynamic_bsz=false",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.shuffle=true",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+            "trainer.total_training_steps=2",
+            f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+            f"trainer.validation_data_dir={tmp_path / 'held-out'}",
+        ),
+    )
+    first, second = run.metrics[1], run.metrics[2]
+    assert first["actor/kl_loss"] > 0  # the second of its epochs has left the reference already
+    assert second["actor/kl_loss"] > 0
+    assert second["actor/ppo_kl"] != 0
+    assert first["actor/entropy"] / 4 == pytest.approx(math.log(VOCAB_SIZE), abs=0.2)  # four tokens, nearly uniform
+    assert 0.98 < first["rollout_corr/rollout_is_mean"] < 1.02
+    assert first["critic/score/min"] >= 0.5
+    assert first["reward_extra/length/mean"] > 0
+    assert first["training/rollout_probs_diff_mean"] < 0.02
+
+    samples = run.samples(1)
+    assert len(samples) == 4 * 2
+    assert samples[0].keys() >= {"step", "uid", "prompt", "response", "ground_truth", "score"}
+    for sample in samples:
+        assert sample["score"] == pytest.approx(sum(sample["response"].encode()) % 7 / 7 + 0.5, abs=1e-6)
+    assert len({sample["uid"] for sample in samples}) == 4
+    assert len(run.samples(2, "held-out")) == 4
+    assert run.result.rewards_after == {"builtin/arithmetic": pytest.approx(_mean_score(run.samples(2, "held-out")))}
+
+
+LOOP = """
+from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
+from verl.experimental.agent_loop.tools import ToolCall
+
+class Add(BaseTool):
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    async def execute(self, arguments):
+        return f"sum {arguments['a'] + arguments['b']}"
+
+class Calling(ToolAgentLoop):
+    '''A random model calls no tools; this loop says that it did.'''
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parse = lambda text: [ToolCall("add", {"a": 40, "b": 2})]
+"""
+DATASET = """
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+class Polite(RLHFDataset):
+    def __getitem__(self, position):
+        item = super().__getitem__(position)
+        return item | {"raw_prompt": [{"role": "user", "content": "please " + item["raw_prompt"][0]["content"]}]}
+"""
+
+
+def test_tools_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tiny_model, own_reward):
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "dataset.py").write_text(DATASET)
+    (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{tmp_path / 'loop.py'}:Add'}}]\n")
+    (tmp_path / "loops.yaml").write_text(f"- {{name: calling, _target_: '{tmp_path / 'loop.py'}:Calling'}}\n")
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            f"actor_rollout_ref.model.path={tiny_model}",
+            own_reward,
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=1",
+            "data.max_prompt_length=300",
+            "data.max_response_length=120",
+            f"data.custom_cls.path={tmp_path / 'dataset.py'}",
+            "data.custom_cls.name=Polite",
+            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=calling",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+            f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        ),
+    )
+    assert run.metrics[1]["num_turns/max"] > 2
+    assert run.metrics[1]["training/rollout_probs_diff_mean"] < 0.02
+    samples = run.samples(1)
+    assert all(sample["prompt"][0]["content"].startswith("please ") for sample in samples)
+    assert any("sum 42" in sample["response"] for sample in samples)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def repeatable(tmp_path_factory):
+    """Overrides of a run whose every number is decided by its seed: greedy, float32, a reward that varies."""
+    directory = tmp_path_factory.mktemp("repeatable")
+    model = make_tiny_model(directory / "llama", "llama")
+    (directory / "reward.py").write_text(REWARD)
+    return (
+        f"actor_rollout_ref.model.path={model}",
+        f"custom_reward_function.path={directory / 'reward.py'}",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.horizon=100",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.do_sample=false",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=1",
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ray_cluster, tmp_path_factory, repeatable):
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    contents = "[model,optimizer,extra,hf_model]"
+    result = in_process(
+        directory,
+        *repeatable,
+        "trainer.max_actor_ckpt_to_keep=2",
+        f"actor_rollout_ref.actor.checkpoint.save_contents={contents}",
+        f"trainer.rollout_data_dir={directory / 'samples'}",
+    )
+    return Run(directory, result)
+
+
+@pytest.fixture(scope="module")
+def resumed(ray_cluster, tmp_path_factory, repeatable):
+    """A run that is killed after its second step, and the same command again."""
+    directory = tmp_path_factory.mktemp("resumed")
+    overrides = (*repeatable, f"trainer.rollout_data_dir={directory / 'samples'}")
+    out = directory / "out"
+    with Job(directory, *QUICK, *overrides) as job:
+        pointer = out / "latest_checkpointed_iteration.txt"
+        job.wait_for(lambda: pointer.exists() and pointer.read_text() == "2", "the second checkpoint")
+        job.driver.kill()
+        job.wait()
+        left = job.left(10.0)
+    assert left == []
+    (out / ".global_step_9.partial/actor").mkdir(parents=True)  # as a kill during a save leaves it
+    return Run(directory, in_process(directory, *overrides))
+
+
+def test_a_killed_run_goes_on_where_its_last_checkpoint_was(uninterrupted, resumed):
+    assert [step for step in resumed.metrics if step > 2] == [3, 4]
+    for step in range(1, STEPS + 1):
+        assert resumed.questions(step) == uninterrupted.questions(step)
+        for name in (
+            "critic/score/mean",
+            "critic/rewards/mean",
+            "actor/grad_norm",
+            "actor/lr",
+            "actor/pg_loss",
+            "actor/reward_kl_penalty_coeff",
+        ):
+            expected = uninterrupted.metrics[step][name]
+            assert resumed.metrics[step][name] == pytest.approx(expected, rel=1e-3, abs=1e-6), (step, name)
+    assert resumed.result.step == STEPS
+
+
+def test_the_run_before_the_kill_keeps_its_place_in_the_metrics(resumed):
+    assert list(resumed.metrics) == [1, 2, 3, 4]
+
+
+def test_only_as_many_checkpoints_as_configured_are_kept(uninterrupted, resumed):
+    assert sorted(path.name for path in uninterrupted.out.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+    assert len(list(resumed.out.glob("global_step_*"))) == STEPS
+
+
+def test_the_hugging_face_export_loads_in_transformers(uninterrupted):
+    directory = uninterrupted.out / "global_step_4/actor/huggingface"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer("1+1=", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(ids).logits).all()
+    assert model.config.model_type == "llama"
+
+
+def test_val_only_validates_the_checkpoint_that_it_is_given_and_trains_nothing(
+    ray_cluster, tmp_path, repeatable, uninterrupted
+):
+    result = in_process(
+        tmp_path,
+        *repeatable,
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_only=true",
+        "trainer.val_before_train=true",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={uninterrupted.out / 'global_step_4'}",
+        f"trainer.validation_data_dir={tmp_path / 'held-out'}",
+    )
+    run = Run(tmp_path, result)
+    assert result.step == STEPS
+    assert list(run.metrics) == [STEPS]
+    assert result.rewards_after == uninterrupted.result.rewards_after
+    assert not list(run.out.glob("global_step_*"))
+
+
+def _mean_score(samples):
+    return sum(sample["score"] for sample in samples) / len(samples)

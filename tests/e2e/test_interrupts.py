@@ -141,6 +141,7 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_a_vllm_engine_that_is_killed_is_replaced_and_the_run_goes_on(start):
     job = start(
         "actor_rollout_ref.rollout.name=vllm",

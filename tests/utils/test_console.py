@@ -1,15 +1,18 @@
 import io
+import logging
 import re
+import sys
+from contextlib import contextmanager
 
 import pytest
 
-from verl.utils.console import StepConsole, print_summary, step_line, validation_rewards
+from verl.utils.console import StepConsole, log_to_console, print_summary, step_line, validation_rewards
 
 METRICS = {
     "critic/score/mean": 0.53125,
     "response_length/mean": 7.25,
     "training/rollout_probs_diff_mean": 0.00128,
-    "actor/ppo_kl": 0.0004,
+    "actor/kl_loss": 0.0004,
     "actor/grad_norm": 0.831,
     "timing_s/gen": 2.13,
     "timing_s/update_actor": 1.4,
@@ -97,3 +100,28 @@ def test_the_summary_has_reward_before_and_after_and_paths_uncut():
     assert "0.500" in next(line for line in lines if "new" in line)
     assert f"reward curve  {path}" in lines
     assert "model         [out]/hf" in lines
+
+
+@contextmanager
+def unconfigured_logging():
+    """As in a program that has just started."""
+    loggers = [logging.getLogger(name) for name in (None, "verl", "verl.checkpoint_engine")]
+    saved = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    logging.getLogger().handlers.clear()
+    yield
+    for logger, level, handlers in saved:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def test_the_log_is_plain_lines_on_the_stderr_of_the_moment(monkeypatch):
+    stream = io.StringIO()
+    with unconfigured_logging():
+        log_to_console()
+        monkeypatch.setattr(sys, "stderr", stream)  # as a progress bar does
+        logging.getLogger("verl.trainer").info("starting Ray")
+        logging.getLogger("verl.trainer").warning("replica-0 died")
+        logging.getLogger("verl.checkpoint_engine.manager").info("version 3 committed")
+        logging.getLogger("some.library").info("chatter")
+        logging.getLogger("some.library").error("trouble")
+    assert stream.getvalue().splitlines() == ["starting Ray", "warning: replica-0 died", "error: trouble"]

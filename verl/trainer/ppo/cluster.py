@@ -163,7 +163,8 @@ class Cluster:
             name_prefix="trainer",
         )
         policy = replace(config.actor_rollout_ref, model=_local(config.actor_rollout_ref.model, model_path))
-        logger.info("starting %d trainer ranks on %s", trainer.world_size, self._device)
+        ranks = trainer.world_size
+        logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), self._device)
         self._actor = RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=RayClassWithInitArgs(

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.generation import HealingRollouts
+
+PROMPTS = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=object)})
+
+
+class Rollouts:
+    """Fails as often as it is told to."""
+
+    def __init__(self, failures):
+        self.failures = failures
+        self.batches = 0
+        self.servers = ["first"]
+
+    def generate_sequences(self, prompts):
+        self.batches += 1
+        if self.batches <= self.failures:
+            raise RuntimeError(f"{self.servers} failed")
+        return prompts
+
+    def set_servers(self, server_handles):
+        self.servers = server_handles
+
+
+class Engines:
+    """`dead[n]` engines are found dead the n-th time."""
+
+    def __init__(self, *dead):
+        self.dead = list(dead)
+        self.server_handles = ["first"]
+
+    def heal(self):
+        healed = self.dead.pop(0) if self.dead else 0
+        self.server_handles = ["second"] if healed else self.server_handles
+        return healed
+
+
+def test_a_batch_whose_engine_died_is_generated_again_on_the_restarted_one():
+    rollouts = Rollouts(failures=1)
+    assert HealingRollouts(rollouts, Engines(1), max_restarts=2).generate_sequences(PROMPTS) is PROMPTS
+    assert rollouts.batches == 2
+    assert rollouts.servers == ["second"]
+
+
+def test_a_failure_of_another_kind_is_raised_at_once():
+    rollouts = Rollouts(failures=1)
+    with pytest.raises(RuntimeError, match="first"):
+        HealingRollouts(rollouts, Engines(0), max_restarts=2).generate_sequences(PROMPTS)
+    assert rollouts.batches == 1
+
+
+def test_engines_that_keep_dying_end_the_run():
+    rollouts = Rollouts(failures=10)
+    with pytest.raises(RuntimeError, match="second"):
+        HealingRollouts(rollouts, Engines(1, 1, 1, 1), max_restarts=2).generate_sequences(PROMPTS)
+    assert rollouts.batches == 3
+
+
+def test_restarts_can_be_forbidden():
+    rollouts = Rollouts(failures=1)
+    with pytest.raises(RuntimeError):
+        HealingRollouts(rollouts, Engines(1), max_restarts=0).generate_sequences(PROMPTS)

@@ -85,8 +85,9 @@ def build_model(
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
+    transformers_logging: Any = logging
     transformers_logging.disable_progress_bar()  # one small file, written at once
     try:
         model.save_pretrained(directory)

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from tests.weight_sync.replicas import InspectedVLLMReplica
-from tests.weight_sync.trainers import FSDP2Trainer, LocalTrainer, Trainer
+from tests.weight_sync.trainers import FSDP2Trainer, LocalTrainer
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
@@ -40,7 +40,7 @@ CASES = {
 class Line:
     """One model from the trainer to the engine."""
 
-    trainer: Trainer
+    trainer: LocalTrainer | FSDP2Trainer
     replica: InspectedVLLMReplica
     config: PretrainedConfig
 
@@ -72,7 +72,7 @@ def own_shm_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Grouped-query attention, a vocabulary that needs padding; Qwen3's is large enough to see memory use."""
+    """Grouped-query attention, and a vocabulary that vLLM has to pad."""
     base = tmp_path_factory.mktemp("models")
     return {
         name: make_tiny_model(
@@ -118,7 +118,7 @@ def lines(
 ) -> Iterator[dict[str, Line]]:
     """Every case with its engine running, and in the service of the case's trainer. All start at the same time."""
     served = tmp_path_factory.mktemp("served")
-    trainers: dict[str, Trainer] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+    trainers: dict[str, LocalTrainer | FSDP2Trainer] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
     made = {
         name: Line(
             trainer=trainers[name],

@@ -37,9 +37,6 @@ GONE_S = 10.0
 AT_ONCE_S = 15.0
 """Far below the deadlines of `CONFIG`: a death is noticed, not waited for."""
 
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""When their cluster dies suddenly, they try for a minute to report it before they end. They hold nothing of ours."""
-
 
 class BreakableReplica(Through):
     @property
@@ -308,7 +305,4 @@ def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(model_p
         assert all(job.find(title) for title in titles)
         job.driver.kill()
         job.wait()
-        for agent in RAY_AGENTS:
-            for process in job.find(agent):
-                process.kill()
         assert job.left(GONE_S) == []

@@ -40,10 +40,6 @@ class Trainer(ABC):
     def train(self) -> None:
         """Change every tensor."""
 
-    @abstractmethod
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The present weights, whole, by Hugging Face name and cast to the rollout dtype. Tied ones once."""
-
     async def sync(self) -> SyncReport:
         self.version += 1
         return await self.manager.update_weights(self.version)
@@ -80,6 +76,7 @@ class LocalTrainer(Trainer):
             parameter.add_(torch.randn(parameter.shape, generator=self._noise), alpha=0.05)
 
     def weights(self) -> dict[str, torch.Tensor]:
+        """The present weights, whole, by Hugging Face name and cast to the rollout dtype. Tied ones once."""
         dtype = getattr(torch, self._dtype)
         return {name: parameter.detach().to(dtype, copy=True) for name, parameter in self.model.named_parameters()}
 
@@ -115,7 +112,7 @@ class FSDP2Trainer(Trainer):
         self.group.update_actor(DataProto.from_dict(tensors=dict(data.union(before).batch.items())))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gathered and written by the export, which shares no code with the sync."""
+        """The same, gathered and written by the export, which shares no code with the sync."""
         self.group.export_hf(str(self._scratch), "float32")
         dtype = getattr(torch, self._dtype)
         return {
@@ -147,10 +144,6 @@ class PlainTrainerOnRay(Trainer):
 
     def train(self) -> None:
         self.group.train(self.version)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        whole: dict[str, torch.Tensor] = self.group.execute_rank_zero_sync("weights")
-        return whole
 
     async def close(self) -> None:
         await super().close()

@@ -75,9 +75,6 @@ class PlainTrainer(WeightPublisher):
     def weight_source(self) -> WeightSource:
         return RowShardedSource(self._weights, self.rank, self.world_size)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._weights
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, seed: int) -> None:
         """The same change on every rank."""

@@ -130,7 +130,7 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
 
 
 def _ranks(config: PPOConfig) -> Iterator[str]:
-    """Sharding groups, and on accelerators the rollout replicas, are made of the trainer's ranks."""
+    """Sharding groups are made of the trainer's ranks; so, on accelerators, are replicas that are not separate."""
     from verl.utils.device import resolve_device
 
     ranks, rollout = config.trainer.world_size, config.actor_rollout_ref.rollout
@@ -138,15 +138,23 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
         size = section.fsdp_config.fsdp_size
         if size != -1 and (size <= 0 or ranks % size):
             yield f"actor_rollout_ref.{path}.fsdp_config.fsdp_size={size} does not divide {ranks} trainer ranks"
+    colocated = config.trainer.placement == "colocated"
+    if colocated and rollout.nnodes != 1:
+        yield (
+            f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.placement=separate: "
+            "rollout engines share the trainer's machines"
+        )
     if resolve_device(config.trainer.device) == "cpu":
         return
     parallel = rollout.tensor_model_parallel_size
-    if ranks % parallel:
-        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {ranks} trainer ranks"
-    elif rollout.num_replicas is not None and rollout.num_replicas * parallel > ranks:
+    devices = ranks if colocated else rollout.nnodes * rollout.n_gpus_per_node
+    owner = f"{ranks} trainer ranks" if colocated else f"{devices} rollout devices"
+    if (ranks if colocated else rollout.n_gpus_per_node) % parallel:
+        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {owner}"
+    elif rollout.num_replicas is not None and rollout.num_replicas * parallel > devices:
         yield (
             f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "
-            f"{rollout.num_replicas * parallel} exceeds {ranks} trainer ranks"
+            f"{rollout.num_replicas * parallel} exceeds {owner}"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 _POLICY = "actor_rollout_ref"
 _NO_LORA = "the whole model is trained; there is no LoRA"
 _NO_CRITIC = "there is no critic; algorithm.adv_estimator grpo, rloo and reinforce_plus_plus need none"
-_SHARED = "trainer and rollouts share the machines; the nearest is"
 _WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -27,8 +26,6 @@ VERL_KEYS: dict[str, str] = {
     f"{_POLICY}.rollout.data_parallel_size": f"the nearest is {_POLICY}.rollout.num_replicas",
     f"{_POLICY}.rollout.pipeline_model_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
     f"{_POLICY}.rollout.expert_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
-    f"{_POLICY}.rollout.nnodes": f"{_SHARED} trainer.nnodes",
-    f"{_POLICY}.rollout.n_gpus_per_node": f"{_SHARED} trainer.n_gpus_per_node",
     f"{_CORRECTION}.rollout_rs": f"the nearest is {_CORRECTION}.rollout_is",
     f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
     f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",

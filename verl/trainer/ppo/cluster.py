@@ -1,4 +1,4 @@
-"""The Ray processes of one hybrid run, started together and ended together."""
+"""The Ray processes of one run, started together and ended together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.placement import RolloutPlacement, num_replicas, place_rollouts
 from verl.trainer.ppo.ray_session import RaySession
 from verl.utils.signals import uninterrupted
 from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
-from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
+from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
 from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
@@ -60,7 +61,7 @@ class Cluster:
         self._runner = asyncio.Runner()
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
-        self._node: ActorHandle[Any] | None = None
+        self._nodes: list[ActorHandle[Any]] = []
         self.manager: CheckpointEngineManager | None = None
         self.replicas = list(replicas)
         self.restarts = 0
@@ -68,8 +69,9 @@ class Cluster:
         try:
             self._ray.start(config.ray_kwargs.ray_init)
             self._start_trainer(model_path, with_reference)
-            self._start_rollouts()
-            self._join()
+            placement = self._place_rollouts()
+            self._start_rollouts(placement)
+            self._join(placement)
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
@@ -133,9 +135,9 @@ class Cluster:
                 replica.kill()
             if self._actor is not None:
                 self._actor.shutdown(grace_s=5.0 if in_order else 0.0)
-            if self._node is not None:
-                ray.kill(self._node)
-            self.manager, self.replicas, self._actor, self._node = None, [], None, None
+            for node in self._nodes:
+                ray.kill(node)
+            self.manager, self.replicas, self._actor, self._nodes = None, [], None, []
             self._runner.close()
             self._ray.close()
 
@@ -180,43 +182,43 @@ class Cluster:
         )
         self.actor.init_model()
 
-    def _start_rollouts(self) -> None:
+    def _place_rollouts(self) -> RolloutPlacement:
+        cluster: Any = ray
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in cluster.nodes() if node["Alive"]}
+        trainers_at = {address for _, address in self.actor.processes.values()}
+        return place_rollouts(
+            self._config,
+            self._device,
+            replicas=len(self.replicas),
+            driver=ray.get_runtime_context().get_node_id(),
+            trainer_nodes=[node for node, address in addresses.items() if address in trainers_at],
+            all_nodes=list(addresses),
+        )
+
+    def _start_rollouts(self, placement: RolloutPlacement) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
-        ranks = rollout.tensor_model_parallel_size
-        placements = [
-            Placement(
-                node_index=0,
-                local_index=index,
-                local_count=count,
-                device_ids=tuple(str(rank) for rank in range(index * ranks, (index + 1) * ranks))
-                if self._device != "cpu"
-                else (),
-            )
-            for index in range(count)
-        ]
+        separate = self._config.trainer.placement == "separate"
         launches = [
-            replica.init_hybrid(placement) for replica, placement in zip(self.replicas, placements, strict=True)
+            replica.init_standalone(place) if separate else replica.init_hybrid(place)
+            for replica, place in zip(self.replicas, placement.replicas, strict=True)
         ]
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
 
-    def _join(self) -> None:
+    def _join(self, placement: RolloutPlacement) -> None:
         config = self._config
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._node = start_node(
-            0,
-            config.checkpoint_engine,
-            job=job,
-            shm_dir=envs.shm_dir(),
-            options={"scheduling_strategy": here, "runtime_env": {"env_vars": _thread_limits()}},
-        )
+        for index, node_id in enumerate(placement.nodes):
+            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
+            node = start_node(index, config.checkpoint_engine, job=job, shm_dir=envs.shm_dir(), options=options)
+            self._nodes.append(node)
         output_dir = Path(config.trainer.output_dir)
         self.manager = CheckpointEngineManager(
             config=config.checkpoint_engine,
             trainers=[RayTrainerRank(rank, worker) for rank, worker in enumerate(self.actor.workers)],
-            nodes=[RayRolloutNode(0, self._node)],
+            nodes=[RayRolloutNode(index, node) for index, node in enumerate(self._nodes)],
             report_path=Path(config.checkpoint_engine.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))
@@ -246,9 +248,7 @@ class Cluster:
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
     """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
     rollout = _resolved(config)
-    count = rollout.num_replicas
-    if count is None:
-        count = 1 if device == "cpu" else config.trainer.world_size // rollout.tensor_model_parallel_size
+    count = num_replicas(config, device)
     replica_class = RolloutReplicaRegistry.get(rollout.name)
     model = _local(config.actor_rollout_ref.model, model_path)
     return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]

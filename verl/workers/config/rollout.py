@@ -74,7 +74,11 @@ class RolloutConfig:
     enforce_eager: bool = option(False, "never compile; on cpu: always eager")
     free_cache_engine: bool = option(True, "free weights and KV cache while the trainer works, where the engine can")
     tensor_model_parallel_size: int = option(1, "ranks of one replica (verl: 2)")
-    num_replicas: int | None = option(None, "replicas of the engine; null: as many as the ranks allow, on cpu one")
+    num_replicas: int | None = option(
+        None, "replicas of the engine; null: as many as the ranks allow, on cpu one per rollout node"
+    )
+    nnodes: int = option(1, "machines of the rollout engines with trainer.placement=separate; each has an arena")
+    n_gpus_per_node: int = option(8, "accelerators of each of them")
     max_num_batched_tokens: int = option(8192, "tokens per engine step")
     max_model_len: int | None = option(None, "longest sequence; null: prompt_length + response_length")
     max_num_seqs: int = option(256, "sequences per engine step")
@@ -110,7 +114,7 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("n", "tensor_model_parallel_size", "max_num_seqs"):
+        for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "nnodes", "n_gpus_per_node"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"rollout.{name} must be positive, not {getattr(self, name)}")
         if self.temperature < 0:

@@ -41,6 +41,11 @@ class TrainerConfig:
     logger: list[str] = option(["console", "jsonl", "tensorboard"], f"any of {', '.join(LOGGERS)}")
     nnodes: int = option(1, "machines of the trainer")
     n_gpus_per_node: int = option(2, "trainer ranks per machine, on any device (verl: 8)")
+    placement: str = option(
+        "colocated",
+        "rollout engines share the trainer's machines and devices, or have their own (rollout.nnodes)",
+        choices=("colocated", "separate"),
+    )
     device: str | None = option(None, "cpu, cuda or npu; null: what is there", choices=(None, *DEVICES))
     seed: int = option(1, "seed of parameter initialisation, data order and sampling")
     val_before_train: bool = option(True, "validate before the first step")

@@ -85,7 +85,14 @@ class CheckpointEngineManager:
             clock = Stopwatch()
             with clock.phase("prepare"):
                 plan = await self._prepared()
-            fleet = Fleet(self._trainers, self._nodes, self._arena_paths, self.replicas, plan)
+            fleet = Fleet(
+                self._trainers,
+                self._nodes,
+                self._arena_paths,
+                self.replicas,
+                plan,
+                senders_serve=not self._engine_class.capabilities.one_sided,
+            )
             transaction = SyncTransaction(global_steps, fleet, self._config, clock)
             try:
                 report = await transaction.run()

@@ -68,6 +68,7 @@ class TrainerPort(MemberPort, Protocol):
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
+    async def serve(self, version: int) -> None: ...
 
 
 class NodePort(MemberPort, Protocol):
@@ -124,6 +125,10 @@ class TrainerRank(_Participant):
         """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
         publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
         return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
+
+    async def serve(self, version: int) -> None:
+        """Take part in staging, for backends whose senders do. The trainer may already be changing its weights."""
+        await self._run(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
         await self._run(self._engine.finalize)

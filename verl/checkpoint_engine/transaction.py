@@ -54,6 +54,14 @@ class Fleet:
     """Node index to the directory of its arena."""
     replicas: Sequence[Replica]
     plan: SyncPlan
+    senders_serve: bool = False
+    """Trainer ranks take part in staging: the backend is not one-sided."""
+
+
+async def _nothing_moved(serving: Awaitable[None]) -> int:
+    """A sender's bytes are counted where they arrive."""
+    await serving
+    return 0
 
 
 class Stopwatch:
@@ -157,7 +165,7 @@ class SyncTransaction:
         )
         digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):
-            moved = await self._all(deadlines.stage_s, {node.name: node.stage(self.version) for node in nodes}, "stage")
+            moved = await self._all(deadlines.stage_s, self._staging(), "stage")
         self.nbytes_moved += sum(moved.values())
         if self.config.verify:
             with self.clock.phase("verify"):
@@ -165,6 +173,13 @@ class SyncTransaction:
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
         return digests
+
+    def _staging(self) -> dict[str, Awaitable[int]]:
+        """What every node does, and every trainer rank where senders take part."""
+        calls: dict[str, Awaitable[int]] = {node.name: node.stage(self.version) for node in self.fleet.nodes}
+        if self.fleet.senders_serve:
+            calls |= {trainer.name: _nothing_moved(trainer.serve(self.version)) for trainer in self.fleet.trainers}
+        return calls
 
     async def _commit(self, digests: bytes) -> None:
         with self.clock.phase("commit"):

@@ -40,7 +40,7 @@ class Capabilities:
     one_sided: bool
     """Nodes fetch by themselves; trainer ranks take no part in staging."""
     elastic: bool
-    """Nodes may come and go without a new process group."""
+    """A failed transfer leaves the other connections usable. Otherwise everybody connects anew after a failure."""
     same_host: bool
     """Trainer ranks and rollout nodes must share memory."""
     device_types: tuple[str, ...]
@@ -84,6 +84,12 @@ class CheckpointEngine(ABC):
 
         Called on every trainer rank, on the sync's own thread, while nodes are in `receive_weights`; only for backends
         that are not one-sided. Raises TransportError.
+        """
+
+    def interrupt(self) -> None:  # noqa: B027 - a backend whose calls are short needs none
+        """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.
+
+        Called on any member, from another thread.
         """
 
     @abstractmethod

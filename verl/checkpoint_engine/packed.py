@@ -1,7 +1,8 @@
 """A trainer rank's own copy of the pieces that it owns, packed back to back, for peers to fetch.
 
 One contiguous, pre-faulted region per rank, registered with the transport once. Pieces that lie next to each other in a
-node's slot lie next to each other here, too, so that a row-sharded tensor is one range at both ends.
+node's slot lie next to each other here, too, so that a row-sharded tensor is one range at both ends. Short runs and
+strided pieces come last, side by side, so that many of them can travel as one range.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from verl.checkpoint_engine.types import Shard
 if TYPE_CHECKING:
     import torch
 
+SHORT_NBYTES = 2**20
+"""A run below this costs more as a message of its own than as a copy at the receiver (measured with gloo: broadcasts of
+256 KiB reach a third of the rate of larger ones)."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -32,6 +37,8 @@ class Packing:
     offset: Int64s
     nbytes: Int64s
     region_nbytes: int
+    tail_offset: int
+    """From here on: short runs and strided pieces."""
 
     @classmethod
     def of(cls, plan: SyncPlan, owner: int) -> Packing:
@@ -39,17 +46,21 @@ class Packing:
         part = slice(pieces.start, pieces.stop)
         start, nbytes = plan.extents.offset[part], plan.extents.nbytes[part]
         if not len(pieces):
-            return cls(pieces.start, start, nbytes, 0)
+            return cls(pieces.start, start, nbytes, 0, 0)
         # A run is a maximal sequence of pieces without a gap in the slot; only a new run is aligned anew.
         single = plan.extents.rows[part] == 1
         follows = single[1:] & single[:-1] & (start[1:] == start[:-1] + nbytes[:-1])
         first_of_run = np.flatnonzero(np.concatenate([[True], ~follows]))
         run_nbytes = np.add.reduceat(nbytes, first_of_run)
-        run_offset = np.concatenate([[0], np.cumsum(-(-run_nbytes // ALIGNMENT) * ALIGNMENT)])
+        space = -(-run_nbytes // ALIGNMENT) * ALIGNMENT
+        at_tail = (run_nbytes < SHORT_NBYTES) | ~single[first_of_run]
+        order = np.argsort(at_tail, kind="stable")
+        run_offset = np.empty_like(space)
+        run_offset[order] = np.cumsum(space[order]) - space[order]
         run = np.cumsum(np.concatenate([[0], ~follows]))
         within = np.cumsum(nbytes) - nbytes
         offset = run_offset[run] + within - within[first_of_run][run]
-        return cls(pieces.start, offset, nbytes, int(run_offset[-1]))
+        return cls(pieces.start, offset, nbytes, int(space.sum()), int(space[~at_tail].sum()))
 
 
 class PackedRegion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.checkpoint_engine.digest import UInt64s, digest_piece
-from verl.checkpoint_engine.errors import TransportTimeout
-from verl.checkpoint_engine.layout import ALIGNMENT
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
@@ -100,7 +100,7 @@ class Bucket:
     owner: int
     ranges: tuple[Range, ...]
     nbytes: int
-    scatter: range = range(0)
+    scatter: Sequence[int] = ()
     """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
 
 
@@ -157,6 +157,49 @@ def _scattered(packing: Packing, owner: int, rows: Sequence[int], bucket_nbytes:
         start = stop
 
 
+def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
+    """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
+
+    Long runs, cut at `bucket_nbytes`, go straight to the slot. The tail of the packed region, in parts of at most
+    `bucket_nbytes` (or one piece), goes through the bounce buffer.
+    """
+    packing = Packing.of(plan, owner)
+    buckets: list[Bucket] = []
+    for run in _long_runs(plan, packing):
+        for start in range(0, run.nbytes, bucket_nbytes):
+            nbytes = min(bucket_nbytes, run.nbytes - start)
+            part = Range(run.src_offset + start, run.dst_offset + start, nbytes)
+            buckets.append(Bucket(owner, (part,), nbytes))
+    rows = np.flatnonzero(packing.offset >= packing.tail_offset)
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    starts = packing.offset[rows].tolist()
+    ends = (packing.offset[rows] + packing.nbytes[rows]).tolist()
+    first = 0
+    for row in range(1, len(rows) + 1):
+        if row == len(rows) or ends[row] - starts[first] > bucket_nbytes:
+            pieces = rows[first:row]
+            whole = Range(starts[first], 0, ends[row - 1] - starts[first])
+            payload = int(packing.nbytes[pieces].sum())
+            buckets.append(Bucket(owner, (whole,), payload, (pieces + packing.first).tolist()))
+            first = row
+    return buckets
+
+
+def _long_runs(plan: SyncPlan, packing: Packing) -> Iterator[Range]:
+    """The head of the packed region: where each of its runs belongs in the slot."""
+    rows = np.flatnonzero(packing.offset < packing.tail_offset)
+    if not len(rows):
+        return
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    source, nbytes = packing.offset[rows], packing.nbytes[rows]
+    target = plan.extents.offset[rows + packing.first]
+    follows = (source[1:] == source[:-1] + nbytes[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    columns = (source[first], target[first], np.add.reduceat(nbytes, first))
+    for run in zip(*(column.tolist() for column in columns), strict=True):
+        yield Range(*run)
+
+
 class RangeReader(Protocol):
     """One-sided reads from the packed regions of trainer ranks. Called from one thread.
 
@@ -191,9 +234,12 @@ class FetchLoop:
     """For one strided bucket at a time."""
     version: int
     timeout_s: float
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set from another thread: give up."""
     max_in_flight: int = 8
     poll_s: float = 0.0002
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    _packings: dict[int, Packing] = field(default_factory=dict)
 
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
@@ -235,17 +281,27 @@ class FetchLoop:
         waiting.extendleft(reversed(held))
 
     def _scatter(self, bucket: Bucket) -> None:
-        """Copy the strided pieces of `bucket` from the bounce buffer to their rows in the slot."""
-        position = 0
-        for offset, run_nbytes, rows, stride in self.plan.extents.of(bucket.scatter):
-            target = np.lib.stride_tricks.as_strided(self.region[offset:], (rows, run_nbytes), (stride, 1))
-            nbytes = rows * run_nbytes
-            target[:] = self.bounce[position : position + nbytes].reshape(rows, run_nbytes)
-            position += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        """Copy the pieces of `bucket` from the bounce buffer to their rows in the slot."""
+        if not bucket.scatter:
+            return
+        if bucket.owner not in self._packings:
+            self._packings[bucket.owner] = Packing.of(self.plan, bucket.owner)
+        packing = self._packings[bucket.owner]
+        pieces, extents = np.asarray(bucket.scatter), self.plan.extents
+        positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
+        columns = (positions, *(column[pieces] for column in vars(extents).values()))
+        for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
+            if rows == 1:
+                self.region[offset : offset + run_nbytes] = self.bounce[position : position + run_nbytes]
+            else:
+                target = np.lib.stride_tricks.as_strided(self.region[offset:], (rows, run_nbytes), (stride, 1))
+                target[:] = self.bounce[position : position + rows * run_nbytes].reshape(rows, run_nbytes)
 
     def _check_deadline(
         self, deadline: float, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]
     ) -> None:
+        if self.stop.is_set():
+            raise TransportError("given up by the manager", version=self.version, phase="stage")
         if time.monotonic() < deadline:
             return
         missing = {flight.bucket.owner for flight in flying} | {bucket.owner for bucket in waiting}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -56,6 +56,8 @@ class Fleet:
     plan: SyncPlan
     senders_serve: bool = False
     """Trainer ranks take part in staging: the backend is not one-sided."""
+    reconnect: Callable[[], Awaitable[None]] | None = None
+    """Connects everybody anew, before another attempt; None where connections survive a failed transfer."""
 
 
 async def _nothing_moved(serving: Awaitable[None]) -> int:
@@ -137,12 +139,23 @@ class SyncTransaction:
                     raise self._aborted(exc) from exc
                 self.retries += 1
                 logger.warning("version %d: %s; trying again (%d)", self.version, exc, self.retries)
+                await self._reconnect(exc)
             except CheckpointEngineError as exc:
                 await self._drop()
                 raise self._aborted(exc) from exc
             except asyncio.CancelledError:
                 await self._drop()
                 raise
+
+    async def _reconnect(self, failure: CheckpointEngineError) -> None:
+        if self.fleet.reconnect is None or not isinstance(failure, TransportError):
+            return
+        with self.clock.phase("prepare"):
+            try:
+                await self.fleet.reconnect()
+            except CheckpointEngineError as exc:
+                logger.error("version %d: cannot connect again: %s", self.version, exc)  # noqa: TRY400 - told below
+                raise self._aborted(failure) from failure
 
     async def _move(self) -> bytes:
         """Publish, stage and verify; the digests of all pieces."""

@@ -35,6 +35,32 @@ class NaiveOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlooOptions:
+    """Options of the backend `gloo`."""
+
+    bucket_megabytes: int = option(64, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
+    in_flight: int = option(2, "broadcasts that one trainer rank has under way at a time")
+    interface: str | None = option(None, "network interface to use; null: the one of the default route")
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_megabytes", "in_flight"):
+            if getattr(self, name) < 1:
+                raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclOptions(GlooOptions):
+    """Options of the backend `nccl`. `in_flight` buckets of device memory are taken on every member."""
+
+    bucket_megabytes: int = option(128, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HcclOptions(NcclOptions):
+    """Options of the backend `hccl`. `in_flight` buckets of device memory are taken on every member."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 

@@ -61,6 +61,34 @@ class HcclOptions(NcclOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NixlOptions:
+    """Options of the backend `nixl`. Variables of UCX that are set in the environment win."""
+
+    ucx_tls: str | None = option(
+        None, "UCX transports, as in `tcp` or `rc,sm,self`; null: `sm,self` on nodes that share the trainer's host"
+    )
+    error_handling: str | None = option(
+        None,
+        "ucx_error_handling_mode; null: none where all of `ucx_tls` is shared memory, else peer",
+        choices=(None, "none", "peer"),
+    )
+    num_workers: int = option(1, "UCX workers per member")
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise strict.ConfigError(f"num_workers must be at least 1, not {self.num_workers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeOptions:
+    """Options of the backend `mooncake`."""
+
+    protocol: str = option("tcp", "wire of the transfer engine", choices=("tcp", "rdma"))
+    rdma_devices: str = option("", "RDMA devices to use, as in `mlx5_0,mlx5_1`; empty: all")
+    host: str | None = option(None, "address under which a member is reached; null: that of the default route")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 

@@ -1,4 +1,4 @@
-"""Broadcasts between members that fail, stall, disagree: what an operator gets to read, and that the next sync works."""
+"""Broadcasts between members that fail, stall, disagree: what an operator reads, and that the next sync works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def engine_of(member: Any) -> Any:
 
 
 async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 1.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 2.0}) as fleet:
         await fleet.manager.update_weights(1)
         fleet.trainers[1].before["serve"] = lambda: asyncio.sleep(30)
         start_s = time.monotonic()
@@ -42,7 +42,7 @@ async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed
         assert time.monotonic() - start_s < 5
         assert isinstance(raised.value.__cause__, TransportTimeout)
         assert (raised.value.version, raised.value.phase) == (2, "stage")
-        assert "the broadcast of trainer-1 to node-0, node-1 not done within 0.9 s" in str(raised.value)
+        assert "the broadcast of trainer-1 not done within 1.8 s; no sign of life from trainer-1" in str(raised.value)
         assert [replica.version for replica in fleet.replicas] == [1, 1]
         fleet.trainers[1].before.clear()
         await fleet.manager.update_weights(3)
@@ -51,12 +51,12 @@ async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed
 
 
 async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 1.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 2.0}) as fleet:
         fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(30)
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(1)
         assert isinstance(raised.value.__cause__, TransportTimeout)
-        assert "node-1" in str(raised.value)
+        assert str(raised.value).endswith("no sign of life from node-1")
         fleet.nodes[1].before.clear()
         await fleet.manager.update_weights(2)
 

@@ -20,8 +20,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -253,7 +253,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
         self._bounce = torch.empty(0, dtype=torch.uint8)
         self._server: TCPStore | None = None
         self._groups: dict[int, Any] = {}
-        self._audience = ""
+        self._members: _Members | None = None
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
         self.finalize()
@@ -275,24 +275,41 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def init_process_group(self, topology: Topology) -> None:
         self._stop.clear()
-        timeout_s = self.config.deadlines.prepare_s * OWN_SHARE
-        deadline = _Deadline(timeout_s)
-        address, _, epoch = topology.trainers[0].address.partition("/")
-        host, _, port = address.rpartition(":")
-        with _failures(f"connecting to the store of trainer-0 at {address}", None, "prepare"):
-            store = self._server or TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-            )
-            self._check_in(PrefixStore(epoch, store), topology, deadline)
-            for owner in self._messages:
-                names = topology.group_of(f"trainer-{owner}")
-                self._groups[owner] = self._communicator.group(
-                    PrefixStore(f"{epoch}/trainer-{owner}", store),
-                    names.index(self.member.name),
-                    len(names),
-                    self.config.deadlines.stage_s,
-                )
-                self._audience = ", ".join(topology.audience[f"trainer-{owner}"])
+        deadline = _Deadline(self.config.deadlines.prepare_s * OWN_SHARE)
+        names = [member.name for member in (*topology.trainers, *topology.nodes)]
+        members = _Members(self.member.name, names)
+
+        def connect() -> dict[int, Any]:
+            address = topology.trainers[0].address
+            with _failures(f"connecting to trainer-0 at {address}", None, "prepare"):
+                members.join(self._server, address, deadline, self._stop)
+                return self._make_groups(members.store, topology)
+
+        # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
+        connecting = _Attempt(connect)
+        while not connecting.done.wait(POLL_S * 10):
+            if self._stop.is_set() or deadline.passed:
+                raise members.not_connected(deadline)
+        self._groups = connecting.result()
+        self._members = members
+
+    def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
+        """One group per owner that has anything to send to this member, or that this member is; all in use once."""
+        groups = {}
+        for owner in self._messages:
+            names = topology.group_of(f"trainer-{owner}")
+            own = PrefixStore(f"trainer-{owner}", store)
+            rank = names.index(self.member.name)
+            groups[owner] = self._communicator.group(own, rank, len(names), self.config.deadlines.stage_s)
+        # Connections are made on first use; a stage should find them made.
+        sending = self.member.role == "trainer"
+        greetings = [
+            self._communicator.broadcast(group, torch.zeros(1, dtype=torch.uint8), sending=sending)
+            for group in groups.values()
+        ]
+        while not all(greeting.is_done() for greeting in greetings):
+            time.sleep(POLL_S)
+        return groups
 
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         assert self._plan is not None  # the manager prepares every member before it publishes
@@ -339,6 +356,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def finalize(self) -> None:
         self._groups.clear()
+        self._members = None
         self._server = None
         self._region = None
         self._published = None
@@ -351,29 +369,17 @@ class CollectiveEngine(CheckpointEngineWithCache):
             self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return f"{host}:{self._server.port}/{uuid.uuid4().hex}"
 
-    def _check_in(self, store: Store, topology: Topology, deadline: _Deadline) -> None:
-        """Wait until every member is here, so that making groups does not wait for one that is not."""
-        names = [member.name for member in (*topology.trainers, *topology.nodes)]
-        store.set(self.member.name, "here")
-        while not store.check(names):
-            if self._stop.is_set() or deadline.passed:
-                here = [name for name in names if store.check([name])]
-                missing = ", ".join(name for name in names if name not in here)
-                raise TransportTimeout(
-                    f"{missing} not connected within {deadline.timeout_s:.1f} s; done: {', '.join(here)}",
-                    phase="prepare",
-                )
-            time.sleep(POLL_S * 10)
-
     @contextmanager
     def _transfer(self, version: int) -> Iterator[None]:
         """Whatever goes wrong inside, the groups are given up."""
-        if self._messages.keys() - self._groups.keys():
+        if self._members is None or self._messages.keys() - self._groups.keys():
             raise TransportError("not connected, or no longer after a failure", version=version, phase="stage")
         try:
-            with _failures("a broadcast", version):
+            with _failures("a broadcast", version), self._members.taking_part():
                 yield
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, TransportTimeout):
+                exc.message += self._members.missing()
             # A group is gone only when its last operation has ended, at the latest after the stage's deadline.
             # Nobody waits for that here.
             given_up, self._groups = self._groups, {}
@@ -424,7 +430,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
         waiting = dict(flights)
         while True:
             for owner, flight in list(waiting.items()):
-                with _failures(f"the broadcast of trainer-{owner} to {self._audience}", version):
+                with _failures(f"the broadcast of trainer-{owner}", version):
                     if flight.is_done():
                         del waiting[owner]
             if not waiting:
@@ -433,7 +439,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
                 raise TransportError("given up by the manager", version=version, phase="stage")
             if deadline.passed:
                 owners = ", ".join(f"trainer-{owner}" for owner in waiting)
-                message = f"the broadcast of {owners} to {self._audience} not done within {deadline.timeout_s:.1f} s"
+                message = f"the broadcast of {owners} not done within {deadline.timeout_s:.1f} s"
                 raise TransportTimeout(message, version=version, phase="stage")
             time.sleep(POLL_S)
 
@@ -470,6 +476,110 @@ class HcclEngine(CollectiveEngine):
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
+
+
+class _Attempt:
+    """Work on a daemon thread, which is left behind if it never ends."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="weight-sync-connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as exc:  # noqa: BLE001 - raised by `result`, where it belongs
+            self._error = exc
+        self.done.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _Members:
+    """Who is there. In a collective a member that stops looks, to each of the others, like another one's fault.
+
+    Every member keeps changing its entry in the store for as long as it takes part in a stage, on a thread of its own,
+    and watches the others do so. That thread alone talks to the store: it may hang when the store's host does.
+    """
+
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        self._name, self._names = name, list(names)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """Each member's last entry, and when it was new."""
+        self._answered = time.monotonic()
+        self._stage = 0
+        self.store: Store
+
+    def join(self, server: TCPStore | None, address: str, deadline: _Deadline, stop: threading.Event) -> None:
+        """Connect to the store and wait until everybody has, so that making groups waits for nobody."""
+        place, _, epoch = address.partition("/")
+        host, _, port = place.rpartition(":")
+        timeout = timedelta(seconds=deadline.timeout_s)
+        store = server or TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        self.store = PrefixStore(epoch, store)
+        self.store.set(self._name, "here")
+        while True:
+            for name in self._names:
+                if name not in self._seen and self.store.check([name]):
+                    self._seen[name] = (b"here", time.monotonic())
+            self._answered = time.monotonic()
+            if len(self._seen) == len(self._names):
+                return
+            if stop.is_set() or deadline.passed:
+                raise self.not_connected(deadline)
+            time.sleep(POLL_S * 10)
+
+    def not_connected(self, deadline: _Deadline) -> TransportTimeout:
+        absent = [name for name in self._names if name not in self._seen]
+        if time.monotonic() - self._answered > QUIET_S:
+            absent = self._names[:1]
+        who = ", ".join(absent) or "the groups"
+        here = ", ".join(self._seen) or "none"
+        return TransportTimeout(f"{who} not connected within {deadline.timeout_s:.1f} s; done: {here}", phase="prepare")
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        left = threading.Event()
+        self._stage += 1
+        self._answered = began = time.monotonic()
+        self._seen = {name: (entry, began) for name, (entry, _) in self._seen.items()}
+        threading.Thread(target=self._pulse, args=(left, self._stage), name="weight-sync-pulse", daemon=True).start()
+        try:
+            yield
+        finally:
+            left.set()
+
+    def _pulse(self, left: threading.Event, stage: int) -> None:
+        # Once the store is gone, so is trainer-0: `missing` will say that nothing was heard.
+        with suppress(RuntimeError):
+            while not left.wait(PULSE_S):
+                self.store.set(self._name, str(time.monotonic()))
+                entries = self.store.multi_get(self._names)
+                now = time.monotonic()
+                for name, entry in zip(self._names, entries, strict=True):
+                    if self._seen[name][0] != entry:
+                        self._seen[name] = (entry, now)
+                self._answered = now
+            self.store.set(self._name, f"left {stage}")
+
+    def missing(self) -> str:
+        """`; no sign of life from node-1`, for messages; empty if all are there."""
+        now = time.monotonic()
+        left = f"left {self._stage}".encode()
+        quiet = [name for name, (entry, at) in self._seen.items() if entry != left and now - at > QUIET_S]
+        if now - self._answered > QUIET_S:
+            quiet = self._names[:1]
+        return f"; no sign of life from {', '.join(quiet)}" if quiet else ""
+
+
+PULSE_S = 0.2
+QUIET_S = 4 * PULSE_S
 
 
 @dataclass

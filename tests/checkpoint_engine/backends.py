@@ -20,6 +20,8 @@ def backend(name: str, *modules: str) -> object:
 BACKENDS = [
     backend("naive"),
     backend("gloo"),
+    backend("nixl", "nixl"),
+    backend("mooncake", "mooncake"),
 ]
 """`nccl` and `hccl` take a device per member and so a process per member: see test_device_collectives.py."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -304,14 +304,18 @@ class FetchLoop:
             raise TransportError("given up by the manager", version=self.version, phase="stage")
         if time.monotonic() < deadline:
             return
-        missing = {flight.bucket.owner for flight in flying} | {bucket.owner for bucket in waiting}
-        names = ", ".join(f"trainer-{owner}" for owner in sorted(missing))
-        finished = ", ".join(f"trainer-{owner}" for owner in sorted(done.keys() - missing)) or "none"
+        late = {flight.bucket.owner for flight in flying}
+        behind = {bucket.owner for bucket in waiting} - late
+        message = f"bytes of {_names(late)} not here within {self.timeout_s:.1f} s"
+        if behind:
+            message += f"; held up behind them: {_names(behind)}"
         raise TransportTimeout(
-            f"bytes of {names} not here within {self.timeout_s} s; done: {finished}",
-            version=self.version,
-            phase="stage",
+            f"{message}; done: {_names(done.keys() - late - behind)}", version=self.version, phase="stage"
         )
+
+
+def _names(owners: Collection[int]) -> str:
+    return ", ".join(f"trainer-{owner}" for owner in sorted(owners)) or "none"
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

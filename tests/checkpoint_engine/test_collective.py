@@ -33,16 +33,17 @@ def engine_of(member: Any) -> Any:
 
 
 async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 2.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3.0}) as fleet:
         await fleet.manager.update_weights(1)
         fleet.trainers[1].before["serve"] = lambda: asyncio.sleep(30)
         start_s = time.monotonic()
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(2)
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < 10
         assert isinstance(raised.value.__cause__, TransportTimeout)
         assert (raised.value.version, raised.value.phase) == (2, "stage")
-        assert "the broadcast of trainer-1 not done within 1.8 s; no sign of life from trainer-1" in str(raised.value)
+        assert "not done within 2.7 s" in str(raised.value)  # of trainer-1, or of another, which waits for the nodes
+        assert str(raised.value).endswith("no sign of life from trainer-1")
         assert [replica.version for replica in fleet.replicas] == [1, 1]
         fleet.trainers[1].before.clear()
         await fleet.manager.update_weights(3)
@@ -51,7 +52,7 @@ async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed
 
 
 async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 2.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3.0}) as fleet:
         fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(30)
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(1)

@@ -86,8 +86,8 @@ class Processes:
         self.node_port = RayRolloutNode(0, self.node)
         self.manager = CheckpointEngineManager(config=config, trainers=self.trainer_ports, nodes=[self.node_port])
 
-    def start_trainer(self, rank: int) -> Any:
-        return ray.remote(Trainer).options(num_cpus=0.05).remote(rank, 2, self.config, self.rows)
+    def start_trainer(self, rank: int, **options: object) -> Any:
+        return ray.remote(Trainer).options(num_cpus=0.05, **options).remote(rank, 2, self.config, self.rows)
 
     def start_node(self) -> Any:
         return start_node(0, self.config, job="test", shm_dir=self.shm_dir, options={})

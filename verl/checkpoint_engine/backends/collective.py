@@ -42,7 +42,8 @@ from verl.checkpoint_engine.topology import Topology, broadcast
 from verl.checkpoint_engine.types import Member, Range
 from verl.utils import config as strict
 
-POLL_S = 0.0002
+POLL_S = 0.001
+"""A bucket takes ten times as long, and the next one is under way meanwhile."""
 OWN_SHARE = 0.9
 """Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
 MAX_LANES = 8
@@ -287,7 +288,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
         # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
         connecting = _Attempt(connect)
-        while not connecting.done.wait(POLL_S * 10):
+        while not connecting.done.wait(POLL_S):
             if self._stop.is_set() or deadline.passed:
                 raise members.not_connected(deadline)
         self._groups = connecting.result()
@@ -533,14 +534,14 @@ class _Members:
                 return
             if stop.is_set() or deadline.passed:
                 raise self.not_connected(deadline)
-            time.sleep(POLL_S * 10)
+            time.sleep(POLL_S)
 
     def not_connected(self, deadline: _Deadline) -> TransportTimeout:
         absent = [name for name in self._names if name not in self._seen]
         if time.monotonic() - self._answered > QUIET_S:
             absent = self._names[:1]
         who = ", ".join(absent) or "the groups"
-        here = ", ".join(self._seen) or "none"
+        here = ", ".join(name for name in self._names if name in self._seen) or "none"
         return TransportTimeout(f"{who} not connected within {deadline.timeout_s:.1f} s; done: {here}", phase="prepare")
 
     @contextmanager
@@ -579,7 +580,8 @@ class _Members:
 
 
 PULSE_S = 0.2
-QUIET_S = 4 * PULSE_S
+QUIET_S = 5 * PULSE_S
+"""A member that was not heard for so long is named when a deadline has passed."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, Trans
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
 try:
     from mooncake.engine import TransferEngine
 except ModuleNotFoundError:
@@ -106,7 +107,6 @@ class MooncakeEngine(OneSidedEngine):
         options: MooncakeOptions = strict.from_mapping(
             MooncakeOptions, self.config.engine_kwargs.get("mooncake", {}), "checkpoint_engine.engine_kwargs.mooncake"
         )
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         return MooncakeWire(
             host=options.host or own_address(), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
         )

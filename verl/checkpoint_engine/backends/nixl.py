@@ -50,18 +50,19 @@ class NixlWire(Wire):
         except _nixl_errors as exc:
             raise TransportError(f"NIXL cannot start UCX (UCX_TLS={tls}, {options}): {exc}") from exc
         self._peers: dict[int, str] = {}
-        self._registered: dict[int, Any] = {}
+        self._registered: dict[int, tuple[UInt8s, Any]] = {}
         self._handles: dict[int, Any] = {}
         self._next = 0
 
     def register(self, memory: UInt8s) -> None:
         address = memory.ctypes.data
         with _mapped(f"registering {memory.nbytes} bytes"):
-            self._registered[address] = self._agent.register_memory([(address, max(memory.nbytes, 1), 0, "")], "DRAM")
+            registration = self._agent.register_memory([(address, max(memory.nbytes, 1), 0, "")], "DRAM")
+        self._registered[address] = (memory, registration)
 
     def deregister(self, memory: UInt8s) -> None:
         with _mapped(f"deregistering {memory.nbytes} bytes"):
-            self._agent.deregister_memory(self._registered.pop(memory.ctypes.data))
+            self._agent.deregister_memory(self._registered.pop(memory.ctypes.data)[1])
 
     def address(self) -> bytes:
         with _mapped("describing the agent"):
@@ -95,6 +96,16 @@ class NixlWire(Wire):
                 handle.release()
         return bool(state == "DONE")
 
+    def is_idle(self) -> bool:
+        """UCX over TCP ends the process of an owner whose answer finds a closed connection (UCX of nixl 1.5.1)."""
+        return not any(self._is_under_way(handle) for handle in self._handles.values())
+
+    def _is_under_way(self, handle: Any) -> bool:
+        try:
+            return bool(self._agent.check_xfer_state(handle) == "PROC")
+        except _nixl_errors:
+            return False
+
     def close(self) -> None:
         """Reads in flight end with the agent's endpoints: UCX cannot take a single one back."""
         if self._agent is None:
@@ -105,8 +116,9 @@ class NixlWire(Wire):
         self._handles.clear()  # handles keep the agent alive
         for peer in self._peers.values():
             _try(agent.remove_remote_agent, peer)
-        for memory in self._registered.values():
-            _try(agent.deregister_memory, memory)
+        for _, registration in self._registered.values():
+            _try(agent.deregister_memory, registration)
+        del agent
         self._registered.clear()
 
 

@@ -39,8 +39,8 @@ from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member, Range
 
-STAGE_SHARE = 0.95
-"""Of the stage's deadline: a node gives up a little before the manager does, because it can name the owners."""
+CLOSING_S = 2.0
+"""A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""
 
 UInt8s = npt.NDArray[np.uint8]
 
@@ -72,9 +72,13 @@ class Wire(ABC):
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived. Called until it says so, and then never again."""
 
+    def is_idle(self) -> bool:
+        """Whether `close` would break nothing off at the owners; for libraries in which that does harm."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
-        """End everything. No registered memory is touched after this returns. Idempotent."""
+        """End everything. No registered memory is touched after this returns; until then the wire keeps it alive."""
 
 
 class OwnerAddress(msgspec.Struct, frozen=True):
@@ -169,6 +173,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
         super().__init__(member=member, config=config)
         self._wire: Wire | None = None
         self._plan: SyncPlan | None = None
+        self._encoded_plan = b""
+        self._address = ""
         self._region: PackedRegion | None = None
         self._stamp: Stamp | None = None
         self._arena: NodeArena | None = None
@@ -177,6 +183,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._bounce: UInt8s = np.zeros(0, np.uint8)
         self._slots: dict[str, UInt8s] = {}
         self._stop = threading.Event()
+        self._abandoned: list[Wire] = []
+        """Wires with reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
 
     @abstractmethod
     def open_wire(self, topology: Topology | None) -> Wire:
@@ -187,15 +195,22 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return direct(trainers, nodes)
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
-        self.finalize()
-        self._plan = plan
-        if arena is not None:
-            nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
-            self._buckets = [part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)]
-            scattered = [part.ranges[0].nbytes for part in self._buckets if part.scatter]
-            self._bounce = np.zeros(max(scattered, default=0) + plan.num_owners * Stamp.NBYTES, np.uint8)
-            self._arena = arena
-            return str(arena.directory)
+        encoded = plan.encode()
+        if arena is None and encoded == self._encoded_plan:
+            return self._address  # connecting anew after a failure; nodes may still read what they gave up
+        self._release()
+        self._plan, self._encoded_plan = plan, encoded
+        if arena is None:
+            self._address = self._expose(plan)
+            return self._address
+        nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
+        self._buckets = [part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)]
+        scattered = [part.ranges[0].nbytes for part in self._buckets if part.scatter]
+        self._bounce = np.zeros(max(scattered, default=0) + plan.num_owners * Stamp.NBYTES, np.uint8)
+        self._arena = arena
+        return str(arena.directory)
+
+    def _expose(self, plan: SyncPlan) -> str:
         self._region = PackedRegion(plan, self.member.index)
         self._stamp = Stamp()
         self._wire = self.open_wire(None)
@@ -217,7 +232,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             if trainer.index in needed:
                 owner = msgspec.json.decode(trainer.address, type=OwnerAddress)
                 try:
-                    self._wire.connect(trainer.index, owner.wire, self.config.deadlines.prepare_s * STAGE_SHARE)
+                    self._wire.connect(trainer.index, owner.wire, _before(self.config.deadlines.prepare_s))
                 except TransportError as exc:
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
@@ -237,7 +252,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._stop.clear()
         if self._wire is None:
             raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
-        deadline = time.monotonic() + self.config.deadlines.stage_s * STAGE_SHARE
+        deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
         try:
             reader = WireReader(self._wire, self._owners, self._slot(self._wire, arena), self._bounce, version)
             before = self._stamps(reader, deadline)
@@ -263,17 +278,34 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._stop.set()
 
     def finalize(self) -> None:
+        self._release()
+        deadline = time.monotonic() + CLOSING_S
+        while self._abandoned and time.monotonic() < deadline:
+            self._close_idle_wires()
+            time.sleep(FetchLoop.poll_s)
+        for wire in self._abandoned:
+            wire.close()
+        self._abandoned.clear()
+
+    def _release(self) -> None:
         self._disconnect()
         self._region, self._stamp, self._arena, self._plan = None, None, None, None
+        self._encoded_plan, self._address = b"", ""
         self._buckets, self._bounce = [], np.zeros(0, np.uint8)
 
     def _disconnect(self) -> None:
-        """Only when the wire is closed may memory go that late transfers could still write."""
+        """The arena replaces a slot that failed, so a late write of an abandoned wire meets no slot in use."""
         if self._wire is not None:
-            self._wire.close()
+            self._abandoned.append(self._wire)
             self._wire = None
+        self._close_idle_wires()
         self._slots.clear()
         self._owners.clear()
+
+    def _close_idle_wires(self) -> None:
+        for wire in [wire for wire in self._abandoned if wire.is_idle()]:
+            self._abandoned.remove(wire)
+            wire.close()
 
     def _slot(self, wire: Wire, arena: NodeArena) -> UInt8s:
         """The open slot, registered once per slot file. Files that were replaced are let go."""
@@ -324,6 +356,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _raise_if_stopped(self, version: int) -> None:
         if self._stop.is_set():
             raise TransportError("given up by the manager", version=version, phase="stage", member=self.member.name)
+
+
+def _before(deadline_s: float) -> float:
+    return deadline_s - min(CLOSING_S, deadline_s / 4)
 
 
 def _instead(same_owner: bool, version: int) -> str:

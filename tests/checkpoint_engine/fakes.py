@@ -52,6 +52,23 @@ class RowShardedSource:
         destination.copy_(self.tensors[shard.name][tuple(map(slice, box.start, box.stop))])
 
 
+class ColumnShardedSource(RowShardedSource):
+    """Rank `rank` holds a block of the last dimension, as row-parallel layers do: strided in a node's slot."""
+
+    def shards(self) -> list[Shard]:
+        shards = []
+        for name, tensor in self.tensors.items():
+            shape = tuple(tensor.shape)
+            if not shape:
+                shards.append(Shard(name, Box((), ())))
+                continue
+            columns = -(-shape[-1] // self._world_size)
+            start, stop = min(self._rank * columns, shape[-1]), min((self._rank + 1) * columns, shape[-1])
+            if start < stop and tensor.numel():
+                shards.append(Shard(name, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop))))
+        return shards
+
+
 class RecordingReplica:
     """Keeps a copy of what it activated. `fail` is called with the name of each step and may raise or sleep."""
 
@@ -162,13 +179,14 @@ class Fleet:
         nodes: int = 1,
         replicas: int = 1,
         dtype: str | None = None,
+        source: type[RowShardedSource] = RowShardedSource,
         job: str = "test",
         report_path: Path | None = None,
         **config: object,
     ) -> None:
         self.config = CheckpointEngineConfig.from_mapping(config)
-        self.sources = [RowShardedSource(tensors, rank, trainers, dtype) for rank in range(trainers)]
-        self.trainers = [Through(TrainerRank(rank, source, self.config)) for rank, source in enumerate(self.sources)]
+        self.sources = [source(tensors, rank, trainers, dtype) for rank in range(trainers)]
+        self.trainers = [Through(TrainerRank(rank, held, self.config)) for rank, held in enumerate(self.sources)]
         self.nodes = [Through(RolloutNode(index, self.config, job=job, shm_dir=shm_dir)) for index in range(nodes)]
         self.replicas = [RecordingReplica(f"replica-{index}", index % nodes) for index in range(replicas)]
         self.manager = CheckpointEngineManager(

@@ -10,7 +10,7 @@ import numpy as np
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWithCache
 from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities
-from verl.checkpoint_engine.pipeline import Publication, publish
+from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.topology import Topology, direct
@@ -35,7 +35,8 @@ class OutboxEngine(CheckpointEngineWithCache):
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         outbox = Path(next(iter(slots.values()))).with_name(f"outbox-{self.member.index}")
         outbox.write_bytes(bytes(self.plan.layout.nbytes))
-        return publish(source, self.plan, self.member.index, [SlotView(outbox, self.plan.layout, writable=True)])
+        view, owner = SlotView(outbox, self.plan.layout, writable=True), self.member.index
+        return publish(source, self.plan, owner, [SlotPieces(view, self.plan, owner)])
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         slot = SlotView(arena.slot_view().path, self.plan.layout, writable=True).bytes.numpy()

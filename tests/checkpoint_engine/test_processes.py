@@ -27,8 +27,8 @@ QUICK_S = 20.0
 """Far below every deadline: a death is noticed, not waited for."""
 
 
-def weights(version: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((64, 32), float(version))}
+def weights(version: int, rows: int = 64) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((rows, 32), float(version))}
 
 
 class SlowSource(RowShardedSource):
@@ -46,12 +46,13 @@ class SlowSource(RowShardedSource):
 class Trainer:
     """A trainer rank as a Ray actor."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.source = SlowSource(weights(0), rank, world_size)
-        self.rank = TrainerRank(rank, self.source, CONFIG)
+    def __init__(self, rank: int, world_size: int, config: CheckpointEngineConfig, rows: int) -> None:
+        self.rows = rows
+        self.source = SlowSource(weights(0, rows), rank, world_size)
+        self.rank = TrainerRank(rank, self.source, config)
 
     async def set_weights(self, version: int, marker: Path | None = None) -> int:
-        self.source.tensors, self.source.marker = weights(version), marker
+        self.source.tensors, self.source.marker = weights(version, self.rows), marker
         return os.getpid()
 
     async def describe_weights(self) -> Any:
@@ -66,6 +67,9 @@ class Trainer:
     async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Any:
         return await self.rank.publish(version, slots)
 
+    async def serve_weight_sync(self, version: int) -> None:
+        await self.rank.serve(version)
+
     async def close_weight_sync(self) -> None:
         await self.rank.close()
 
@@ -73,16 +77,27 @@ class Trainer:
 class Processes:
     """Two trainer ranks and a rollout node, each in its own process; the replica and the manager are here."""
 
-    def __init__(self, shm_dir: Path) -> None:
-        trainer = ray.remote(Trainer).options(num_cpus=0.05)
-        self.trainers = [trainer.remote(rank, 2) for rank in range(2)]
-        self.node = start_node(0, CONFIG, job="test", shm_dir=shm_dir, options={})
+    def __init__(self, shm_dir: Path, config: CheckpointEngineConfig = CONFIG, rows: int = 64) -> None:
+        self.config, self.rows, self.shm_dir = config, rows, shm_dir
+        self.trainers = [self.start_trainer(rank) for rank in range(2)]
+        self.node = self.start_node()
         self.replica = RecordingReplica()
-        self.manager = CheckpointEngineManager(
-            config=CONFIG,
-            trainers=[RayTrainerRank(rank, handle) for rank, handle in enumerate(self.trainers)],
-            nodes=[RayRolloutNode(0, self.node)],
-        )
+        self.trainer_ports = [RayTrainerRank(rank, handle) for rank, handle in enumerate(self.trainers)]
+        self.node_port = RayRolloutNode(0, self.node)
+        self.manager = CheckpointEngineManager(config=config, trainers=self.trainer_ports, nodes=[self.node_port])
+
+    def start_trainer(self, rank: int, **options: object) -> Any:
+        return ray.remote(Trainer).options(num_cpus=0.05, **options).remote(rank, 2, self.config, self.rows)
+
+    def start_node(self) -> Any:
+        return start_node(0, self.config, job="test", shm_dir=self.shm_dir, options={})
+
+    def replace_trainer(self, rank: int) -> None:
+        """A new process behind the port of `rank`."""
+        self.trainers[rank] = self.trainer_ports[rank]._handle = self.start_trainer(rank)
+
+    def replace_node(self) -> None:
+        self.node = self.node_port._handle = self.start_node()
 
     async def __aenter__(self) -> Processes:
         await self.manager.add_replicas([self.replica])
@@ -108,7 +123,7 @@ class Processes:
     def assert_serves(self, version: int) -> None:
         assert self.replica.version == version
         assert not self.replica.paused
-        assert torch.equal(self.replica.weights["w"], weights(version)["w"])
+        assert torch.equal(self.replica.weights["w"], weights(version, self.rows)["w"])
 
 
 async def until(condition: Callable[[], bool]) -> None:

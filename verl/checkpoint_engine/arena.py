@@ -114,6 +114,7 @@ class NodeArena:
         self._lock_fd = lock_fd
         self._janitor = janitor
         self._views: dict[Path, SlotView] = {}
+        self._writable: dict[Path, SlotView] = {}
 
     @classmethod
     def create(cls, *, shm_dir: Path, job: str, node: str, layout: Layout, slots: int) -> NodeArena:
@@ -182,6 +183,15 @@ class NodeArena:
             raise IntegrityError("no slot is open for writing")
         return self._view(self._writing.path)
 
+    def writable_view(self) -> SlotView:
+        """The slot opened by `begin`, mapped for backends whose nodes receive; kept mapped from sync to sync."""
+        if self._writing is None:
+            raise IntegrityError("no slot is open for writing")
+        path = self._writing.path
+        if path not in self._writable:
+            self._writable[path] = SlotView(path, self.layout, writable=True)
+        return self._writable[path]
+
     def commit(self, version: int, manifest: Manifest) -> None:
         """Make the slot opened by `begin` current, at once for every reader that comes after."""
         slot = self._writing
@@ -216,9 +226,10 @@ class NodeArena:
 
     def close(self) -> None:
         """Unmap and remove everything. Idempotent."""
-        for view in self._views.values():
+        for view in (*self._views.values(), *self._writable.values()):
             view.close()
         self._views.clear()
+        self._writable.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
         self._janitor.close()
         if self._lock_fd >= 0:
@@ -246,8 +257,9 @@ class NodeArena:
         slot.manifest_path.unlink(missing_ok=True)
 
     def _replace(self, slot: _Slot) -> None:
-        if view := self._views.pop(slot.path, None):
-            view.close()
+        for views in (self._views, self._writable):
+            if view := views.pop(slot.path, None):
+                view.close()
         slot.path.unlink(missing_ok=True)
         stem = slot.path.name.partition(".")[0]
         slot.path = self.directory / f"{stem}.{self._generation}"

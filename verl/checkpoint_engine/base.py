@@ -8,6 +8,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
     for every version
         every trainer rank          send_weights            publish: the rank's own pieces, digested
         every node                  receive_weights         stage: until the spare slot holds every byte
+        every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
     every trainer rank and node     finalize                disconnect, release
 """
 
@@ -39,7 +40,7 @@ class Capabilities:
     one_sided: bool
     """Nodes fetch by themselves; trainer ranks take no part in staging."""
     elastic: bool
-    """Nodes may come and go without a new process group."""
+    """A failed transfer leaves the other connections usable. Otherwise everybody connects anew after a failure."""
     same_host: bool
     """Trainer ranks and rollout nodes must share memory."""
     device_types: tuple[str, ...]
@@ -76,6 +77,19 @@ class CheckpointEngine(ABC):
         """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
 
         Called on every trainer rank; `slots` has the path of the spare slot of every node. Raises TransportError.
+        """
+
+    def serve_weights(self, version: int) -> None:  # noqa: B027 - most backends have nothing to do here
+        """Take part in the staging of `version` with what `send_weights` has copied; the trainer goes on meanwhile.
+
+        Called on every trainer rank, on the sync's own thread, while nodes are in `receive_weights`; only for backends
+        that are not one-sided. Raises TransportError.
+        """
+
+    def interrupt(self) -> None:  # noqa: B027 - a backend whose calls are short needs none
+        """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.
+
+        Called on any member, from another thread.
         """
 
     @abstractmethod

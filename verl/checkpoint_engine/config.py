@@ -35,6 +35,60 @@ class NaiveOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlooOptions:
+    """Options of the backend `gloo`."""
+
+    bucket_megabytes: int = option(64, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
+    in_flight: int = option(2, "broadcasts that one trainer rank has under way at a time")
+    interface: str | None = option(None, "network interface to use; null: the one of the default route")
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_megabytes", "in_flight"):
+            if getattr(self, name) < 1:
+                raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclOptions(GlooOptions):
+    """Options of the backend `nccl`. `in_flight` buckets of device memory are taken on every member."""
+
+    bucket_megabytes: int = option(128, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HcclOptions(NcclOptions):
+    """Options of the backend `hccl`. `in_flight` buckets of device memory are taken on every member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NixlOptions:
+    """Options of the backend `nixl`. Variables of UCX that are set in the environment win."""
+
+    ucx_tls: str | None = option(
+        None, "UCX transports, as in `tcp` or `rc,sm,self`; null: `sm,self` on nodes that share the trainer's host"
+    )
+    error_handling: str | None = option(
+        None,
+        "ucx_error_handling_mode; null: none where all of `ucx_tls` is shared memory, else peer",
+        choices=(None, "none", "peer"),
+    )
+    num_workers: int = option(1, "UCX workers per member")
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise strict.ConfigError(f"num_workers must be at least 1, not {self.num_workers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeOptions:
+    """Options of the backend `mooncake`."""
+
+    protocol: str = option("tcp", "wire of the transfer engine", choices=("tcp", "rdma"))
+    rdma_devices: str = option("", "RDMA devices to use, as in `mlx5_0,mlx5_1`; empty: all")
+    host: str | None = option(None, "address under which a member is reached; null: that of the default route")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 

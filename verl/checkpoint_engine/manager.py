@@ -52,6 +52,7 @@ class CheckpointEngineManager:
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
         self._plan: SyncPlan | None = None
+        self._hosts: list[str] = []
         self._arena_paths: dict[int, str] = {}
         self._version: int | None = None
         self._lock = asyncio.Lock()
@@ -78,14 +79,23 @@ class CheckpointEngineManager:
     async def update_weights(self, global_steps: int) -> SyncReport:
         """Bring the trainer's present weights to every replica as version `global_steps`.
 
-        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version.
-        What `_prepared` finds wrong before the first sync (ConfigError, PlanError, a dead member) is raised as it is.
+        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
+        and the next call plans and connects anew, so that members may have been replaced meanwhile.
+        What `_prepared` finds wrong before a sync (ConfigError, PlanError, a dead member) is raised as it is.
         """
         async with self._lock:
             clock = Stopwatch()
             with clock.phase("prepare"):
                 plan = await self._prepared()
-            fleet = Fleet(self._trainers, self._nodes, self._arena_paths, self.replicas, plan)
+            fleet = Fleet(
+                self._trainers,
+                self._nodes,
+                self._arena_paths,
+                self.replicas,
+                plan,
+                senders_serve=not self._engine_class.capabilities.one_sided,
+                reconnect=None if self._engine_class.capabilities.elastic else lambda: self._connect(plan),
+            )
             transaction = SyncTransaction(global_steps, fleet, self._config, clock)
             try:
                 report = await transaction.run()
@@ -93,6 +103,8 @@ class CheckpointEngineManager:
                 self._quarantine(transaction.quarantined)
                 if transaction.committed:
                     self._version = global_steps
+                else:
+                    self._plan = None
                 self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
             self._version = global_steps
@@ -162,7 +174,7 @@ class CheckpointEngineManager:
             logger.info("while closing: %s", error)
 
     async def _prepared(self) -> SyncPlan:
-        """The plan for the present members; made, and everybody connected, on the first sync."""
+        """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
         if self._plan is None:
             timeout_s = self._config.deadlines.prepare_s
             holdings = await all_within(
@@ -172,12 +184,13 @@ class CheckpointEngineManager:
                 phase="prepare",
             )
             plan = plan_of(list(holdings.values()), block_nbytes=self._config.block_nbytes)
-            await self._connect(plan, list(holdings.values()), timeout_s)
+            self._hosts = [holding.host for holding in holdings.values()]
+            await self._connect(plan)
             self._plan = plan
         return self._plan
 
-    async def _connect(self, plan: SyncPlan, holdings: Sequence[Holding], timeout_s: float) -> None:
-        encoded = plan.encode()
+    async def _connect(self, plan: SyncPlan) -> None:
+        encoded, timeout_s = plan.encode(), self._config.deadlines.prepare_s
         nodes = await all_within(
             timeout_s, {node.name: node.prepare(encoded) for node in self._nodes}, version=None, phase="prepare"
         )
@@ -188,8 +201,8 @@ class CheckpointEngineManager:
             phase="prepare",
         )
         trainers = [
-            Member(role="trainer", index=index, host=holding.host, address=addresses[trainer.name])
-            for index, (trainer, holding) in enumerate(zip(self._trainers, holdings, strict=True))
+            Member(role="trainer", index=index, host=host, address=addresses[trainer.name])
+            for index, (trainer, host) in enumerate(zip(self._trainers, self._hosts, strict=True))
         ]
         topology = self._engine_class.build_topology(trainers, list(nodes.values()))
         members = {member.name: member.connect(topology) for member in self._members}

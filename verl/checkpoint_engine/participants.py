@@ -68,6 +68,7 @@ class TrainerPort(MemberPort, Protocol):
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
+    async def serve(self, version: int) -> None: ...
 
 
 class NodePort(MemberPort, Protocol):
@@ -95,7 +96,15 @@ class _Participant:
         return self._member.name
 
     async def connect(self, topology: Topology) -> None:
-        await self._run(lambda: self._engine.init_process_group(topology))
+        await self._run_interruptibly(lambda: self._engine.init_process_group(topology))
+
+    async def _run_interruptibly(self, work: Callable[[], T]) -> T:
+        """Like `_run`; the thread is free again soon after this is cancelled."""
+        try:
+            return await self._run(work)
+        except asyncio.CancelledError:
+            self._engine.interrupt()
+            raise
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -124,6 +133,10 @@ class TrainerRank(_Participant):
         """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
         publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
         return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
+
+    async def serve(self, version: int) -> None:
+        """Take part in staging, for backends whose senders do. The trainer may already be changing its weights."""
+        await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
         await self._run(self._engine.finalize)
@@ -168,7 +181,7 @@ class RolloutNode(_Participant):
 
     async def stage(self, version: int) -> int:
         """Return when the open slot holds every byte, with the bytes moved."""
-        return await self._run(lambda: self._engine.receive_weights(version, self._open_arena))
+        return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
 
     async def verify(self, version: int, digests: bytes) -> None:
         """Digest the open slot and compare. Raises IntegrityError that names tensor, piece and owner."""

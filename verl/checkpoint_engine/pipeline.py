@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from verl.checkpoint_engine.digest import UInt64s, digest_piece
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.types import Shard
+from verl.checkpoint_engine.types import Range, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -29,38 +34,297 @@ class Publication:
     seconds: float
 
 
-def publish(source: WeightSource, plan: SyncPlan, owner: int, slots: Sequence[SlotView]) -> Publication:
-    """Write the pieces of `owner` into each of `slots`, digesting each piece while it is still in the cache.
+class PieceMemory(Protocol):
+    """Memory that has a place for every piece of one owner; pieces are numbered as in `SyncPlan.pieces_of`."""
 
-    The source casts once, into the first slot; the others get copies of that. Called on the owner's rank.
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, uint8."""
+
+    def part(self, row: int, shard: Shard) -> torch.Tensor:
+        """The place of piece `row`, which is `shard`: its shape and dtype, perhaps strided; borrowed."""
+
+    def extent(self, row: int) -> tuple[int, int, int, int]:
+        """(offset, run_nbytes, rows, stride) of that place in `bytes`."""
+
+
+def publish(source: WeightSource, plan: SyncPlan, owner: int, memories: Sequence[PieceMemory]) -> Publication:
+    """Write the pieces of `owner` into each of `memories`, digesting each piece while it is still in the cache.
+
+    The source casts once, into the first memory; the others get copies of that. Called on the owner's rank.
     """
     start_s = time.perf_counter()
-    pieces = plan.pieces_of(owner)
-    digests = np.zeros(len(pieces), np.uint64)
-    if slots:
-        region = slots[0].bytes.numpy()
-        views, *other_views = [_TensorViews(slot) for slot in slots]
-        for row, (shard, extent) in enumerate(zip(plan.shards_of(owner), plan.extents.of(pieces), strict=True)):
-            destination = views.part(shard)
+    digests = np.zeros(len(plan.pieces_of(owner)), np.uint64)
+    if memories:
+        first, *others = memories
+        region = first.bytes.numpy()
+        for row, shard in enumerate(plan.shards_of(owner)):
+            destination = first.part(row, shard)
             source.copy(shard, destination)
-            digests[row] = digest_piece(region, *extent)
-            for view in other_views:
-                view.part(shard).copy_(destination)
-    nbytes = plan.nbytes_of(owner) * len(slots)
+            digests[row] = digest_piece(region, *first.extent(row))
+            for other in others:
+                other.part(row, shard).copy_(destination)
+    nbytes = plan.nbytes_of(owner) * len(memories)
     return Publication(digests, nbytes, time.perf_counter() - start_s)
 
 
-class _TensorViews:
-    """Parts of a slot's tensors; remembers the last tensor, because the pieces of one tensor follow each other."""
+class SlotPieces:
+    """The places of one owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
 
-    def __init__(self, slot: SlotView) -> None:
-        self._specs = {spec.name: spec for spec in slot.layout.specs}
+    def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
+        self.bytes = slot.bytes
         self._slot = slot
+        self._specs = {spec.name: spec for spec in slot.layout.specs}
+        self._extents = plan.extents.of(plan.pieces_of(owner))
+        # The pieces of one tensor follow each other.
         self._name: str | None = None
         self._tensor: torch.Tensor | None = None
 
-    def part(self, shard: Shard) -> torch.Tensor:
+    def part(self, row: int, shard: Shard) -> torch.Tensor:
         if self._tensor is None or shard.name != self._name:
             self._tensor = self._slot.tensor(self._specs[shard.name])
             self._name = shard.name
         return self._tensor[tuple(map(slice, shard.box.start, shard.box.stop))]
+
+    def extent(self, row: int) -> tuple[int, int, int, int]:
+        return self._extents[row]
+
+
+# --- fetching ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A batch of ranges from one owner's packed region into the slot or, for strided pieces, into a bounce buffer."""
+
+    owner: int
+    ranges: tuple[Range, ...]
+    nbytes: int
+    scatter: Sequence[int] = ()
+    """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
+
+
+def buckets_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
+    """The pieces of `owner` in batches of at most `bucket_nbytes` (or one piece). Pure.
+
+    Ranges that touch at both ends are joined. Strided pieces come in buckets of their own.
+    """
+    packing = Packing.of(plan, owner)
+    extents = plan.extents.of(plan.pieces_of(owner))
+    sources = packing.offset.tolist()
+    buckets: list[Bucket] = []
+    ranges: list[Range] = []
+    filled = 0
+
+    def flush() -> None:
+        nonlocal ranges, filled
+        if ranges:
+            buckets.append(Bucket(owner, tuple(ranges), filled))
+        ranges, filled = [], 0
+
+    for (offset, run_nbytes, rows, _), source in zip(extents, sources, strict=True):
+        if rows > 1:
+            continue
+        if filled and filled + run_nbytes > bucket_nbytes:
+            flush()
+        last = ranges[-1] if ranges else None
+        if last and last.src_offset + last.nbytes == source and last.dst_offset + last.nbytes == offset:
+            ranges[-1] = Range(last.src_offset, last.dst_offset, last.nbytes + run_nbytes)
+        else:
+            ranges.append(Range(source, offset, run_nbytes))
+        filled += run_nbytes
+    flush()
+    strided = [row for row, (_, _, rows, _) in enumerate(extents) if rows > 1]
+    buckets += _scattered(packing, owner, strided, bucket_nbytes)
+    return buckets
+
+
+def _scattered(packing: Packing, owner: int, rows: Sequence[int], bucket_nbytes: int) -> Iterator[Bucket]:
+    """Strided pieces in batches that are neighbours in the packed region, so that each batch is one range."""
+    start = 0
+    while start < len(rows):
+        stop = start + 1
+        first = int(packing.offset[rows[start]])
+        while stop < len(rows) and rows[stop] == rows[stop - 1] + 1:
+            end = int(packing.offset[rows[stop]] + packing.nbytes[rows[stop]])
+            if end - first > bucket_nbytes:
+                break
+            stop += 1
+        last = rows[stop - 1]
+        nbytes = int(packing.offset[last] + packing.nbytes[last]) - first
+        pieces = range(packing.first + rows[start], packing.first + last + 1)
+        yield Bucket(owner, (Range(first, 0, nbytes),), nbytes, pieces)
+        start = stop
+
+
+def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
+    """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
+
+    Long runs, cut at `bucket_nbytes`, go straight to the slot. The tail of the packed region, in parts of at most
+    `bucket_nbytes` (or one piece), goes through the bounce buffer.
+    """
+    packing = Packing.of(plan, owner)
+    buckets: list[Bucket] = []
+    for run in _long_runs(plan, packing):
+        for start in range(0, run.nbytes, bucket_nbytes):
+            nbytes = min(bucket_nbytes, run.nbytes - start)
+            part = Range(run.src_offset + start, run.dst_offset + start, nbytes)
+            buckets.append(Bucket(owner, (part,), nbytes))
+    rows = np.flatnonzero(packing.offset >= packing.tail_offset)
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    starts = packing.offset[rows].tolist()
+    ends = (packing.offset[rows] + packing.nbytes[rows]).tolist()
+    first = 0
+    for row in range(1, len(rows) + 1):
+        if row == len(rows) or ends[row] - starts[first] > bucket_nbytes:
+            pieces = rows[first:row]
+            whole = Range(starts[first], 0, ends[row - 1] - starts[first])
+            payload = int(packing.nbytes[pieces].sum())
+            buckets.append(Bucket(owner, (whole,), payload, (pieces + packing.first).tolist()))
+            first = row
+    return buckets
+
+
+def _long_runs(plan: SyncPlan, packing: Packing) -> Iterator[Range]:
+    """The head of the packed region: where each of its runs belongs in the slot."""
+    rows = np.flatnonzero(packing.offset < packing.tail_offset)
+    if not len(rows):
+        return
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    source, nbytes = packing.offset[rows], packing.nbytes[rows]
+    target = plan.extents.offset[rows + packing.first]
+    follows = (source[1:] == source[:-1] + nbytes[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    columns = (source[first], target[first], np.add.reduceat(nbytes, first))
+    for run in zip(*(column.tolist() for column in columns), strict=True):
+        yield Range(*run)
+
+
+class RangeReader(Protocol):
+    """One-sided reads from the packed regions of trainer ranks. Called from one thread.
+
+    A transfer belongs to the version for which it was started; a reader never reports one of another version as done.
+    """
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> Any:
+        """Begin to read `ranges` of the owner's region, to the slot or to `bounce`. Raises TransportError."""
+
+    def is_done(self, transfer: Any) -> bool:
+        """Whether every byte has arrived. Raises TransportError if they will not."""
+
+    def cancel(self, transfer: Any) -> None:
+        """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
+
+
+@dataclass
+class _Flight:
+    bucket: Bucket
+    transfer: Any
+
+
+@dataclass
+class FetchLoop:
+    """Fetches every bucket, several in flight, at most `bucket_nbytes` per owner at a time. Used once per version."""
+
+    reader: RangeReader
+    plan: SyncPlan
+    region: npt.NDArray[np.uint8]
+    """The slot."""
+    bounce: npt.NDArray[np.uint8]
+    """For one strided bucket at a time."""
+    version: int
+    timeout_s: float
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set from another thread: give up."""
+    max_in_flight: int = 8
+    poll_s: float = 0.0002
+    on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    _packings: dict[int, Packing] = field(default_factory=dict)
+
+    def run(self, buckets: Sequence[Bucket]) -> int:
+        """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
+        reader's TransportError; nothing is in flight then."""
+        deadline = time.monotonic() + self.timeout_s
+        waiting = deque(_interleaved(buckets))
+        flying: list[_Flight] = []
+        done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
+        try:
+            while waiting or flying:
+                self._take_off(waiting, flying)
+                landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
+                for flight in landed:
+                    flying.remove(flight)
+                    self._scatter(flight.bucket)
+                    done[flight.bucket.owner] += flight.bucket.nbytes
+                    self.on_bucket(flight.bucket)
+                if not landed:
+                    self._check_deadline(deadline, flying, waiting, done)
+                    time.sleep(self.poll_s)
+        except BaseException:
+            for flight in flying:
+                self.reader.cancel(flight.transfer)
+            raise
+        return sum(done.values())
+
+    def _take_off(self, waiting: deque[Bucket], flying: list[_Flight]) -> None:
+        """Start what may be started: there is one bounce buffer, so strided buckets fly alone of their kind."""
+        bounce_free = not any(flight.bucket.scatter for flight in flying)
+        held: list[Bucket] = []
+        while waiting and len(flying) < self.max_in_flight:
+            bucket = waiting.popleft()
+            if bucket.scatter and not bounce_free:
+                held.append(bucket)
+                continue
+            bounce_free &= not bucket.scatter
+            transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
+            flying.append(_Flight(bucket, transfer))
+        waiting.extendleft(reversed(held))
+
+    def _scatter(self, bucket: Bucket) -> None:
+        """Copy the pieces of `bucket` from the bounce buffer to their rows in the slot."""
+        if not bucket.scatter:
+            return
+        if bucket.owner not in self._packings:
+            self._packings[bucket.owner] = Packing.of(self.plan, bucket.owner)
+        packing = self._packings[bucket.owner]
+        pieces, extents = np.asarray(bucket.scatter), self.plan.extents
+        positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
+        columns = (positions, *(column[pieces] for column in vars(extents).values()))
+        for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
+            if rows == 1:
+                self.region[offset : offset + run_nbytes] = self.bounce[position : position + run_nbytes]
+            else:
+                target = np.lib.stride_tricks.as_strided(self.region[offset:], (rows, run_nbytes), (stride, 1))
+                target[:] = self.bounce[position : position + rows * run_nbytes].reshape(rows, run_nbytes)
+
+    def _check_deadline(
+        self, deadline: float, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]
+    ) -> None:
+        if self.stop.is_set():
+            raise TransportError("given up by the manager", version=self.version, phase="stage")
+        if time.monotonic() < deadline:
+            return
+        late = {flight.bucket.owner for flight in flying}
+        behind = {bucket.owner for bucket in waiting} - late
+        message = f"bytes of {_names(late)} not here within {self.timeout_s:.1f} s"
+        if behind:
+            message += f"; held up behind them: {_names(behind)}"
+        raise TransportTimeout(
+            f"{message}; done: {_names(done.keys() - late - behind)}", version=self.version, phase="stage"
+        )
+
+
+def _names(owners: Collection[int]) -> str:
+    return ", ".join(f"trainer-{owner}" for owner in sorted(owners)) or "none"
+
+
+def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    """Round-robin over the owners, so that every sender is busy from the start."""
+    queues: dict[int, deque[Bucket]] = {}
+    for bucket in buckets:
+        queues.setdefault(bucket.owner, deque()).append(bucket)
+    while queues:
+        for owner in list(queues):
+            yield queues[owner].popleft()
+            if not queues[owner]:
+                del queues[owner]

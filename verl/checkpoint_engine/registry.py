@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl.checkpoint_engine.base import CheckpointEngine
-from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
+from verl.checkpoint_engine.config import (
+    CheckpointEngineConfig,
+    GlooOptions,
+    HcclOptions,
+    MooncakeOptions,
+    NaiveOptions,
+    NcclOptions,
+    NixlOptions,
+)
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.utils import config as strict
 
@@ -38,6 +46,13 @@ class Backend:
 
 BUILTIN = {
     "naive": Backend("verl.checkpoint_engine.backends.naive:NaiveEngine", options=NaiveOptions),
+    "gloo": Backend("verl.checkpoint_engine.backends.collective:GlooEngine", options=GlooOptions),
+    "nccl": Backend("verl.checkpoint_engine.backends.collective:NcclEngine", extra="cuda", options=NcclOptions),
+    "hccl": Backend("verl.checkpoint_engine.backends.collective:HcclEngine", extra="npu", options=HcclOptions),
+    "nixl": Backend("verl.checkpoint_engine.backends.nixl:NixlEngine", extra="nixl", options=NixlOptions),
+    "mooncake": Backend(
+        "verl.checkpoint_engine.backends.mooncake:MooncakeEngine", extra="mooncake", options=MooncakeOptions
+    ),
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Member
 
 
@@ -16,8 +18,25 @@ class Topology:
     nodes: tuple[Member, ...]
     audience: dict[str, tuple[str, ...]]
 
+    def group_of(self, sender: str) -> tuple[str, ...]:
+        """The sender and its audience, as ranks of one process group: the sender is rank 0."""
+        return (sender, *self.audience[sender])
+
 
 def direct(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
     """Every trainer rank's pieces go straight to every rollout node."""
     everyone = tuple(node.name for node in nodes)
+    return Topology(tuple(trainers), tuple(nodes), {trainer.name: everyone for trainer in trainers})
+
+
+def broadcast(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+    """Every trainer rank broadcasts its own pieces to all rollout nodes, in a group of its own. There is no funnel.
+
+    Raises PlanError if a name is there twice: ranks of a group are found by name.
+    """
+    members = Counter(member.name for member in (*trainers, *nodes))
+    twice = [name for name, count in members.items() if count > 1]
+    if twice:
+        raise PlanError(f"members with the same name: {', '.join(twice)}")
+    everyone = tuple(node.name for node in sorted(nodes, key=lambda node: node.index))
     return Topology(tuple(trainers), tuple(nodes), {trainer.name: everyone for trainer in trainers})

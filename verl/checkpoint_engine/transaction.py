@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -54,6 +54,16 @@ class Fleet:
     """Node index to the directory of its arena."""
     replicas: Sequence[Replica]
     plan: SyncPlan
+    senders_serve: bool = False
+    """Trainer ranks take part in staging: the backend is not one-sided."""
+    reconnect: Callable[[], Awaitable[None]] | None = None
+    """Connects everybody anew, before another attempt; None where connections survive a failed transfer."""
+
+
+async def _nothing_moved(serving: Awaitable[None]) -> int:
+    """A sender's bytes are counted where they arrive."""
+    await serving
+    return 0
 
 
 class Stopwatch:
@@ -129,12 +139,23 @@ class SyncTransaction:
                     raise self._aborted(exc) from exc
                 self.retries += 1
                 logger.warning("version %d: %s; trying again (%d)", self.version, exc, self.retries)
+                await self._reconnect(exc)
             except CheckpointEngineError as exc:
                 await self._drop()
                 raise self._aborted(exc) from exc
             except asyncio.CancelledError:
                 await self._drop()
                 raise
+
+    async def _reconnect(self, failure: CheckpointEngineError) -> None:
+        if self.fleet.reconnect is None or not isinstance(failure, TransportError):
+            return
+        with self.clock.phase("prepare"):
+            try:
+                await self.fleet.reconnect()
+            except CheckpointEngineError as exc:
+                logger.error("version %d: cannot connect again: %s", self.version, exc)  # noqa: TRY400 - told below
+                raise self._aborted(failure) from failure
 
     async def _move(self) -> bytes:
         """Publish, stage and verify; the digests of all pieces."""
@@ -157,7 +178,7 @@ class SyncTransaction:
         )
         digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):
-            moved = await self._all(deadlines.stage_s, {node.name: node.stage(self.version) for node in nodes}, "stage")
+            moved = await self._all(deadlines.stage_s, self._staging(), "stage")
         self.nbytes_moved += sum(moved.values())
         if self.config.verify:
             with self.clock.phase("verify"):
@@ -165,6 +186,13 @@ class SyncTransaction:
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
         return digests
+
+    def _staging(self) -> dict[str, Awaitable[int]]:
+        """What every node does, and every trainer rank where senders take part."""
+        calls: dict[str, Awaitable[int]] = {node.name: node.stage(self.version) for node in self.fleet.nodes}
+        if self.fleet.senders_serve:
+            calls |= {trainer.name: _nothing_moved(trainer.serve(self.version)) for trainer in self.fleet.trainers}
+        return calls
 
     async def _commit(self, digests: bytes) -> None:
         with self.clock.phase("commit"):

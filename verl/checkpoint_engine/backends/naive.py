@@ -12,7 +12,7 @@ from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
-from verl.checkpoint_engine.pipeline import Publication, publish
+from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.topology import Topology, direct
@@ -56,7 +56,8 @@ class NaiveEngine(CheckpointEngineWithCache):
             raise TransportError(
                 f"cannot map the spare slot: {exc}", version=version, phase="publish", member=self.member.name
             ) from exc
-        return publish(source, self._plan, self.member.index, views)
+        owner = self.member.index
+        return publish(source, self._plan, owner, [SlotPieces(view, self._plan, owner) for view in views])
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         """Publishing wrote the slot already."""

@@ -1,0 +1,98 @@
+"""What the libraries under the backends can do by themselves, between two processes on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def gloo_broadcast_gbps(nbytes: int, bucket_nbytes: int = 64 * 2**20, *, repeats: int = 3) -> list[float]:
+    """GB/s of broadcasting `nbytes` from one process to another in buckets, two of them in flight, per repeat.
+
+    Timed at the receiver, from before a first byte until the last. Both buffers are warm. Raises RuntimeError.
+    """
+    with GlooPair(nbytes) as pair:
+        return [pair.gbytes_per_s(bucket_nbytes) for _ in range(repeats)]
+
+
+class GlooPair:
+    """Two processes with a buffer of `nbytes` each. Close it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(2):
+            ours, theirs = spawn.Pipe()
+            arguments = (theirs, rank, self._store.port, nbytes)
+            process = spawn.Process(target=_serve, args=arguments, name=f"raw-gloo-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def gbytes_per_s(self, bucket_nbytes: int) -> float:
+        for pipe in self._pipes:
+            pipe.send(bucket_nbytes)
+        rates: list[float] = [pipe.recv() for pipe in self._pipes]
+        return rates[1]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self) -> GlooPair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, rank: int, port: int, nbytes: int) -> None:
+    torch.set_num_threads(1)
+    store = PrefixStore("raw", TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT, wait_for_workers=False))
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    group = gloo(store, rank, 2, options)
+    buffer = torch.full((nbytes,), 1 + rank, dtype=torch.uint8)
+    while True:
+        try:
+            bucket_nbytes = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_rate(group, buffer, bucket_nbytes))
+
+
+def _rate(group: Any, buffer: torch.Tensor, bucket_nbytes: int) -> float:
+    _broadcast(group, buffer[:1]).wait()
+    start_s = time.perf_counter()
+    flying: list[Work] = []
+    for start in range(0, len(buffer), bucket_nbytes):
+        if len(flying) == 2:
+            flying.pop(0).wait()
+        flying.append(_broadcast(group, buffer[start : start + bucket_nbytes]))
+    for work in flying:
+        work.wait()
+    return len(buffer) / (time.perf_counter() - start_s) / 1e9
+
+
+def _broadcast(group: Any, memory: torch.Tensor) -> Work:
+    options = BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    work: Work = group.broadcast([memory], options)
+    return work

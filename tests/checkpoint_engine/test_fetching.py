@@ -1,0 +1,224 @@
+"""Packing, messages and the fetch loop, over memory of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.packed import Packing
+from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, buckets_of, messages_of
+from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
+
+
+def plan_of(shapes: Sequence[tuple[int, ...]], *, owners: int, columns: bool, block_nbytes: int) -> SyncPlan:
+    """Tensors of uint8, cut into rows or columns, one part per owner as far as they reach."""
+    specs = [TensorSpec(name=f"t{index}", shape=shape, dtype="uint8") for index, shape in enumerate(shapes)]
+    layout = Layout.of(specs)
+    held: list[list[Shard]] = [[] for _ in range(owners)]
+    for spec in specs:
+        dim = len(spec.shape) - 1 if columns else 0
+        bounds = np.linspace(0, spec.shape[dim], owners + 1).astype(int).tolist()
+        for owner, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            start, stop = [0] * len(spec.shape), list(spec.shape)
+            start[dim], stop[dim] = low, high
+            if low < high:
+                held[owner].append(Shard(spec.name, Box(tuple(start), tuple(stop))))
+    return make_plan(layout, [ShardTable.of(layout, shards) for shards in held], block_nbytes=block_nbytes)
+
+
+plans = st.builds(
+    plan_of,
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=0, max_size=6),
+    owners=st.integers(1, 4),
+    columns=st.booleans(),
+    block_nbytes=st.sampled_from([64, 512, 4096]),
+)
+
+
+def content(plan: SyncPlan) -> np.ndarray:
+    """A slot that is right: no byte of a tensor is zero, every byte of padding is."""
+    slot = np.zeros(plan.layout.nbytes, np.uint8)
+    for spec, offset in plan.layout:
+        slot[offset : offset + spec.nbytes] = np.arange(spec.nbytes) % 255 + 1
+    return slot
+
+
+def pack(plan: SyncPlan, owner: int, slot: np.ndarray) -> np.ndarray:
+    """What the owner's region holds when the slot shall become `slot`."""
+    packing = Packing.of(plan, owner)
+    region = np.zeros(packing.region_nbytes, np.uint8)
+    extents = plan.extents.of(plan.pieces_of(owner))
+    for (offset, run, rows, stride), position in zip(extents, packing.offset.tolist(), strict=True):
+        for row in range(rows):
+            begin = offset + row * stride
+            region[position + row * run : position + (row + 1) * run] = slot[begin : begin + run]
+    return region
+
+
+@dataclass
+class MemoryReader:
+    """The reference `RangeReader`. A transfer copies, and is done, when it is asked for the `polls`-th time."""
+
+    regions: list[np.ndarray]
+    slot: np.ndarray
+    bounce: np.ndarray
+    polls: int = 1
+    stalled: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    in_flight: list[tuple[int, bool]] = field(default_factory=list)
+    most_in_flight: int = 0
+    most_bounces: int = 0
+    cancelled: list[int] = field(default_factory=list)
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> dict:
+        self.in_flight.append((owner, bounce))
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        self.most_bounces = max(self.most_bounces, sum(bounced for _, bounced in self.in_flight))
+        return {"owner": owner, "ranges": ranges, "bounce": bounce, "polls": 0}
+
+    def is_done(self, transfer: dict) -> bool:
+        owner = transfer["owner"]
+        if owner in self.dead:
+            raise TransportError("gone", phase="stage", member=f"trainer-{owner}")
+        transfer["polls"] += 1
+        if owner in self.stalled or transfer["polls"] < self.polls:
+            return False
+        target = self.bounce if transfer["bounce"] else self.slot
+        for part in transfer["ranges"]:
+            piece = self.regions[owner][part.src_offset : part.src_offset + part.nbytes]
+            target[part.dst_offset : part.dst_offset + part.nbytes] = piece
+        self.in_flight.remove((owner, transfer["bounce"]))
+        return True
+
+    def cancel(self, transfer: dict) -> None:
+        self.cancelled.append(transfer["owner"])
+        self.in_flight.remove((transfer["owner"], transfer["bounce"]))
+
+
+def fetch(plan: SyncPlan, cut: object = messages_of, bucket_nbytes: int = 512, **options: object) -> tuple:
+    """(loop, reader, buckets) that will fetch `content(plan)`; `options` of the reader and of the loop."""
+    expected = content(plan)
+    regions = [pack(plan, owner, expected) for owner in range(plan.num_owners)]
+    buckets = [bucket for owner in range(plan.num_owners) for bucket in cut(plan, owner, bucket_nbytes)]
+    bounce = np.zeros(max([part.ranges[0].nbytes for part in buckets if part.scatter], default=0), np.uint8)
+    of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
+    reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
+    arguments = {"version": 7, "timeout_s": 5.0, "poll_s": 0.0001} | options
+    return FetchLoop(reader=reader, plan=plan, region=reader.slot, bounce=bounce, **arguments), reader, buckets
+
+
+@given(plans)
+@settings(max_examples=60, deadline=None)
+def test_a_packed_region_has_a_place_for_every_piece_and_none_overlap(plan: SyncPlan) -> None:
+    for owner in range(plan.num_owners):
+        packing = Packing.of(plan, owner)
+        order = np.argsort(packing.offset)
+        ends = packing.offset[order] + packing.nbytes[order]
+        assert packing.nbytes.sum() == plan.nbytes_of(owner)
+        assert (ends[:-1] <= packing.offset[order][1:]).all()
+        assert (ends <= packing.region_nbytes).all()
+
+
+@pytest.mark.parametrize("cut", [messages_of, buckets_of])
+@given(plan=plans, bucket_nbytes=st.sampled_from([256, 1024, 1 << 20]))
+@settings(max_examples=60, deadline=None)
+def test_every_byte_is_fetched_once_in_bounded_parts(cut: object, plan: SyncPlan, bucket_nbytes: int) -> None:
+    loop, reader, buckets = fetch(plan, cut, bucket_nbytes)
+    largest = int(plan.extents.nbytes.max(initial=0))
+    for bucket in buckets:
+        assert sum(part.nbytes for part in bucket.ranges) <= max(bucket_nbytes, largest)
+        assert not bucket.scatter or len(bucket.ranges) == 1
+    moved = loop.run(buckets)
+    np.testing.assert_array_equal(reader.slot, content(plan))
+    assert moved >= plan.layout.payload_nbytes
+    direct = sorted(
+        (part.dst_offset, part.nbytes) for bucket in buckets if not bucket.scatter for part in bucket.ranges
+    )
+    assert all(offset + nbytes <= after for (offset, nbytes), (after, _) in zip(direct[:-1], direct[1:], strict=True))
+    scattered = [piece for bucket in buckets for piece in bucket.scatter]
+    assert len(scattered) == len(set(scattered))
+    bytes_scattered = int(plan.extents.nbytes[scattered].sum()) if scattered else 0
+    assert sum(nbytes for _, nbytes in direct) + bytes_scattered == plan.layout.payload_nbytes
+
+
+def test_pieces_that_touch_at_both_ends_travel_as_one_range() -> None:
+    plan = plan_of([(4096, 512)], owners=2, columns=False, block_nbytes=4096)
+    for cut in (messages_of, buckets_of):
+        (bucket,) = cut(plan, 1, 1 << 30)
+        assert bucket.ranges == (Range(0, 2048 * 512, 2048 * 512),)
+
+
+def test_no_more_than_the_given_number_fly_and_one_of_them_through_the_bounce_buffer() -> None:
+    plan = plan_of([(1 << 21,), (64, 64), (64, 64)], owners=2, columns=False, block_nbytes=4096)
+    loop, reader, buckets = fetch(plan, bucket_nbytes=65536, polls=3, max_in_flight=3)
+    assert sum(bool(bucket.scatter) for bucket in buckets) > 1
+    loop.run(buckets)
+    np.testing.assert_array_equal(reader.slot, content(plan))
+    assert (reader.most_in_flight, reader.most_bounces) == (3, 1)
+
+
+def test_a_deadline_names_the_owners_that_were_waited_for_and_ends_every_transfer() -> None:
+    plan = plan_of([(3 << 20,)], owners=3, columns=False, block_nbytes=1 << 20)
+    loop, reader, buckets = fetch(plan, stalled={1}, timeout_s=0.3, bucket_nbytes=1 << 20)
+    with pytest.raises(TransportTimeout) as raised:
+        loop.run(buckets)
+    assert "bytes of trainer-1 not here within 0.3 s; done: trainer-0, trainer-2" in str(raised.value)
+    assert (raised.value.version, raised.value.phase) == (7, "stage")
+    assert reader.cancelled
+    assert not reader.in_flight
+
+
+def test_owners_that_wait_for_the_bounce_buffer_of_a_stalled_one_are_told_apart_from_it() -> None:
+    plan = plan_of([(300, 20)], owners=3, columns=False, block_nbytes=512)
+    loop, _, buckets = fetch(plan, stalled={0}, timeout_s=0.1)
+    with pytest.raises(TransportTimeout) as raised:
+        loop.run(buckets)
+    message = "bytes of trainer-0 not here within 0.1 s; held up behind them: trainer-1, trainer-2; done: none"
+    assert message in str(raised.value)
+
+
+def test_a_dead_owner_ends_every_transfer() -> None:
+    plan = plan_of([(3 << 20,)], owners=3, columns=False, block_nbytes=1 << 20)
+    loop, reader, buckets = fetch(plan, stalled={0, 2}, dead={1}, bucket_nbytes=1 << 20)
+    with pytest.raises(TransportError, match="gone") as raised:
+        loop.run(buckets)
+    assert raised.value.member == "trainer-1"
+    assert set(reader.cancelled) == {0, 1, 2}
+    assert not reader.in_flight
+
+
+def test_a_loop_that_is_told_to_stop_stops() -> None:
+    plan = plan_of([(4096,)], owners=1, columns=False, block_nbytes=512)
+    stop = threading.Event()
+    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=30.0, stop=stop)
+    threading.Timer(0.05, stop.set).start()
+    start_s = time.monotonic()
+    with pytest.raises(TransportError, match="given up"):
+        loop.run(buckets)
+    assert time.monotonic() - start_s < 5
+    assert not reader.in_flight
+
+
+def test_nothing_to_fetch_is_done_at_once() -> None:
+    plan = plan_of([], owners=2, columns=False, block_nbytes=512)
+    loop, _, buckets = fetch(plan)
+    assert buckets == []
+    assert loop.run([]) == 0
+
+
+def test_owners_take_turns() -> None:
+    plan = plan_of([(8 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
+    done: list[Bucket] = []
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, max_in_flight=1, on_bucket=done.append)
+    loop.run(buckets)
+    assert [bucket.owner for bucket in done] == [0, 1] * 4

@@ -1,0 +1,412 @@
+"""One-sided backends: what a node reads is the version it asked for, and failures leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.rank_process import RankProcess
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, Through
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, Wire, WireReader, within
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
+from verl.checkpoint_engine.types import TensorSpec
+
+TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
+
+
+class MemoryWire(Wire):
+    """Reads memory of this process."""
+
+    def __init__(self) -> None:
+        self.registered: list[int] = []
+        self.log: list[str] = []
+        self.before_read: Callable[[int, int], None] = lambda source, nbytes: None
+        self.after_read: Callable[[int, int], None] = lambda target, nbytes: None
+
+    def register(self, memory: np.ndarray) -> None:
+        self.registered.append(memory.ctypes.data)
+        self.log.append("register")
+
+    def deregister(self, memory: np.ndarray) -> None:
+        self.registered.remove(memory.ctypes.data)
+        self.log.append("deregister")
+
+    def address(self) -> bytes:
+        return b"here"
+
+    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        self.log.append("connect")
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> tuple[int, int, int]:
+        self.before_read(source, nbytes)
+        return source, target, nbytes
+
+    def is_done(self, transfer: tuple[int, int, int]) -> bool:
+        source, target, nbytes = transfer
+        ctypes.memmove(target, source, nbytes)
+        self.after_read(target, nbytes)
+        return True
+
+    def close(self) -> None:
+        self.log.append("close")
+        self.registered.clear()
+
+
+@CheckpointEngineRegistry.register("memory-wire")
+class MemoryEngine(OneSidedEngine):
+    def open_wire(self, topology: object) -> MemoryWire:
+        return MemoryWire()
+
+
+def fleet_of(tmp_path: Path, **config: Any) -> Fleet:
+    return Fleet(TENSORS, tmp_path, **{"trainers": 2, "backend": "memory-wire", "retries": 0, **config})
+
+
+def engine_of(member: Any) -> Any:
+    return member.member._engine
+
+
+async def abort_of(fleet: Fleet, version: int) -> TransportError:
+    with pytest.raises(SyncAborted) as raised:
+        await fleet.manager.update_weights(version)
+    assert isinstance(raised.value.__cause__, TransportError)
+    assert (raised.value.__cause__.version, raised.value.__cause__.phase) == (version, "stage")
+    return raised.value.__cause__
+
+
+async def test_memory_is_registered_once_per_plan_and_slot(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        for version in range(5):
+            await fleet.manager.update_weights(version)
+        assert engine_of(fleet.trainers[0])._wire.log == ["register"] * 2
+        assert engine_of(fleet.nodes[0])._wire.log == ["register", "connect", "connect", "register", "register"]
+
+
+async def test_a_slot_file_that_was_replaced_is_deregistered(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        wire, node = engine_of(fleet.nodes[0])._wire, fleet.nodes[0].member
+        await fleet.manager.update_weights(2)
+        await node.begin(3)
+        await node.drop()
+        await fleet.manager.update_weights(3)
+        assert wire.log[-2:] == ["deregister", "register"]
+        assert len(wire.registered) == 3
+
+
+async def test_a_region_that_holds_an_older_version_is_refused(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        stamp = engine_of(fleet.trainers[1])._stamp
+        fleet.nodes[0].before["stage"] = lambda: stamp.finish(1)
+        error = await abort_of(fleet, 2)
+        assert (error.member, error.message) == ("trainer-1", "it holds version 1")
+        assert fleet.replicas[0].version == 1
+        fleet.nodes[0].before.clear()
+        await fleet.manager.update_weights(3)
+        assert fleet.replicas[0].version == 3
+
+
+async def test_a_region_that_is_being_written_is_refused(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.nodes[0].before["stage"] = engine_of(fleet.trainers[0])._stamp.begin
+        error = await abort_of(fleet, 2)
+        assert (error.member, error.message) == ("trainer-0", "it is publishing")
+
+
+async def test_a_region_that_is_published_again_while_it_is_read_is_refused(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        stamp = engine_of(fleet.trainers[1])._stamp
+
+        def publish_again(target: int, nbytes: int) -> None:
+            if nbytes > 1000:
+                stamp.begin()
+                stamp.finish(2)
+
+        engine_of(fleet.nodes[0])._wire.after_read = publish_again
+        error = await abort_of(fleet, 2)
+        assert (error.member, error.message) == ("trainer-1", "it published again while it was read")
+
+
+async def test_another_process_at_an_owners_address_is_not_the_owner(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+
+        def replace() -> None:
+            engine_of(fleet.trainers[1])._stamp._words[0] += 1
+
+        fleet.nodes[0].before["stage"] = replace
+        error = await abort_of(fleet, 2)
+        assert (error.member, error.message) == ("trainer-1", "another process answers at its address")
+
+
+async def test_a_stage_that_is_given_up_ends_soon(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        engine = engine_of(fleet.nodes[0])
+        engine._wire.is_done = lambda transfer: False
+        syncing = asyncio.ensure_future(fleet.manager.update_weights(2))
+        await asyncio.sleep(0.2)
+        syncing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(syncing, 5)
+        await asyncio.wait_for(fleet.nodes[0].member._run(lambda: None), 5)
+        assert engine._wire is None
+
+
+def test_a_transfer_of_an_older_version_is_refused():
+    memory = np.zeros(8, np.uint8)
+    wire = MemoryWire()
+    older, newer = (WireReader(wire, {}, memory, memory, version) for version in (1, 2))
+    transfer = older.read(0, memory.ctypes.data, memory.ctypes.data, 8)
+    with pytest.raises(TransportError, match="a transfer of version 1 ended late") as raised:
+        newer.is_done(transfer)
+    assert (raised.value.version, raised.value.member) == (2, "trainer-0")
+    assert older.is_done(transfer)
+
+
+def test_a_call_that_does_not_return_is_given_up():
+    release = threading.Event()
+    with pytest.raises(TransportTimeout, match=r"shaking hands has not ended within 0\.1 s"):
+        within(0.1, release.wait, "shaking hands")
+    release.set()
+    assert within(5.0, lambda: 3, "counting") == 3
+
+
+# --- with the libraries, between processes ----------------------------------------------------------------------------
+
+SPECS = [
+    TensorSpec(name="w", shape=(8 * 2**20, 3), dtype="bfloat16"),
+    TensorSpec(name="norm", shape=(99,), dtype="bfloat16"),
+]
+LIBRARIES = [
+    pytest.param(
+        name, kwargs, id=label, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    )
+    for label, name, kwargs in (
+        ("nixl", "nixl", {}),
+        ("nixl-tcp", "nixl", {"ucx_tls": "tcp"}),
+        ("mooncake", "mooncake", {"host": "127.0.0.1"}),
+    )
+]
+
+
+class Spoiling(Wire):
+    """A wire that does something to the `at`-th read of more than a stamp."""
+
+    def __init__(self, wire: Wire, spoil: Callable[[int], None], at: int = 1) -> None:
+        self._wire, self._spoil, self._reads = wire, spoil, at
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        transfer = self._wire.read(owner, source, target, nbytes)
+        return (transfer, target if nbytes > 1000 else 0)
+
+    def is_done(self, transfer: Any) -> bool:
+        done = self._wire.is_done(transfer[0])
+        if done and transfer[1]:
+            self._reads -= 1
+            if self._reads == 0:
+                self._spoil(transfer[1])
+        return done
+
+    def is_idle(self) -> bool:
+        return self._wire.is_idle()
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def register(self, memory: Any) -> None:
+        self._wire.register(memory)
+
+    def deregister(self, memory: Any) -> None:
+        self._wire.deregister(memory)
+
+    def address(self) -> bytes:
+        return self._wire.address()
+
+    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        self._wire.connect(owner, address, timeout_s)
+
+
+class Processes:
+    """Two trainer ranks in processes of their own; the node, the replica and the manager are here."""
+
+    def __init__(self, backend: str, options: dict[str, Any], shm_dir: Path, **deadlines: float) -> None:
+        self.config = CheckpointEngineConfig.from_mapping(
+            {"backend": backend, "engine_kwargs": {backend: options}, "retries": 0, "deadlines": deadlines}
+        )
+        self.trainers = [self.start(rank) for rank in range(2)]
+        self.node = Through(RolloutNode(0, self.config, job="test", shm_dir=shm_dir))
+        self.replica = RecordingReplica()
+        self.manager = CheckpointEngineManager(config=self.config, trainers=self.trainers, nodes=[self.node])
+
+    def start(self, rank: int) -> RankProcess:
+        return RankProcess(rank, 2, SPECS, "bfloat16", self.config)
+
+    async def __aenter__(self) -> Processes:
+        await self.manager.add_replicas([self.replica])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
+        for trainer in self.trainers:
+            await trainer.close()
+
+    async def sync(self, version: int) -> None:
+        """Train one step, then sync."""
+        await asyncio.gather(*(trainer.step() for trainer in self.trainers))
+        await self.manager.update_weights(version)
+
+    def spoil(self, spoil: Callable[[int], None]) -> None:
+        """During the next stage, when one part has arrived, call `spoil` with where it is."""
+        engine = engine_of(self.node)
+
+        def wrap() -> None:
+            self.node.before.clear()
+            engine.transfer_nbytes = 2**20
+            engine._wire = Spoiling(engine._wire, spoil)
+
+        self.node.before["stage"] = wrap
+
+    async def fail(self, version: int) -> SyncAborted:
+        """Sync and fail; the replica serves what it had."""
+        before = {name: tensor.clone() for name, tensor in self.replica.weights.items()}
+        served = self.replica.version
+        with pytest.raises(SyncAborted) as raised:
+            await self.sync(version)
+        assert self.replica.version == served
+        assert all(torch.equal(tensor, before[name]) for name, tensor in self.replica.weights.items())
+        assert engine_of(self.node)._wire is None or isinstance(raised.value.__cause__, IntegrityError)
+        return raised.value
+
+
+@pytest.fixture
+def small_transfers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(OneSidedEngine, "transfer_nbytes", 2**20)
+
+
+def pid_of(trainer: RankProcess) -> int:
+    assert trainer._process.pid is not None
+    return trainer._process.pid
+
+
+@pytest.mark.usefixtures("small_transfers")
+@pytest.mark.parametrize(("backend", "options"), LIBRARIES)
+async def test_an_owner_that_is_killed_while_it_is_read_is_named_and_may_be_replaced(
+    backend: str, options: dict[str, Any], tmp_path: Path
+):
+    async with Processes(backend, options, tmp_path) as processes:
+        await processes.sync(1)
+        processes.spoil(lambda _: os.kill(pid_of(processes.trainers[1]), signal.SIGKILL))
+        start_s = time.monotonic()
+        error = await processes.fail(2)
+        assert time.monotonic() - start_s < 30
+        assert isinstance(error.__cause__, TransportError)
+        assert (error.version, error.phase, error.member) == (2, "stage", "trainer-1")
+        await processes.trainers[1].close()
+        processes.trainers[1] = processes.manager._trainers[1] = processes.start(1)
+        await processes.sync(3)
+        assert processes.replica.version == 3
+
+
+@pytest.mark.usefixtures("small_transfers")
+@pytest.mark.parametrize(("backend", "options"), LIBRARIES[1:])
+async def test_an_owner_that_stalls_while_it_is_read_is_named_at_the_deadline(
+    backend: str, options: dict[str, Any], tmp_path: Path
+):
+    """Over shared memory an owner need not run to be read."""
+    async with Processes(backend, options, tmp_path, stage_s=4.0) as processes:
+        await processes.sync(1)
+        processes.spoil(lambda _: os.kill(pid_of(processes.trainers[1]), signal.SIGSTOP))
+        error = await processes.fail(2)
+        os.kill(pid_of(processes.trainers[1]), signal.SIGCONT)
+        assert isinstance(error.__cause__, TransportTimeout)
+        assert (error.version, error.phase) == (2, "stage")
+        assert "trainer-1" in str(error)
+        assert "trainer-0 " not in str(error).partition("held up")[0]
+        await processes.sync(3)
+        assert processes.replica.version == 3
+
+
+@pytest.mark.usefixtures("small_transfers")
+@pytest.mark.parametrize(("backend", "options"), LIBRARIES)
+async def test_a_byte_that_flips_on_the_way_is_found(backend: str, options: dict[str, Any], tmp_path: Path):
+    def flip(address: int) -> None:
+        ctypes.c_uint8.from_address(address + 5).value ^= 1
+
+    async with Processes(backend, options, tmp_path) as processes:
+        await processes.sync(1)
+        processes.spoil(flip)
+        error = await processes.fail(2)
+        assert isinstance(error.__cause__, IntegrityError)
+        assert "1 of" in str(error)
+        await processes.sync(3)
+        assert processes.replica.version == 3
+
+
+@pytest.mark.parametrize(("backend", "options"), LIBRARIES)
+async def test_nothing_is_left_open_when_a_fleet_closes(backend: str, options: dict[str, Any], tmp_path: Path):
+    async def one_sync() -> None:
+        async with Fleet(TENSORS, tmp_path, backend=backend, engine_kwargs={backend: options}) as fleet:
+            await fleet.manager.update_weights(1)
+
+    await one_sync()
+    before = resources()
+    for _ in range(3):
+        await one_sync()
+    assert all(now <= then for now, then in zip(resources(), before, strict=True)), (resources(), before)
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads, sockets and mapped shared-memory files of this process."""
+    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    sockets = sum(target.startswith("socket:") for target in descriptors)
+    slots = sum("slot-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/task")), sockets, slots
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+def test_an_rdma_device_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path):
+    from verl.checkpoint_engine.backends.mooncake import rdma_devices
+    from verl.checkpoint_engine.config import MooncakeOptions
+
+    (tmp_path / "mlx5_0").mkdir()
+    options = MooncakeOptions(protocol="rdma", rdma_devices="mlx5_0,mlx5_7")
+    message = rf"no RDMA device mlx5_7 on {socket.gethostname()}; there are: mlx5_0"
+    with pytest.raises(ConfigError, match=message):
+        rdma_devices(options, tmp_path)
+    assert rdma_devices(MooncakeOptions(protocol="rdma", rdma_devices="mlx5_0"), tmp_path) == "mlx5_0"
+    assert rdma_devices(MooncakeOptions(), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nixl": {"ucx_tsl": "tcp"}}, "Did you mean 'ucx_tls'"),
+        ({"nixl": {"error_handling": "some"}}, "error_handling"),
+        ({"nixl": {"num_workers": 0}}, "num_workers must be at least 1"),
+        ({"mooncake": {"protocol": "rmda"}}, "protocol"),
+    ],
+)
+def test_a_bad_option_is_refused_on_the_driver(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        resolve_backend(CheckpointEngineConfig(engine_kwargs=options))

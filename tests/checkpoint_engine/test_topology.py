@@ -1,0 +1,41 @@
+"""Who sends to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.topology import broadcast, direct
+from verl.checkpoint_engine.types import Member
+
+
+def members(role: str, *indices: int) -> list[Member]:
+    return [Member(role=role, index=index, host=f"{role}-host-{index}") for index in indices]
+
+
+@pytest.mark.parametrize("build", [direct, broadcast])
+@pytest.mark.parametrize(
+    ("trainers", "nodes", "audience"),
+    [
+        ([0], [0], {"trainer-0": ("node-0",)}),
+        ([0], [0, 1, 2], {"trainer-0": ("node-0", "node-1", "node-2")}),
+        ([0, 1], [0], {"trainer-0": ("node-0",), "trainer-1": ("node-0",)}),
+        ([0, 1], [0, 1], {"trainer-0": ("node-0", "node-1"), "trainer-1": ("node-0", "node-1")}),
+    ],
+)
+def test_every_owner_sends_its_own_pieces_to_every_node(build, trainers, nodes, audience):
+    topology = build(members("trainer", *trainers), members("node", *nodes))
+    assert topology.audience == audience
+    assert [member.name for member in topology.trainers] == list(audience)
+
+
+def test_a_group_has_its_owner_as_rank_0_and_the_nodes_in_one_order_wherever_it_is_computed():
+    expected = ("trainer-1", "node-0", "node-1", "node-2")
+    for order in ([0, 1, 2], [2, 0, 1]):
+        topology = broadcast(members("trainer", 0, 1), members("node", *order))
+        assert topology.group_of("trainer-1") == expected
+
+
+def test_members_of_one_name_are_refused():
+    with pytest.raises(PlanError, match="members with the same name: node-1"):
+        broadcast(members("trainer", 0), members("node", 0, 1, 1))

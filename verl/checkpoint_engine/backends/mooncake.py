@@ -1,0 +1,137 @@
+"""`mooncake`: Mooncake's transfer engine over TCP or RDMA. https://github.com/kvcache-ai/Mooncake"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire, within
+from verl.checkpoint_engine.config import MooncakeOptions
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError
+from verl.checkpoint_engine.topology import Topology
+from verl.utils import config as strict
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
+try:
+    from mooncake.engine import TransferEngine
+except ModuleNotFoundError:
+    raise
+except ImportError as exc:
+    raise BackendUnavailable(
+        f"checkpoint_engine.backend=mooncake cannot load Mooncake's library: {exc}. "
+        "It needs the system library libibverbs: apt-get install libibverbs1"
+    ) from exc
+
+logger = logging.getLogger(__name__)
+
+DEVICES = Path("/sys/class/infiniband")
+PORT_ATTEMPTS = 4
+DONE, FAILED, TIMED_OUT = 1, -1, -2
+"""What `transfer_check_status` answers; 0 is "not yet"."""
+
+
+class MooncakeWire(Wire):
+    """One transfer engine. Every transfer is a batch of one read: the library's status call looks at no other."""
+
+    def __init__(self, *, host: str, protocol: str, devices: str) -> None:
+        # Mooncake picks ports by trying; two engines that start at once may pick the same.
+        for _ in range(PORT_ATTEMPTS):
+            self._engine: Any = TransferEngine()
+            status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+            if status == 0:
+                break
+        else:
+            raise TransportError(f"Mooncake cannot listen on {host} ({protocol}): error {status}")
+        self._host = host
+        self._targets: dict[int, str] = {}
+        self._opened: set[int] = set()
+        self._timeout_s: float = 0.0
+        self._registered: dict[int, UInt8s] = {}
+
+    def register(self, memory: UInt8s) -> None:
+        address = memory.ctypes.data
+        status = self._engine.register_memory(address, max(memory.nbytes, 1))
+        if status != 0:
+            raise TransportError(f"Mooncake cannot register {memory.nbytes} bytes: error {status}")
+        self._registered[address] = memory
+
+    def deregister(self, memory: UInt8s) -> None:
+        self._engine.unregister_memory(memory.ctypes.data)
+        del self._registered[memory.ctypes.data]
+
+    def address(self) -> bytes:
+        return f"{self._host}:{self._engine.get_rpc_port()}".encode()
+
+    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        self._targets[owner] = address.decode()
+        self._timeout_s = timeout_s
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> int:
+        if owner in self._opened:
+            batch = self._submit(self._engine, owner, source, target, nbytes)
+        else:  # the first call shakes hands, and waits for a peer that does not answer
+            engine = self._engine
+            what = f"connecting to {self._targets[owner]}"
+            batch = within(self._timeout_s, lambda: self._submit(engine, owner, source, target, nbytes), what)
+            self._opened.add(owner)
+        if batch in (0, 2**64 - 1):
+            raise TransportError(f"{self._targets[owner]} cannot be reached")
+        return int(batch)
+
+    def _submit(self, engine: Any, owner: int, source: int, target: int, nbytes: int) -> int:
+        return int(engine.batch_transfer_async_read(self._targets[owner], [target], [source], [nbytes]))
+
+    def is_done(self, transfer: int) -> bool:
+        status = self._engine.transfer_check_status(transfer)
+        if status == TIMED_OUT:
+            raise TransportError("Mooncake gave a read up after its own time limit")
+        if status == FAILED:
+            raise TransportError("a read failed: its process is gone or unreachable")
+        return bool(status == DONE)
+
+    def close(self) -> None:
+        """The engine's threads end with it, and with them every read in flight."""
+        if self._engine is None:
+            return
+        for address in self._registered:
+            self._engine.unregister_memory(address)
+        self._engine = None
+        self._registered.clear()
+
+
+class MooncakeEngine(OneSidedEngine):
+    def open_wire(self, topology: Topology | None) -> MooncakeWire:
+        options: MooncakeOptions = strict.from_mapping(
+            MooncakeOptions, self.config.engine_kwargs.get("mooncake", {}), "checkpoint_engine.engine_kwargs.mooncake"
+        )
+        return MooncakeWire(
+            host=options.host or own_address(), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
+        )
+
+
+def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:
+    """The devices to use, comma-separated; empty for all. Raises ConfigError that lists those that exist."""
+    if options.protocol != "rdma":
+        return ""
+    present = sorted(path.name for path in present_in.glob("*"))
+    wanted = [name for name in options.rdma_devices.split(",") if name]
+    missing = [name for name in wanted if name not in present]
+    if missing or not present:
+        raise ConfigError(
+            f"checkpoint_engine.engine_kwargs.mooncake: no RDMA device {', '.join(missing) or 'at all'} on "
+            f"{socket.gethostname()}; there are: {', '.join(present) or 'none'}. Use protocol=tcp without RDMA hardware"
+        )
+    return ",".join(wanted)
+
+
+def own_address() -> str:
+    """The IPv4 address under which other hosts reach this one; 127.0.0.1 where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

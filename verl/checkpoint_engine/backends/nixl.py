@@ -1,0 +1,182 @@
+"""`nixl`: NVIDIA's NIXL over UCX. https://github.com/ai-dynamo/nixl
+
+On one host UCX copies from the other process's memory directly (CMA), with `sm,self` and no peer error handling faster
+than with its own choice of transports. A process that is gone is noticed either way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nixl
+
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire
+from verl.checkpoint_engine.config import NixlOptions
+from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.topology import Topology
+from verl.utils import config as strict
+
+ONE_HOST = "sm,self"
+PEER_ERRORS = "peer"
+NO_ERRORS = "none"
+
+_nixl_errors: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(value for value in vars(nixl._bindings).values() if isinstance(value, type) and issubclass(value, Exception)),
+)
+_creating = threading.Lock()
+
+
+class NixlWire(Wire):
+    """One NIXL agent with its UCX backend."""
+
+    def __init__(self, name: str, *, tls: str | None, error_handling: str, num_workers: int, progress: bool) -> None:
+        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads."""
+        logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
+        logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
+        options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
+        config = nixl.nixl_agent_config(enable_prog_thread=progress, backends=[])
+        try:
+            with _ucx_environment(tls):
+                self._agent: Any = nixl.nixl_agent(f"{name}-{secrets.token_hex(4)}", config)
+                self._agent.create_backend("UCX", options)
+        except _nixl_errors as exc:
+            raise TransportError(f"NIXL cannot start UCX (UCX_TLS={tls}, {options}): {exc}") from exc
+        self._peers: dict[int, str] = {}
+        self._registered: dict[int, tuple[UInt8s, Any]] = {}
+        self._handles: dict[int, Any] = {}
+        self._next = 0
+
+    def register(self, memory: UInt8s) -> None:
+        address = memory.ctypes.data
+        with _mapped(f"registering {memory.nbytes} bytes"):
+            registration = self._agent.register_memory([(address, max(memory.nbytes, 1), 0, "")], "DRAM")
+        self._registered[address] = (memory, registration)
+
+    def deregister(self, memory: UInt8s) -> None:
+        with _mapped(f"deregistering {memory.nbytes} bytes"):
+            self._agent.deregister_memory(self._registered.pop(memory.ctypes.data)[1])
+
+    def address(self) -> bytes:
+        with _mapped("describing the agent"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        with _mapped("connecting"):
+            peer = self._agent.add_remote_agent(address)
+            self._peers[owner] = peer.decode() if isinstance(peer, bytes) else peer
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> int:
+        agent = self._agent
+        with _mapped(f"reading {nbytes} bytes"):
+            here = agent.get_xfer_descs([(target, nbytes, 0)], "DRAM")
+            there = agent.get_xfer_descs([(source, nbytes, 0)], "DRAM")
+            handle = agent.initialize_xfer("READ", here, there, self._peers[owner])
+            self._next += 1
+            self._handles[self._next] = handle
+            if agent.transfer(handle) == "ERR":
+                raise TransportError(f"reading {nbytes} bytes was refused")
+        return self._next
+
+    def is_done(self, transfer: int) -> bool:
+        handle = self._handles[transfer]
+        with _mapped("reading"):
+            state = self._agent.check_xfer_state(handle)
+            if state == "ERR":
+                raise TransportError("reading failed")
+            if state == "DONE":
+                del self._handles[transfer]
+                handle.release()
+        return bool(state == "DONE")
+
+    def is_idle(self) -> bool:
+        """UCX over TCP ends the process of an owner whose answer finds a closed connection (UCX of nixl 1.5.1)."""
+        return not any(self._is_under_way(handle) for handle in self._handles.values())
+
+    def _is_under_way(self, handle: Any) -> bool:
+        try:
+            return bool(self._agent.check_xfer_state(handle) == "PROC")
+        except _nixl_errors:
+            return False
+
+    def close(self) -> None:
+        """Reads in flight end with the agent's endpoints: UCX cannot take a single one back."""
+        if self._agent is None:
+            return
+        agent, self._agent = self._agent, None
+        for handle in self._handles.values():
+            _try(handle.release)
+        self._handles.clear()  # handles keep the agent alive
+        for peer in self._peers.values():
+            _try(agent.remove_remote_agent, peer)
+        for _, registration in self._registered.values():
+            _try(agent.deregister_memory, registration)
+        del agent
+        self._registered.clear()
+
+
+class NixlEngine(OneSidedEngine):
+    def open_wire(self, topology: Topology | None) -> NixlWire:
+        options: NixlOptions = strict.from_mapping(
+            NixlOptions, self.config.engine_kwargs.get("nixl", {}), "checkpoint_engine.engine_kwargs.nixl"
+        )
+        tls = options.ucx_tls
+        if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
+            tls = ONE_HOST
+        return NixlWire(
+            self.member.name,
+            tls=tls,
+            error_handling=options.error_handling or (NO_ERRORS if _has_no_peer_errors(tls) else PEER_ERRORS),
+            num_workers=options.num_workers,
+            progress=topology is None,
+        )
+
+
+def _has_no_peer_errors(tls: str | None) -> bool:
+    """UCX's shared-memory transports cannot detect the death of a peer by themselves and refuse to promise it."""
+    return tls is not None and set(tls.split(",")) <= {"sm", "self", "cma", "posix", "sysv", "memory", "shm"}
+
+
+@contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    try:
+        yield
+    except _nixl_errors as exc:
+        raise TransportError(f"{what} failed: {exc}") from exc
+
+
+def _try(call: Any, *arguments: Any) -> None:
+    """While closing, what cannot be undone goes with the agent."""
+    try:
+        call(*arguments)
+    except _nixl_errors as exc:
+        logging.getLogger(__name__).debug("while closing: %s", exc)
+
+
+@contextmanager
+def _ucx_environment(tls: str | None) -> Iterator[None]:
+    """UCX takes its options from the environment alone. What the user has set there wins.
+
+    Without EFA hardware its EFA module crashes the process at exit (UCX of nixl 1.5.1), so it is left out.
+    """
+    present = {path.name for path in Path("/sys/class/infiniband").glob("*")}
+    wanted = {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    if not any(name.startswith("efa") for name in present):
+        wanted["UCX_MODULES"] = "^efa"
+    if tls is not None:
+        wanted["UCX_TLS"] = tls
+    with _creating:
+        added = [name for name in wanted if name not in os.environ]
+        os.environ.update({name: wanted[name] for name in added})
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]

@@ -1,0 +1,379 @@
+"""What the one-sided backends share: trainer ranks expose memory, rollout nodes read it when they like.
+
+    prepare             rank: a packed region and a stamp, registered once; node: buckets and a bounce buffer
+    init_process_group  node: connect to every owner, register the slots
+    send_weights        rank: stamp "writing", copy the pieces into the region, stamp the version
+    receive_weights     node: read the stamps, fetch, read the stamps again
+
+A library comes in as a `Wire`, which reads one run of bytes at a time and knows nothing of versions.
+
+How a node knows what it reads: next to its region, never inside it, an owner has a `Stamp`, also read through the wire.
+It names the owner's incarnation (a process that took over an address is not the owner), the number of the publication
+and the version. Stamps that are equal before and after, and of the version asked for, mean that every byte in between
+belongs to it. Digests then check the content.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.packed import PackedRegion
+from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, Publication, messages_of, publish
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.topology import Topology, direct
+from verl.checkpoint_engine.types import Member, Range
+
+CLOSING_S = 2.0
+"""A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""
+
+UInt8s = npt.NDArray[np.uint8]
+
+
+class Wire(ABC):
+    """One member's endpoint in a transport library. Used from one thread; raises TransportError."""
+
+    @abstractmethod
+    def register(self, memory: UInt8s) -> None:
+        """Let `memory` be read by peers and be the target of reads. It must live until `deregister` or `close`."""
+
+    @abstractmethod
+    def deregister(self, memory: UInt8s) -> None:
+        """Nothing may be in flight to or from `memory`."""
+
+    @abstractmethod
+    def address(self) -> bytes:
+        """What peers need to reach the memory that is registered now."""
+
+    @abstractmethod
+    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        """Make `owner` readable."""
+
+    @abstractmethod
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process."""
+
+    @abstractmethod
+    def is_done(self, transfer: Any) -> bool:
+        """Whether every byte has arrived. Called until it says so, and then never again."""
+
+    def is_idle(self) -> bool:
+        """Whether `close` would break nothing off at the owners; for libraries in which that does harm."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything. No registered memory is touched after this returns; until then the wire keeps it alive."""
+
+
+class OwnerAddress(msgspec.Struct, frozen=True):
+    """What a trainer rank's `Member.address` holds, as JSON."""
+
+    wire: bytes
+    incarnation: int
+    region: int
+    """Where its packed region begins in its process."""
+    stamp: int
+
+
+class Stamp:
+    """[incarnation, publication, version] of an owner's region, in a page of its own."""
+
+    WRITING = -(2**63)
+    NBYTES = 24
+
+    def __init__(self) -> None:
+        self.bytes: UInt8s = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self._words = self.bytes.view(np.int64)
+        self._words[:3] = secrets.randbits(62), 0, self.WRITING
+
+    @property
+    def incarnation(self) -> int:
+        return int(self._words[0])
+
+    def begin(self) -> None:
+        """The region is about to change."""
+        self._words[2] = self.WRITING
+        self._words[1] += 1
+
+    def finish(self, version: int) -> None:
+        self._words[2] = version
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    version: int
+    owner: int
+    handle: Any
+
+
+@dataclass(frozen=True)
+class WireReader:
+    """The `RangeReader` of one version over a `Wire`. It refuses transfers that another version's reader started."""
+
+    wire: Wire
+    owners: Mapping[int, OwnerAddress]
+    slot: UInt8s
+    bounce: UInt8s
+    version: int
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> _Transfer:
+        (part,) = ranges  # `messages_of` makes them so
+        target = (self.bounce if bounce else self.slot).ctypes.data + part.dst_offset
+        return self.read(owner, self.owners[owner].region + part.src_offset, target, part.nbytes)
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> _Transfer:
+        try:
+            return _Transfer(self.version, owner, self.wire.read(owner, source, target, nbytes))
+        except TransportError as exc:
+            raise self._located(exc, owner) from exc
+
+    def is_done(self, transfer: _Transfer) -> bool:
+        if transfer.version != self.version:
+            stale = TransportError(f"a transfer of version {transfer.version} ended late")
+            raise self._located(stale, transfer.owner)
+        try:
+            return self.wire.is_done(transfer.handle)
+        except TransportError as exc:
+            raise self._located(exc, transfer.owner) from exc
+
+    def cancel(self, transfer: _Transfer) -> None:
+        """The engine closes the wire after every failure; that ends this transfer with all others."""
+
+    def _located(self, error: TransportError, owner: int) -> TransportError:
+        return TransportError(error.message, version=self.version, phase="stage", member=f"trainer-{owner}")
+
+
+class OneSidedEngine(CheckpointEngineWithCache):
+    """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects everybody anew."""
+
+    capabilities = Capabilities(
+        staged=True, one_sided=True, elastic=False, same_host=False, device_types=("cpu", "cuda", "npu")
+    )
+    transfer_nbytes: ClassVar[int] = 64 * 2**20
+    """At most this many bytes per transfer, however large the buckets: failures are noticed in between."""
+    max_in_flight: ClassVar[int] = 4
+
+    def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
+        super().__init__(member=member, config=config)
+        self._wire: Wire | None = None
+        self._plan: SyncPlan | None = None
+        self._encoded_plan = b""
+        self._address = ""
+        self._region: PackedRegion | None = None
+        self._stamp: Stamp | None = None
+        self._arena: NodeArena | None = None
+        self._owners: dict[int, OwnerAddress] = {}
+        self._buckets: list[Bucket] = []
+        self._bounce: UInt8s = np.zeros(0, np.uint8)
+        self._slots: dict[str, UInt8s] = {}
+        self._stop = threading.Event()
+        self._abandoned: list[Wire] = []
+        """Wires with reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
+
+    @abstractmethod
+    def open_wire(self, topology: Topology | None) -> Wire:
+        """A new endpoint; `topology` is known on nodes, None on trainer ranks. Raises TransportError, ConfigError."""
+
+    @classmethod
+    def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+        return direct(trainers, nodes)
+
+    def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
+        encoded = plan.encode()
+        if arena is None and encoded == self._encoded_plan:
+            return self._address  # connecting anew after a failure; nodes may still read what they gave up
+        self._release()
+        self._plan, self._encoded_plan = plan, encoded
+        if arena is None:
+            self._address = self._expose(plan)
+            return self._address
+        nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
+        self._buckets = [part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)]
+        scattered = [part.ranges[0].nbytes for part in self._buckets if part.scatter]
+        self._bounce = np.zeros(max(scattered, default=0) + plan.num_owners * Stamp.NBYTES, np.uint8)
+        self._arena = arena
+        return str(arena.directory)
+
+    def _expose(self, plan: SyncPlan) -> str:
+        self._region = PackedRegion(plan, self.member.index)
+        self._stamp = Stamp()
+        self._wire = self.open_wire(None)
+        self._wire.register(self._region.bytes.numpy())
+        self._wire.register(self._stamp.bytes)
+        address = OwnerAddress(
+            self._wire.address(), self._stamp.incarnation, self._region.address, self._stamp.bytes.ctypes.data
+        )
+        return msgspec.json.encode(address).decode()
+
+    def init_process_group(self, topology: Topology) -> None:
+        if self._arena is None:
+            return
+        self._stop.clear()
+        self._wire = self.open_wire(topology)
+        self._wire.register(self._bounce)
+        needed = {bucket.owner for bucket in self._buckets}
+        for trainer in topology.trainers:
+            if trainer.index in needed:
+                owner = msgspec.json.decode(trainer.address, type=OwnerAddress)
+                try:
+                    self._wire.connect(trainer.index, owner.wire, _before(self.config.deadlines.prepare_s))
+                except TransportError as exc:
+                    message = f"{self.member.name} cannot reach it: {exc.message}"
+                    raise TransportError(message, phase="prepare", member=trainer.name) from exc
+                self._owners[trainer.index] = owner
+
+    def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
+        assert self._plan is not None  # the manager prepares every member before it publishes
+        assert self._region is not None
+        assert self._stamp is not None
+        self._stamp.begin()
+        publication = publish(source, self._plan, self.member.index, [self._region])
+        self._stamp.finish(version)
+        return publication
+
+    def receive_weights(self, version: int, arena: NodeArena) -> int:
+        assert self._plan is not None
+        self._stop.clear()
+        if self._wire is None:
+            raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
+        deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
+        try:
+            reader = WireReader(self._wire, self._owners, self._slot(self._wire, arena), self._bounce, version)
+            before = self._stamps(reader, deadline)
+            loop = FetchLoop(
+                reader=reader,
+                plan=self._plan,
+                region=reader.slot,
+                bounce=self._bounce,
+                version=version,
+                timeout_s=deadline - time.monotonic(),
+                stop=self._stop,
+                max_in_flight=self.max_in_flight,
+                on_bucket=lambda _: self._raise_if_stopped(version),
+            )
+            nbytes = loop.run(self._buckets)
+            self._raise_if_changed(reader, before, self._stamps(reader, deadline))
+        except BaseException:
+            self._disconnect()
+            raise
+        return nbytes
+
+    def interrupt(self) -> None:
+        self._stop.set()
+
+    def finalize(self) -> None:
+        self._release()
+        deadline = time.monotonic() + CLOSING_S
+        while self._abandoned and time.monotonic() < deadline:
+            self._close_idle_wires()
+            time.sleep(FetchLoop.poll_s)
+        for wire in self._abandoned:
+            wire.close()
+        self._abandoned.clear()
+
+    def _release(self) -> None:
+        self._disconnect()
+        self._region, self._stamp, self._arena, self._plan = None, None, None, None
+        self._encoded_plan, self._address = b"", ""
+        self._buckets, self._bounce = [], np.zeros(0, np.uint8)
+
+    def _disconnect(self) -> None:
+        """The arena replaces a slot that failed, so a late write of an abandoned wire meets no slot in use."""
+        if self._wire is not None:
+            self._abandoned.append(self._wire)
+            self._wire = None
+        self._close_idle_wires()
+        self._slots.clear()
+        self._owners.clear()
+
+    def _close_idle_wires(self) -> None:
+        for wire in [wire for wire in self._abandoned if wire.is_idle()]:
+            self._abandoned.remove(wire)
+            wire.close()
+
+    def _slot(self, wire: Wire, arena: NodeArena) -> UInt8s:
+        """The open slot, registered once per slot file. Files that were replaced are let go."""
+        view = arena.writable_view()
+        for path in [path for path in self._slots if not (arena.directory / path).exists()]:
+            wire.deregister(self._slots.pop(path))
+        if view.path.name not in self._slots:
+            memory = view.bytes.numpy()
+            wire.register(memory)
+            self._slots[view.path.name] = memory
+        return self._slots[view.path.name]
+
+    def _stamps(self, reader: WireReader, deadline: float) -> npt.NDArray[np.int64]:
+        """One row per owner. Raises TransportError naming an owner whose region does not hold the version."""
+        begin = len(self._bounce) - len(self._owners) * Stamp.NBYTES
+        target = self._bounce[begin:]
+        waiting = {
+            owner: reader.read(owner, address.stamp, target.ctypes.data + position * Stamp.NBYTES, Stamp.NBYTES)
+            for position, (owner, address) in enumerate(self._owners.items())
+        }
+        while waiting:
+            waiting = {owner: transfer for owner, transfer in waiting.items() if not reader.is_done(transfer)}
+            self._raise_if_stopped(reader.version)
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(f"trainer-{owner}" for owner in sorted(waiting))
+                raise TransportTimeout(f"{names} cannot be read", version=reader.version, phase="stage")
+            if waiting:
+                time.sleep(FetchLoop.poll_s)
+        stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, 3)
+        for (owner, address), (incarnation, _, version) in zip(self._owners.items(), stamps.tolist(), strict=True):
+            if (incarnation, version) != (address.incarnation, reader.version):
+                raise TransportError(
+                    _instead(incarnation == address.incarnation, version),
+                    version=reader.version,
+                    phase="stage",
+                    member=f"trainer-{owner}",
+                )
+        return stamps
+
+    def _raise_if_changed(
+        self, reader: WireReader, before: npt.NDArray[np.int64], after: npt.NDArray[np.int64]
+    ) -> None:
+        for owner, changed in zip(self._owners, (before != after).any(axis=1).tolist(), strict=True):
+            if changed:
+                message = "it published again while it was read"
+                raise TransportError(message, version=reader.version, phase="stage", member=f"trainer-{owner}")
+
+    def _raise_if_stopped(self, version: int) -> None:
+        if self._stop.is_set():
+            raise TransportError("given up by the manager", version=version, phase="stage", member=self.member.name)
+
+
+def _before(deadline_s: float) -> float:
+    return deadline_s - min(CLOSING_S, deadline_s / 4)
+
+
+def _instead(same_owner: bool, version: int) -> str:
+    if not same_owner:
+        return "another process answers at its address"
+    return "it is publishing" if version == Stamp.WRITING else f"it holds version {version}"
+
+
+def within(timeout_s: float, call: Callable[[], Any], what: str) -> Any:
+    """`call()` on a thread of its own, for library calls that may never return. Raises TransportTimeout."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(call()), name=f"weight-sync-{what}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise TransportTimeout(f"{what} has not ended within {timeout_s:.1f} s")
+    return outcome[0]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks.rank_process import RankProcess
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, Through
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, Through, soon
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError, TransportTimeout
@@ -373,7 +373,7 @@ async def test_nothing_is_left_open_when_a_fleet_closes(backend: str, options: d
     before = resources()
     for _ in range(3):
         await one_sync()
-    assert all(now <= then for now, then in zip(resources(), before, strict=True)), (resources(), before)
+    assert soon(lambda: all(now <= then for now, then in zip(resources(), before, strict=True))), (resources(), before)
 
 
 def resources() -> tuple[int, int, int]:

@@ -30,6 +30,8 @@ class Backend:
     target: str
     extra: str | None = None
     options: type[Any] | None = None
+    system: str | None = None
+    """What else must be installed, outside of Python."""
 
     def load(self, name: str) -> type[CheckpointEngine]:
         """Import the class. Raises BackendUnavailable that names the missing package and the extra with it."""
@@ -39,7 +41,7 @@ class Backend:
         except ModuleNotFoundError as exc:
             raise BackendUnavailable(
                 f"checkpoint_engine.backend={name} needs the package {exc.name!r}: "
-                f"pip install 'verl-sync[{self.extra or name}]'"
+                f"pip install 'verl-sync[{self.extra or name}]'" + (f", and {self.system}" if self.system else "")
             ) from exc
         return engine_class
 
@@ -51,7 +53,10 @@ BUILTIN = {
     "hccl": Backend("verl.checkpoint_engine.backends.collective:HcclEngine", extra="npu", options=HcclOptions),
     "nixl": Backend("verl.checkpoint_engine.backends.nixl:NixlEngine", extra="nixl", options=NixlOptions),
     "mooncake": Backend(
-        "verl.checkpoint_engine.backends.mooncake:MooncakeEngine", extra="mooncake", options=MooncakeOptions
+        "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",
+        extra="mooncake",
+        options=MooncakeOptions,
+        system="the system library libibverbs (apt-get install libibverbs1)",
     ),
 }
 

@@ -21,7 +21,7 @@ from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.pipeline import Publication, publish
+from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
@@ -82,7 +82,8 @@ class TcpEngine(CheckpointEngineWithCache):
         """Publish into the private copy; `slots` are paths on the nodes' hosts, which this backend does not need."""
         assert self._plan is not None and self._copy is not None  # the manager prepares every member first
         self._published = None
-        publication = publish(source, self._plan, self.member.index, [self._copy])
+        owner = self.member.index
+        publication = publish(source, self._plan, owner, [SlotPieces(self._copy, self._plan, owner)])
         self._published = version
         return publication
 

@@ -1,10 +1,9 @@
 import os
 import signal
-import sys
 
 import pytest
 
-from verl.utils.signals import sigterm_as_ctrl_c, sigterm_handler_kept, uninterrupted
+from verl.utils.signals import interrupts_deferred, sigterm_as_ctrl_c, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +41,13 @@ def test_both_wait_while_something_must_not_be_interrupted():
         send(signal.SIGINT)
 
 
-def test_a_library_that_takes_sigterm_over_gives_it_back():
+def test_an_interrupt_can_wait_until_a_block_is_done():
     sigterm_as_ctrl_c()
-    with sigterm_handler_kept():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
-    with pytest.raises(KeyboardInterrupt):
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         send(signal.SIGTERM)
-
-
-def test_its_exit_is_a_keyboard_interrupt_too():
-    with pytest.raises(KeyboardInterrupt), sigterm_handler_kept():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
-        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        done.append(True)
+    assert done == [True]
+    with interrupts_deferred():  # nothing is left over
+        pass

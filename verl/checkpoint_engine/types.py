@@ -113,7 +113,7 @@ class SyncReport:
     nbytes_needed: int
     """Bytes of one version at the rollout dtype, times the number of rollout nodes."""
     nbytes_moved: int
-    """Bytes that were written into node arenas, retries included."""
+    """Bytes that were copied: into trainer ranks' packed regions, where a backend has them, and into node arenas."""
     phase_s: dict[str, float]
     total_s: float
     trainer_blocked_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.errors import PlacementError
+
+REMOVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,9 @@ class RayResourcePool:
         return options
 
     def _remove(self) -> None:
+        """With a deadline: when its daemon is dead, Ray answers after a minute, and nothing is left to remove."""
         groups, self._placement_groups = self._placement_groups, []
-        for group in groups:
-            remove_placement_group(group)
+        if groups:
+            removing = threading.Thread(target=lambda: [remove_placement_group(group) for group in groups], daemon=True)
+            removing.start()
+            removing.join(REMOVE_TIMEOUT_S)

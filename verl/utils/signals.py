@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,28 +24,30 @@ def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sigterm_handler_kept() -> Iterator[None]:
-    """Give SIGTERM its handler back after the block, in which a library replaces it by one that calls `sys.exit`."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
+def interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt for both, but after the block: for libraries that an exception leaves in pieces."""
+    received: list[int] = []
+    with _handling(lambda number, _frame: received.append(number)):
         yield
-    except SystemExit as exc:
-        raise KeyboardInterrupt from exc
-    finally:
-        if _in_main_thread():
-            signal.signal(signal.SIGTERM, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ignore both during the block, which has to be short: people press Ctrl-C twice, and half an ending is none."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING} if _in_main_thread() else {}
+    with _handling(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in ENDING}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        for number, before in previous.items():
+            signal.signal(number, before)

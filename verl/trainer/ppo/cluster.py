@@ -131,15 +131,20 @@ class Cluster:
             if in_order and self.manager is not None:
                 self.run(self.manager.close())
                 self.run(_shut_down(self.replicas))
-            for replica in self.replicas:
-                replica.kill()
-            if self._actor is not None:
-                self._actor.shutdown(grace_s=5.0 if in_order else 0.0)
-            for node in self._nodes:
-                ray.kill(node)
+            if in_order or not self._ray.owned:
+                self._kill_all(grace_s=5.0 if in_order else 0.0)
             self.manager, self.replicas, self._actor, self._nodes = None, [], None, []
             self._runner.close()
             self._ray.close()
+
+    def _kill_all(self, grace_s: float) -> None:
+        """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
+        for replica in self.replicas:
+            replica.kill()
+        if self._actor is not None:
+            self._actor.shutdown(grace_s=grace_s)
+        for node in self._nodes:
+            ray.kill(node)
 
     def __enter__(self) -> Cluster:
         return self

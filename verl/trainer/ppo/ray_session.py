@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import ray
 
 from verl.utils.afterwards import Afterwards
 from verl.utils.config import ConfigError
-from verl.utils.signals import sigterm_handler_kept
+from verl.utils.signals import interrupts_deferred
 
 logger = logging.getLogger(__name__)
 
-# The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents first try for a
-# minute to report that to a daemon that is gone.
+# The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
+# but then try for a minute to report it to a daemon that is gone.
 _END_AGENTS = """
 import time
 session = sys.argv[1] + "/"
@@ -25,15 +27,19 @@ session = sys.argv[1] + "/"
 def files(pid):
     return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
 
-for _ in range(0 if lines else 10):
+for _ in range(10):
+    found = False
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as title:
                 is_ray = title.read(5) == b"ray::"
             if is_ray and any(name.startswith(session) for name in files(pid)):
+                found = True
                 os.kill(int(pid), signal.SIGKILL)
         except OSError:  # it has just ended, or is somebody else's
             pass
+    if not found:
+        break
     time.sleep(0.2)
 """
 
@@ -44,7 +50,8 @@ class RaySession:
     def __init__(self, *, timeline: str | None = None) -> None:
         """`timeline` is where `close` writes what Ray recorded, for chrome://tracing or Perfetto."""
         self._timeline = timeline
-        self._owned = False
+        self.owned = False
+        """Whether `close` ends Ray, and everything in it."""
         self._log_dir: Path | None = None
         self._afterwards: Afterwards | None = None
 
@@ -53,7 +60,7 @@ class RaySession:
         if ray.is_initialized():
             return
         logger.info("starting Ray")
-        self._owned = True
+        self.owned = True
         ours: dict[str, Any] = {
             "address": "local",
             "include_dashboard": False,
@@ -62,13 +69,13 @@ class RaySession:
             "logging_level": "error",
         }
         ours |= arguments
-        with sigterm_handler_kept():
+        with interrupts_deferred(), _sigterm_left_alone():
             context: Any = ray.init(**ours)
-        session = getattr(context, "address_info", {}).get("session_dir")
-        if session:
-            self._log_dir = Path(session) / "logs"
-            if sys.platform == "linux" and ours["address"] == "local":
-                self._afterwards = Afterwards(_END_AGENTS, session)
+            session = getattr(context, "address_info", {}).get("session_dir")
+            if session:
+                self._log_dir = Path(session) / "logs"
+                if sys.platform == "linux" and ours["address"] == "local":
+                    self._afterwards = Afterwards(_END_AGENTS, session)
 
     def add_note(self, error: BaseException) -> None:
         """Say where the processes' own words are."""
@@ -80,10 +87,21 @@ class RaySession:
         if self._timeline and ray.is_initialized():
             ray.timeline(filename=self._timeline)
             self._timeline = None
-        if self._owned:
-            self._owned = False
+        if self.owned:
+            self.owned = False
             ray.shutdown()
         if self._afterwards is not None:
-            self._afterwards.send("Ray has ended in order")
             self._afterwards.close()
             self._afterwards = None
+
+
+@contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half an initialised Ray crashes."""
+    utils: Any = importlib.import_module("ray._private.utils")
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = original

@@ -60,7 +60,12 @@ def assert_ends_in_one_line(job, interrupt):
 
 @pytest.mark.parametrize(
     ("line", "wait_s", "interrupt"),
-    [("output in", 1.0, sigint), ("starting Ray", 0.5, sigterm), ("trainer ranks", 2.0, ctrl_c)],
+    [
+        ("output in", 1.0, sigint),
+        ("starting Ray", 0.1, ctrl_c),
+        ("starting Ray", 1.0, sigterm),
+        ("trainer ranks", 2.0, ctrl_c),
+    ],
 )
 def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrupt):
     job = start()

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from verl.utils.signals import interrupts_deferred, sigterm_as_ctrl_c, uninterrupted
+from verl.utils.signals import sigterm_as_ctrl_c, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +39,3 @@ def test_both_wait_while_something_must_not_be_interrupted():
         send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
-
-
-def test_an_interrupt_can_wait_until_a_block_is_done():
-    sigterm_as_ctrl_c()
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        send(signal.SIGTERM)
-        send(signal.SIGINT)
-        done.append(True)
-    assert done == [True]
-    with interrupts_deferred():  # nothing is left over
-        pass

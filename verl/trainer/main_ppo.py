@@ -9,6 +9,7 @@ Exit codes: 0, 1 (a failure, with its traceback), 2 (something to change on the 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,10 @@ def main() -> None:
         run_hydra(run_ppo)
     except KeyboardInterrupt as exc:
         sys.stderr.write(f"stopped{exc}\n")
-        raise SystemExit(INTERRUPTED) from None
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # Everything of the run is closed. Exit hooks of libraries would find what was interrupted half way.
+        os._exit(INTERRUPTED)
 
 
 def run_ppo(config: PPOConfig) -> None:

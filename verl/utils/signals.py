@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: who handles them, and when they have to wait. Does nothing outside the main thread."""
+"""Ctrl-C and SIGTERM: who handles them, and when they are ignored. Does nothing outside the main thread."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells do that to what scripts run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Raise KeyboardInterrupt for both, but after the block: for libraries that an exception leaves in pieces."""
-    received: list[int] = []
-    with _handling(lambda number, _frame: received.append(number)):
-        yield
-    if received:
-        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from verl.utils.afterwards import Afterwards
 from verl.utils.config import ConfigError
-from verl.utils.signals import interrupts_deferred
+from verl.utils.signals import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,11 @@ class RaySession:
         self._afterwards: Afterwards | None = None
 
     def start(self, arguments: Mapping[str, Any]) -> None:
-        """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray."""
+        """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray.
+
+        A KeyboardInterrupt does not wait for the seconds that Ray needs: what has been started of it is killed. This
+        process then holds half of a Ray and has to end without the interpreter's exit hooks, as `main_ppo` does.
+        """
         if ray.is_initialized():
             return
         logger.info("starting Ray")
@@ -69,13 +76,20 @@ class RaySession:
             "logging_level": "error",
         }
         ours |= arguments
-        with interrupts_deferred(), _sigterm_left_alone():
-            context: Any = ray.init(**ours)
-            session = getattr(context, "address_info", {}).get("session_dir")
-            if session:
-                self._log_dir = Path(session) / "logs"
-                if sys.platform == "linux" and ours["address"] == "local":
-                    self._afterwards = Afterwards(_END_AGENTS, session)
+        with _sigterm_left_alone():
+            strangers = set(psutil.Process().children())
+            try:
+                context: Any = ray.init(**ours)
+                session = getattr(context, "address_info", {}).get("session_dir")
+                if session:
+                    self._log_dir = Path(session) / "logs"
+                    if sys.platform == "linux" and ours["address"] == "local":
+                        self._afterwards = Afterwards(_END_AGENTS, session)
+            except KeyboardInterrupt:
+                with uninterrupted():
+                    _kill_with_descendants(set(psutil.Process().children()) - strangers)
+                    self.owned = False
+                raise
 
     def add_note(self, error: BaseException) -> None:
         """Say where the processes' own words are."""
@@ -97,7 +111,11 @@ class RaySession:
 
 @contextmanager
 def _sigterm_left_alone() -> Iterator[None]:
-    """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half an initialised Ray crashes."""
+    """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half a Ray crashes at exit.
+
+    Its C++ part writes a stack trace before it passes a signal on; ours is put back in front of it.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
     utils: Any = importlib.import_module("ray._private.utils")
     original = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda _handler: None
@@ -105,3 +123,26 @@ def _sigterm_left_alone() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = original
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+
+def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:
+    """They are stopped before any is killed, so that none can start another in between."""
+    stopped: set[psutil.Process] = set()
+    while found := {p for top in processes for p in (top, *_descendants(top)) if p.is_running()} - stopped:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped |= found
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint_engine.fakes import Fleet, soon
-from verl.checkpoint_engine.backends.collective import own_address
+from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.registry import resolve_backend
 

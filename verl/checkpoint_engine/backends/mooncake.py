@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire, within
 from verl.checkpoint_engine.config import MooncakeOptions
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError
@@ -108,7 +109,7 @@ class MooncakeEngine(OneSidedEngine):
             MooncakeOptions, self.config.engine_kwargs.get("mooncake", {}), "checkpoint_engine.engine_kwargs.mooncake"
         )
         return MooncakeWire(
-            host=options.host or own_address(), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
+            host=options.host or own_address(None), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
         )
 
 
@@ -125,13 +126,3 @@ def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:
             f"{socket.gethostname()}; there are: {', '.join(present) or 'none'}. Use protocol=tcp without RDMA hardware"
         )
     return ",".join(wanted)
-
-
-def own_address() -> str:
-    """The IPv4 address under which other hosts reach this one; 127.0.0.1 where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

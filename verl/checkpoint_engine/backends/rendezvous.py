@@ -1,0 +1,149 @@
+"""How the members of a collective find each other, and how each knows, while it waits, who is still there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+
+POLL_S = 0.001
+"""A bucket takes ten times as long, and the next one is under way meanwhile."""
+PULSE_S = 0.2
+QUIET_S = 5 * PULSE_S
+"""A member that was not heard for so long is named when a deadline has passed."""
+
+
+class Attempt:
+    """Work on a daemon thread, which is left behind if it never ends."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="weight-sync-connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as exc:  # noqa: BLE001 - raised by `result`, where it belongs
+            self._error = exc
+        self.done.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Members:
+    """Who is there. In a collective a member that stops looks, to each of the others, like another one's fault.
+
+    Every member keeps changing its entry in the store for as long as it takes part in a stage, on a thread of its own,
+    and watches the others do so. That thread alone talks to the store: it may hang when the store's host does.
+    """
+
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        self._name, self._names = name, list(names)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """Each member's last entry, and when it was new."""
+        self._answered = time.monotonic()
+        self._stage = 0
+        self.store: Store
+
+    def join(self, server: TCPStore | None, address: str, deadline: Deadline, stop: threading.Event) -> None:
+        """Connect to the store and wait until everybody has, so that making groups waits for nobody."""
+        place, _, epoch = address.partition("/")
+        host, _, port = place.rpartition(":")
+        timeout = timedelta(seconds=deadline.timeout_s)
+        store = server or TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        self.store = PrefixStore(epoch, store)
+        self.store.set(self._name, "here")
+        while True:
+            for name in self._names:
+                if name not in self._seen and self.store.check([name]):
+                    self._seen[name] = (b"here", time.monotonic())
+            self._answered = time.monotonic()
+            if len(self._seen) == len(self._names):
+                return
+            if stop.is_set() or deadline.passed:
+                raise self.not_connected(deadline)
+            time.sleep(POLL_S)
+
+    def not_connected(self, deadline: Deadline) -> TransportTimeout:
+        absent = [name for name in self._names if name not in self._seen]
+        if time.monotonic() - self._answered > QUIET_S:
+            absent = self._names[:1]
+        who = ", ".join(absent) or "the groups"
+        here = ", ".join(name for name in self._names if name in self._seen) or "none"
+        return TransportTimeout(f"{who} not connected within {deadline.timeout_s:.1f} s; done: {here}", phase="prepare")
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        left = threading.Event()
+        self._stage += 1
+        self._answered = began = time.monotonic()
+        self._seen = {name: (entry, began) for name, (entry, _) in self._seen.items()}
+        threading.Thread(target=self._pulse, args=(left, self._stage), name="weight-sync-pulse", daemon=True).start()
+        try:
+            yield
+        finally:
+            left.set()
+
+    def _pulse(self, left: threading.Event, stage: int) -> None:
+        # Once the store is gone, so is trainer-0: `missing` will say that nothing was heard.
+        with suppress(RuntimeError):
+            while not left.wait(PULSE_S):
+                self.store.set(self._name, str(time.monotonic()))
+                entries = self.store.multi_get(self._names)
+                now = time.monotonic()
+                for name, entry in zip(self._names, entries, strict=True):
+                    if self._seen[name][0] != entry:
+                        self._seen[name] = (entry, now)
+                self._answered = now
+            self.store.set(self._name, f"left {stage}")
+
+    def missing(self) -> str:
+        """`; no sign of life from node-1`, for messages; empty if all are there."""
+        now = time.monotonic()
+        left = f"left {self._stage}".encode()
+        quiet = [name for name, (entry, at) in self._seen.items() if entry != left and now - at > QUIET_S]
+        if now - self._answered > QUIET_S:
+            quiet = self._names[:1]
+        return f"; no sign of life from {', '.join(quiet)}" if quiet else ""
+
+
+@dataclass
+class Deadline:
+    timeout_s: float
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+@contextmanager
+def failures(what: str, version: int | None, phase: str = "stage") -> Iterator[None]:
+    """torch raises RuntimeErrors of many kinds; here they become ours, saying what was under way."""
+    try:
+        yield
+    except CheckpointEngineError:
+        raise
+    except RuntimeError as exc:
+        raise TransportError(f"{what} failed: {exc}", version=version, phase=phase) from exc

@@ -16,6 +16,7 @@ from tests.checkpoint_engine.fakes import Fleet, soon
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.topology import MAX_LANES
 
 TENSORS = {"w": torch.randn(2000, 900), "norm": torch.randn(7)}
 
@@ -93,6 +94,20 @@ async def test_another_attempt_of_the_same_sync_connects_anew(tmp_path: Path):
         assert report.retries == 1
         assert all(torch.equal(replica.weights["w"], TENSORS["w"]) for replica in fleet.replicas)
         assert fleet.nodes[0].calls.count("connect") == 2
+
+
+async def test_with_many_owners_a_node_has_a_thread_for_each_and_few_devices(tmp_path: Path):
+    async with fleet_of(tmp_path, trainers=12, retries=0) as fleet:
+        for version in range(2):
+            await fleet.manager.update_weights(version)
+            assert all(torch.equal(replica.weights["w"], TENSORS["w"]) for replica in fleet.replicas)
+        assert native_threads("pt_gloo_runloop") == 12 * (1 + 2)  # one per group, on its owner and on two nodes
+        assert native_threads("gloo_tcp_loop") == 12 * 1 + 2 * MAX_LANES  # one per device
+    assert soon(lambda: not native_threads("gloo_tcp_loop"))
+
+
+def native_threads(name: str) -> int:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count(name)
 
 
 async def test_a_flipped_byte_is_sent_again_over_the_same_connections(tmp_path: Path):

@@ -78,10 +78,12 @@ class MemoryReader:
     in_flight: list[tuple[int, bool]] = field(default_factory=list)
     most_in_flight: int = 0
     most_bounces: int = 0
+    started: list[tuple[int, bool]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> dict:
         self.in_flight.append((owner, bounce))
+        self.started.append((ranges[0].src_offset, bounce))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         self.most_bounces = max(self.most_bounces, sum(bounced for _, bounced in self.in_flight))
         return {"owner": owner, "ranges": ranges, "bounce": bounce, "polls": 0}
@@ -222,3 +224,13 @@ def test_owners_take_turns() -> None:
     loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, max_in_flight=1, on_bucket=done.append)
     loop.run(buckets)
     assert [bucket.owner for bucket in done] == [0, 1] * 4
+
+
+def test_no_transfer_overtakes_one_that_waits_for_the_bounce_buffer() -> None:
+    """Nodes that receive broadcasts in different orders would wait for each other."""
+    plan = plan_of([(3 << 20,), (300, 20), (300, 20)], owners=1, columns=False, block_nbytes=4096)
+    loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20, max_in_flight=4)
+    *direct, scattered = buckets
+    given = [scattered, scattered, *direct]
+    loop.run(given)
+    assert reader.started == [(bucket.ranges[0].src_offset, bool(bucket.scatter)) for bucket in given]

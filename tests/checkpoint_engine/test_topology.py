@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.topology import broadcast, direct
+from verl.checkpoint_engine.topology import Lane, broadcast, direct, lane_of
 from verl.checkpoint_engine.types import Member
 
 
@@ -39,3 +39,18 @@ def test_a_group_has_its_owner_as_rank_0_and_the_nodes_in_one_order_wherever_it_
 def test_members_of_one_name_are_refused():
     with pytest.raises(PlanError, match="members with the same name: node-1"):
         broadcast(members("trainer", 0), members("node", 0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_owners", "num_nodes", "devices", "threads"),
+    [
+        (1, 1, [None], 2),
+        (8, 1, [None] * 8, 2),
+        (9, 1, [0, 1, 2, 3, 4, 5, 6, 7, 0], 1),
+        (10, 4, [0, 1, 2, 3, 4, 5, 6, 7, 0, 1], 1),
+        (9, 5, [None] * 9, 1),
+    ],
+)
+def test_many_owners_share_the_lanes_to_few_nodes(num_owners, num_nodes, devices, threads):
+    lanes = [lane_of(owner, num_owners=num_owners, num_nodes=num_nodes) for owner in range(num_owners)]
+    assert lanes == [Lane(device=device, threads=threads) for device in devices]

@@ -267,18 +267,16 @@ class FetchLoop:
         return sum(done.values())
 
     def _take_off(self, waiting: deque[Bucket], flying: list[_Flight]) -> None:
-        """Start what may be started: there is one bounce buffer, so strided buckets fly alone of their kind."""
+        """Start what may be started: there is one bounce buffer, so strided buckets fly alone of their kind.
+
+        Never out of order: members of collectives that start them in different orders wait for each other for ever.
+        """
         bounce_free = not any(flight.bucket.scatter for flight in flying)
-        held: list[Bucket] = []
-        while waiting and len(flying) < self.max_in_flight:
+        while waiting and len(flying) < self.max_in_flight and (bounce_free or not waiting[0].scatter):
             bucket = waiting.popleft()
-            if bucket.scatter and not bounce_free:
-                held.append(bucket)
-                continue
             bounce_free &= not bucket.scatter
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
-        waiting.extendleft(reversed(held))
 
     def _scatter(self, bucket: Bucket) -> None:
         """Copy the pieces of `bucket` from the bounce buffer to their rows in the slot."""

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Member
 
+MAX_LANES = 8
+"""Owners from which a node receives at the same time."""
+MAX_MESH_NODES = 4
+"""Up to so many nodes, connecting every pair of a group takes fewer file descriptors than a gloo device per group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -40,3 +45,23 @@ def broadcast(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
         raise PlanError(f"members with the same name: {', '.join(twice)}")
     everyone = tuple(node.name for node in sorted(nodes, key=lambda node: node.index))
     return Topology(tuple(trainers), tuple(nodes), {trainer.name: everyone for trainer in trainers})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """What the process group of one owner shares with those of other owners, so that hundreds fit into one process."""
+
+    device: int | None
+    """Groups with the same number share a listening socket and a thread that moves bytes; None: one of its own."""
+    threads: int
+    """That start operations: with two, the next bucket of an owner is under way while one ends."""
+
+
+def lane_of(owner: int, *, num_owners: int, num_nodes: int) -> Lane:
+    """The lane of the owner's group: the same on each of its members, which have to agree.
+
+    Only groups that connect all of their pairs at once can share a device: worth it for many owners and few nodes.
+    """
+    if num_owners <= MAX_LANES:
+        return Lane(device=None, threads=2)
+    return Lane(device=owner % MAX_LANES if num_nodes <= MAX_MESH_NODES else None, threads=1)

@@ -38,7 +38,7 @@ from verl.checkpoint_engine.packed import PackedRegion
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, Publication, messages_of, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.topology import Topology, broadcast
+from verl.checkpoint_engine.topology import Topology, broadcast, lane_of
 from verl.checkpoint_engine.types import Member, Range
 from verl.utils import config as strict
 
@@ -140,7 +140,8 @@ class CollectiveEngine(CheckpointEngineWithCache):
             names = topology.group_of(f"trainer-{owner}")
             own = PrefixStore(f"trainer-{owner}", store)
             rank = names.index(self.member.name)
-            groups[owner] = self._communicator.group(own, rank, len(names), self.config.deadlines.stage_s)
+            lane = lane_of(owner, num_owners=len(topology.trainers), num_nodes=len(topology.nodes))
+            groups[owner] = self._communicator.group(own, rank, len(names), lane, self.config.deadlines.stage_s)
         # Connections are made on first use; a stage should find them made.
         sending = self.member.role == "trainer"
         greetings = [
@@ -196,6 +197,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def finalize(self) -> None:
         self._groups.clear()
+        self._communicator.release()
         self._members = None
         self._server = None
         self._region = None

@@ -16,9 +16,7 @@ from torch._C._distributed_c10d import BroadcastOptions, Store
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import BackendUnavailable
-
-MAX_LANES = 8
-"""Owners from which a node receives at the same time."""
+from verl.checkpoint_engine.topology import MAX_LANES, Lane
 
 
 class Flight(Protocol):
@@ -31,7 +29,7 @@ class Flight(Protocol):
 class Communicator(Protocol):
     """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
 
-    def group(self, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         """A group of `size` members; its operations give up after `timeout_s`. Raises RuntimeError."""
 
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
@@ -39,6 +37,9 @@ class Communicator(Protocol):
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
         """How many broadcasts a node has under way in all its groups together."""
+
+    def release(self) -> None:
+        """Let go of what groups share. They keep what they have of it."""
 
 
 def _post(group: Any, memory: torch.Tensor) -> dist.Work:
@@ -66,21 +67,34 @@ class Gloo:
         if not dist.is_available() or not dist.is_gloo_available():
             raise BackendUnavailable("checkpoint_engine.backend=gloo needs a torch that is built with gloo")
         self._address = own_address(options.interface)
+        self._devices: dict[int, Any] = {}
 
-    def group(self, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        # Pairs connect when they are first used: of all pairs a broadcast needs few.
-        options._devices = [gloo.create_device(hostname=self._address, lazy_init=True)]
-        options._threads = 2
+        options._devices = [self._device(lane.device)]
+        options._threads = lane.threads
         options._timeout = timedelta(seconds=timeout_s)
         return gloo(store, rank, size, options)
+
+    def _device(self, number: int | None) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        if number is None:
+            # Pairs connect when they are first used: of all pairs a broadcast needs few.
+            return gloo.create_device(hostname=self._address, lazy_init=True)
+        # With `lazy_init`, groups that share a device take each other's connections for their own and hang.
+        if number not in self._devices:
+            self._devices[number] = gloo.create_device(hostname=self._address, lazy_init=False)
+        return self._devices[number]
 
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
         return _HostFlight(_post(group, memory))
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
         return per_owner * min(owners, MAX_LANES)
+
+    def release(self) -> None:
+        self._devices.clear()
 
 
 @dataclass
@@ -129,6 +143,9 @@ class _OverDevice:
         """Each has a bucket in device memory. Nodes post in the same order, so that groups do not wait crosswise."""
         return per_owner
 
+    def release(self) -> None:
+        self.free.clear()
+
     def _staging(self, nbytes: int) -> torch.Tensor:
         if self.free and len(self.free[0]) >= nbytes:
             return self.free.popleft()
@@ -144,7 +161,7 @@ class Nccl(_OverDevice):
             )
         super().__init__(options, "cuda")
 
-    def group(self, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         # NCCL's watchdog ends the process when an operation times out: ours has to come first.
@@ -168,7 +185,7 @@ class Hccl(_OverDevice):
         self._group_class: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
         super().__init__(options, "npu")
 
-    def group(self, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         options = self._group_class.Options()
         options._timeout = timedelta(seconds=2 * timeout_s)
         return self._group_class(store, rank, size, options)

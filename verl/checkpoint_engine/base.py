@@ -14,6 +14,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class CheckpointEngine(ABC):
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         self.member = member
         self.config = config
+        self._stop = threading.Event()
 
     @abstractmethod
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
@@ -86,11 +88,16 @@ class CheckpointEngine(ABC):
         that are not one-sided. Raises TransportError.
         """
 
-    def interrupt(self) -> None:  # noqa: B027 - a backend whose calls are short needs none
+    def interrupt(self) -> None:
         """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.
 
-        Called on any member, from another thread.
+        Called on any member, from another thread. They look at `_stop`, and none of them clears it.
         """
+        self._stop.set()
+
+    def rearm(self) -> None:
+        """Forget an earlier `interrupt`. Called before each of those methods by who will interrupt it."""
+        self._stop.clear()
 
     @abstractmethod
     def receive_weights(self, version: int, arena: NodeArena) -> int:

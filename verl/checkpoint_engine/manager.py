@@ -94,7 +94,8 @@ class CheckpointEngineManager:
                 self.replicas,
                 plan,
                 senders_serve=not self._engine_class.capabilities.one_sided,
-                reconnect=None if self._engine_class.capabilities.elastic else lambda: self._connect(plan),
+                reconnect=lambda: self._connect(plan),
+                elastic=self._engine_class.capabilities.elastic,
             )
             transaction = SyncTransaction(global_steps, fleet, self._config, clock)
             try:
@@ -207,7 +208,8 @@ class CheckpointEngineManager:
         topology = self._engine_class.build_topology(trainers, list(nodes.values()))
         members = {member.name: member.connect(topology) for member in self._members}
         await all_within(timeout_s, members, version=None, phase="prepare")
-        self._arena_paths = {node.index: node.address for node in nodes.values()}
+        # In place: a sync that connects anew has this mapping.
+        self._arena_paths.update({node.index: node.address for node in nodes.values()})
 
     async def _catch_up(self, replica: Replica, version: int) -> None:
         await self._nodes[replica.node_index].reverify(version)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, verify
-from verl.checkpoint_engine.errors import IntegrityError, PlanError
+from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import ShardTable, SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
@@ -90,6 +91,7 @@ class _Participant:
         self._member = Member(role=role, index=index, host=socket.gethostname())
         self._engine = resolve_backend(config)(member=self._member, config=config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-{self.name}")
+        self._interrupting = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -99,11 +101,28 @@ class _Participant:
         await self._run_interruptibly(lambda: self._engine.init_process_group(topology))
 
     async def _run_interruptibly(self, work: Callable[[], T]) -> T:
-        """Like `_run`; the thread is free again soon after this is cancelled."""
+        """Like `_run`; the thread is free again soon after this is cancelled, and work not yet begun never begins."""
+        state = {"running": False, "cancelled": False}
+
+        def unless_cancelled() -> T:
+            with self._interrupting:
+                if state["cancelled"]:
+                    raise TransportError("given up by the manager", member=self.name)
+                self._engine.rearm()
+                state["running"] = True
+            try:
+                return work()
+            finally:
+                with self._interrupting:
+                    state["running"] = False
+
         try:
-            return await self._run(work)
+            return await self._run(unless_cancelled)
         except asyncio.CancelledError:
-            self._engine.interrupt()
+            with self._interrupting:
+                state["cancelled"] = True
+                if state["running"]:
+                    self._engine.interrupt()
             raise
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -116,6 +135,7 @@ class TrainerRank(_Participant):
     def __init__(self, index: int, source: WeightSource, config: CheckpointEngineConfig) -> None:
         super().__init__("trainer", index, config)
         self._source = source
+        self._prepared = False
 
     async def describe(self) -> Holding:
         """Specs and shards of this rank. Raises PlanError if they contradict each other."""
@@ -127,10 +147,17 @@ class TrainerRank(_Participant):
         return Holding(host=self._member.host, layout=layout.encode(), shards=table.encode())
 
     async def prepare(self, plan: bytes) -> str:
-        return await self._run(lambda: self._engine.prepare(SyncPlan.decode(plan), None))
+        return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
+
+    def _prepare(self, plan: SyncPlan) -> str:
+        address = self._engine.prepare(plan, None)
+        self._prepared = True
+        return address
 
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
         """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
+        if not self._prepared:
+            raise NotPrepared("it was never prepared", member=self.name)
         publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
         return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
 
@@ -226,7 +253,7 @@ class RolloutNode(_Participant):
     @property
     def _open_arena(self) -> NodeArena:
         if self._arena is None:
-            raise IntegrityError("the node has no arena: it was never prepared, or was closed", member=self.name)
+            raise NotPrepared("the node has no arena: it was never prepared, or was closed", member=self.name)
         return self._arena
 
     def _manifest(self, version: int, digests: bytes) -> Manifest:

@@ -31,6 +31,7 @@ from verl.checkpoint_engine.errors import (
     ActivationError,
     CheckpointEngineError,
     IntegrityError,
+    NotPrepared,
     SyncAborted,
     TransportError,
 )
@@ -57,7 +58,9 @@ class Fleet:
     senders_serve: bool = False
     """Trainer ranks take part in staging: the backend is not one-sided."""
     reconnect: Callable[[], Awaitable[None]] | None = None
-    """Connects everybody anew, before another attempt; None where connections survive a failed transfer."""
+    """Connects everybody anew, before another attempt."""
+    elastic: bool = False
+    """Connections survive a failed transfer: only a member that is new makes connecting necessary."""
 
 
 async def _nothing_moved(serving: Awaitable[None]) -> int:
@@ -148,7 +151,8 @@ class SyncTransaction:
                 raise
 
     async def _reconnect(self, failure: CheckpointEngineError) -> None:
-        if self.fleet.reconnect is None or not isinstance(failure, TransportError):
+        lost = NotPrepared if self.fleet.elastic else TransportError
+        if self.fleet.reconnect is None or not isinstance(failure, lost):
             return
         with self.clock.phase("prepare"):
             try:

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.communicators import Communicator, Flight, Gloo, Hccl, Nccl
-from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, Members, failures
+from verl.checkpoint_engine.backends.rendezvous import POLL_S, PULSE_S, QUIET_S, Attempt, Deadline, Members, failures
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
@@ -85,7 +85,6 @@ class CollectiveEngine(CheckpointEngineWithCache):
             self.options_class, config.engine_kwargs.get(self.name, {}), f"checkpoint_engine.engine_kwargs.{self.name}"
         )
         self._communicator: Communicator = self.communicator_class(self._options)
-        self._stop = threading.Event()
         self._plan: SyncPlan | None = None
         self._region: PackedRegion | None = None
         self._published: int | None = None
@@ -114,7 +113,6 @@ class CollectiveEngine(CheckpointEngineWithCache):
         return broadcast(trainers, nodes)
 
     def init_process_group(self, topology: Topology) -> None:
-        self._stop.clear()
         deadline = Deadline(self.config.deadlines.prepare_s * OWN_SHARE)
         names = [member.name for member in (*topology.trainers, *topology.nodes)]
         members = Members(self.member.name, names)
@@ -161,7 +159,6 @@ class CollectiveEngine(CheckpointEngineWithCache):
         return publication
 
     def serve_weights(self, version: int) -> None:
-        self._stop.clear()
         if self._published != version:
             message = f"asked for version {version}, but version {self._published} is what was published"
             raise TransportError(message, version=version, phase="stage")
@@ -171,7 +168,6 @@ class CollectiveEngine(CheckpointEngineWithCache):
                 self._send(version, owner, messages, deadline)
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
-        self._stop.clear()
         assert self._plan is not None
         deadline = Deadline(self.config.deadlines.stage_s * OWN_SHARE)
         if not self._messages:
@@ -191,9 +187,6 @@ class CollectiveEngine(CheckpointEngineWithCache):
                 poll_s=POLL_S,
             )
             return loop.run([bucket for messages in self._messages.values() for bucket in messages])
-
-    def interrupt(self) -> None:
-        self._stop.set()
 
     def finalize(self) -> None:
         self._groups.clear()
@@ -217,15 +210,29 @@ class CollectiveEngine(CheckpointEngineWithCache):
         if self._members is None or self._messages.keys() - self._groups.keys():
             raise TransportError("not connected, or no longer after a failure", version=version, phase="stage")
         try:
-            with failures("a broadcast", version), self._members.taking_part():
+            with self._members.taking_part(), self._blaming(self._members), failures("a broadcast", version):
                 yield
-        except BaseException as exc:
-            if isinstance(exc, TransportTimeout):
-                exc.message += self._members.missing()
+        except BaseException:
             # A group is gone only when its last operation has ended, at the latest after the stage's deadline.
             # Nobody waits for that here.
             given_up, self._groups = self._groups, {}
             threading.Thread(target=given_up.clear, name="weight-sync-given-up", daemon=True).start()
+            raise
+
+    @contextmanager
+    def _blaming(self, members: Members) -> Iterator[None]:
+        """Complete errors of the network with the members that are not there."""
+        try:
+            yield
+        except TransportTimeout as exc:
+            exc.message += members.missing()
+            raise
+        except TransportError as exc:
+            # A broken connection tells nothing about who is gone: that shows when its pulse stays away. The manager,
+            # which may know, interrupts.
+            if isinstance(exc.__cause__, RuntimeError):
+                self._stop.wait(QUIET_S + PULSE_S)
+                exc.message += members.missing()
             raise
 
     def _send(self, version: int, owner: int, messages: Sequence[Bucket], deadline: Deadline) -> None:

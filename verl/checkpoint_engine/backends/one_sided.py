@@ -182,7 +182,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._buckets: list[Bucket] = []
         self._bounce: UInt8s = np.zeros(0, np.uint8)
         self._slots: dict[str, UInt8s] = {}
-        self._stop = threading.Event()
         self._abandoned: list[Wire] = []
         """Wires with reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
 
@@ -224,7 +223,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def init_process_group(self, topology: Topology) -> None:
         if self._arena is None:
             return
-        self._stop.clear()
         self._wire = self.open_wire(topology)
         self._wire.register(self._bounce)
         needed = {bucket.owner for bucket in self._buckets}
@@ -249,7 +247,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         assert self._plan is not None
-        self._stop.clear()
         if self._wire is None:
             raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
         deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
@@ -273,9 +270,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
             self._disconnect()
             raise
         return nbytes
-
-    def interrupt(self) -> None:
-        self._stop.set()
 
     def finalize(self) -> None:
         self._release()

@@ -1,0 +1,337 @@
+"""Trainer ranks and a rollout node in processes of their own, which can be told to die, stall or spoil bytes.
+
+The processes are forked by a server that has torch loaded, so that one takes a fraction of a second to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, Through, arenas_in
+from verl.checkpoint_engine.arena import read_committed
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+
+TRAINERS = 2
+ROWS, COLUMNS = 2**14, 256
+"""16 MiB in buckets of 1 MiB: more than sockets hold, so that most of it is still to come when the first has landed."""
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    w = torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS) + version
+    return {"w": w, "norm": w[:1, :9].clone(), "layer": w[:99, :9].clone()}
+
+
+# --- in the processes -------------------------------------------------------------------------------------------------
+
+
+class _Member:
+    """What a test asks of any process."""
+
+    async def resources(self) -> dict[str, int]:
+        return resources()
+
+
+def resources() -> dict[str, int]:
+    """What of this process somebody else could run out of."""
+    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "sockets": sum(target.startswith("socket:") for target in descriptors),
+        "descriptors": len(descriptors),
+        "slots": sum("slot-" in line for line in maps),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+class Source(RowShardedSource):
+    doom: int | None = None
+    """The signal that ends or stops the process in the middle of its next copy."""
+
+    def copy(self, shard: Any, destination: torch.Tensor) -> None:
+        if self.doom is not None:
+            doom, self.doom = self.doom, None
+            os.kill(os.getpid(), doom)
+        super().copy(shard, destination)
+
+
+class Rank(_Member, TrainerRank):
+    def __init__(self, index: int, config: CheckpointEngineConfig) -> None:
+        self.held = Source(weights(0), index, TRAINERS)
+        super().__init__(index, self.held, config)
+
+    async def train(self, version: int) -> None:
+        self.held.tensors = weights(version)
+
+    async def fall_in_copy(self, number: int) -> None:
+        self.held.doom = number
+
+
+class Node(_Member, RolloutNode):
+    def __init__(self, config: CheckpointEngineConfig, shm_dir: Path) -> None:
+        super().__init__(0, config, job="test", shm_dir=shm_dir)
+        self.spoil = Spoil()
+        spoil_transfers(self._engine, self.spoil)
+
+    async def on_landing(self, number: int | None, pid: int) -> None:
+        """When a few transfers have landed, send signal `number` to `pid`; None: flip a bit of one."""
+        self.spoil.arm(number, pid)
+
+
+class Spoil:
+    """Called with every bulk transfer that has landed."""
+
+    LANDINGS = 3
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._action: Callable[[int], None] = lambda address: None
+
+    def arm(self, number: int | None, pid: int) -> None:
+        def flip(address: int) -> None:
+            ctypes.c_uint8.from_address(address + 5).value ^= 1
+
+        self._left = self.LANDINGS
+        self._action = flip if number is None else lambda _: os.kill(pid, number)
+
+    def landed(self, address: int, nbytes: int) -> None:
+        if nbytes < 2**16 or not self._left:
+            return
+        self._left -= 1
+        if not self._left:
+            self._action(address)
+
+
+def spoil_transfers(engine: Any, spoil: Spoil) -> None:
+    """Let `spoil` see what lands in the slot, whatever the backend; `naive` has no transfers."""
+    if hasattr(engine, "open_wire"):
+        open_wire = engine.open_wire
+        engine.open_wire = lambda topology: SpoiledWire(open_wire(topology), spoil)
+    elif hasattr(engine, "_communicator"):
+        engine._communicator = SpoiledCommunicator(engine._communicator, spoil)
+
+
+class SpoiledWire:
+    def __init__(self, wire: Any, spoil: Spoil) -> None:
+        self._wire, self._spoil = wire, spoil
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        return self._wire.read(owner, source, target, nbytes), target, nbytes
+
+    def is_done(self, transfer: Any) -> bool:
+        handle, target, nbytes = transfer
+        done = self._wire.is_done(handle)
+        if done:
+            self._spoil.landed(target, nbytes)
+        return done
+
+
+class SpoiledCommunicator:
+    def __init__(self, communicator: Any, spoil: Spoil) -> None:
+        self._communicator, self._spoil = communicator, spoil
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Any:
+        return SpoiledFlight(self._communicator.broadcast(group, memory, sending=sending), memory, self._spoil)
+
+
+class SpoiledFlight:
+    def __init__(self, flight: Any, memory: torch.Tensor, spoil: Spoil) -> None:
+        self._flight, self._memory, self._spoil = flight, memory, spoil
+
+    def is_done(self) -> bool:
+        done = self._flight.is_done()
+        if done:
+            self._spoil.landed(self._memory.data_ptr(), len(self._memory))
+        return done
+
+
+def serve(pipe: Connection, member_class: type, arguments: tuple[Any, ...]) -> None:
+    """A member's process: answer calls, several at a time, until the pipe closes."""
+    torch.set_num_threads(1)
+    member = member_class(*arguments)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(number: int, method: str, values: tuple[Any, ...]) -> None:
+        try:
+            pipe.send((number, await getattr(member, method)(*values), None))
+        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
+            pipe.send((number, None, exc))
+        finally:
+            del running[number]
+
+    async def listen() -> None:
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def take(message: tuple[int, str | None, tuple[Any, ...]]) -> None:
+            number, method, values = message
+            if method is not None:
+                running[number] = loop.create_task(answer(number, method, values))
+            elif number in running:
+                running[number].cancel()
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(take, pipe.recv())
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await closed.wait()
+
+    asyncio.run(listen())
+    os._exit(0)
+
+
+# --- in the test ------------------------------------------------------------------------------------------------------
+
+
+class MemberProcess:
+    """A port to a member in a process of its own; every method of the member can be awaited."""
+
+    def __init__(self, name: str, member_class: type, *arguments: Any) -> None:
+        self.name = name
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "verl.checkpoint_engine.backends.collective"])
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(its_end, member_class, arguments), name=name, daemon=True)
+        self._process.start()
+        its_end.close()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._next = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pipe.fileno(), self._receive)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*values: Any) -> Any:
+            self._next += 1
+            number = self._next
+            self._waiting[number] = self._loop.create_future()
+            try:
+                self._pipe.send((number, method, values))
+                return await self._waiting[number]
+            except OSError as exc:
+                raise self._gone() from exc
+            except asyncio.CancelledError:
+                if not self._pipe.closed:
+                    self._pipe.send((number, None, ()))
+                raise
+            finally:
+                del self._waiting[number]
+
+        return call
+
+    def _receive(self) -> None:
+        try:
+            number, result, error = self._pipe.recv()
+        except (EOFError, OSError):
+            self._hang_up()
+            return
+        future = self._waiting.get(number)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _hang_up(self) -> None:
+        if self._pipe.closed:
+            return
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._gone())
+
+    def _gone(self) -> TransportError:
+        return TransportError("its process is gone", member=self.name)
+
+    def signal(self, number: int) -> None:
+        """Returns when a process that is killed is gone."""
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self._process.join(10)
+
+    async def end(self) -> None:
+        self._hang_up()
+        await asyncio.to_thread(self._process.join, 5)
+        if self._process.is_alive():
+            self.signal(signal.SIGKILL)
+        self._process.close()
+
+
+class ProcessFleet:
+    """Two trainer ranks and a node in processes, behind breakable ports; the replica and the manager are here."""
+
+    def __init__(self, config: CheckpointEngineConfig, shm_dir: Path) -> None:
+        self.config, self.shm_dir = config, shm_dir
+        self.trainers = [Through(self._start(f"trainer-{rank}")) for rank in range(TRAINERS)]
+        self.node = Through(self._start("node-0"))
+        self.replica = RecordingReplica()
+        self.manager = CheckpointEngineManager(config=config, trainers=self.trainers, nodes=[self.node])
+
+    def _start(self, name: str) -> MemberProcess:
+        role, _, index = name.partition("-")
+        if role == "trainer":
+            return MemberProcess(name, Rank, int(index), self.config)
+        return MemberProcess(name, Node, self.config, self.shm_dir)
+
+    def __getitem__(self, name: str) -> Through:
+        (port,) = (port for port in (*self.trainers, self.node) if port.name == name)
+        return port
+
+    async def replace(self, name: str) -> None:
+        """A new process behind the port `name`."""
+        await self[name].member.end()
+        self[name].member = self._start(name)
+
+    async def __aenter__(self) -> ProcessFleet:
+        await self.manager.add_replicas([self.replica])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.close()
+        for port in (*self.trainers, self.node):
+            await port.member.end()
+
+    async def sync(self, version: int) -> None:
+        await asyncio.gather(*(port.member.train(version) for port in self.trainers))
+        await self.manager.update_weights(version)
+
+    async def resources(self) -> dict[str, dict[str, int]]:
+        return {port.name: await port.member.resources() for port in (*self.trainers, self.node)}
+
+    def assert_serves(self, version: int, *, arena: bool = True) -> None:
+        """The replica has `version`, bit-equal; so has the arena, unless its node was killed."""
+        expected = weights(version)
+        assert (self.replica.version, self.replica.paused) == (version, False)
+        assert all(torch.equal(self.replica.weights[name], tensor) for name, tensor in expected.items())
+        if arena:
+            (directory,) = arenas_in(self.shm_dir)
+            for name, tensor in read_committed(str(directory), version):
+                assert torch.equal(tensor, expected[name])

@@ -110,6 +110,16 @@ def native_threads(name: str) -> int:
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count(name)
 
 
+async def test_a_stage_that_is_given_up_before_it_begins_ends_at_once(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        node, engine = fleet.nodes[0].member, engine_of(fleet.nodes[0])
+        await node.begin(2)
+        engine.interrupt()
+        with pytest.raises(TransportError, match="given up by the manager"):
+            engine.receive_weights(2, node._open_arena)
+
+
 async def test_a_flipped_byte_is_sent_again_over_the_same_connections(tmp_path: Path):
     async with fleet_of(tmp_path, retries=1) as fleet:
         flips = [0]

@@ -29,6 +29,8 @@ KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 2.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
+POOLED = {"mooncake": 3}
+"""Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ def cases() -> Iterator[Any]:
         ):
             if backend == "naive" and when == "stage" and how != FLIP:
                 continue  # it has none: publishing writes to the slot
+            if backend == "nixl-tcp" and when != "stage":
+                continue  # the transport makes no difference
             case = Case(backend=backend, who=who, how=how, when=when)
             missing = package not in ("naive", "gloo") and find_spec(package) is None
             yield pytest.param(
@@ -155,12 +159,13 @@ def assert_named(case: Case, error: SyncAborted) -> None:
 async def assert_nothing_leaks(fleet: ProcessFleet, before: dict[str, dict[str, int]]) -> None:
     """Each member holds no more than after the first sync; what a broken connection held may take a moment to go."""
     end_s = time.monotonic() + 5
+    allowed = POOLED.get(fleet.config.backend, 0)
     while True:
         now = await fleet.resources()
         more = {
             name: (now[name], before[name])
             for name in now
-            if any(now[name][kind] > count for kind, count in before[name].items())
+            if any(now[name][kind] > count + allowed * (kind != "slots") for kind, count in before[name].items())
         }
         if not more:
             return

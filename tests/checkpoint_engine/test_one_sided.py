@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,22 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rank_process import RankProcess
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, Through, soon
+from tests.checkpoint_engine.fakes import Fleet, soon
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
     BackendUnavailable,
     ConfigError,
-    IntegrityError,
     SyncAborted,
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
-from verl.checkpoint_engine.types import TensorSpec
 
 TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
 
@@ -181,6 +174,32 @@ async def test_a_stage_that_is_given_up_ends_soon(tmp_path: Path):
         assert engine._wire is None
 
 
+async def test_a_stage_that_is_given_up_before_it_begins_ends_at_once(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        node, engine = fleet.nodes[0].member, engine_of(fleet.nodes[0])
+        await node.begin(2)
+        engine.interrupt()
+        with pytest.raises(TransportError, match="given up by the manager"):
+            engine.receive_weights(2, node._open_arena)
+
+
+async def test_a_stage_that_is_given_up_while_it_is_queued_never_begins(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        node, busy = fleet.nodes[0].member, threading.Event()
+        blocking = asyncio.ensure_future(node._run(busy.wait))
+        staging = asyncio.ensure_future(node.stage(2))
+        await asyncio.sleep(0)
+        staging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await staging
+        busy.set()
+        await blocking
+        await fleet.manager.update_weights(2)
+        assert fleet.replicas[0].version == 2
+
+
 def test_a_transfer_of_an_older_version_is_refused():
     memory = np.zeros(8, np.uint8)
     wire = MemoryWire()
@@ -202,10 +221,6 @@ def test_a_call_that_does_not_return_is_given_up():
 
 # --- with the libraries, between processes ----------------------------------------------------------------------------
 
-SPECS = [
-    TensorSpec(name="w", shape=(8 * 2**20, 3), dtype="bfloat16"),
-    TensorSpec(name="norm", shape=(99,), dtype="bfloat16"),
-]
 LIBRARIES = [
     pytest.param(
         name, kwargs, id=label, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
@@ -216,159 +231,6 @@ LIBRARIES = [
         ("mooncake", "mooncake", {"host": "127.0.0.1"}),
     )
 ]
-
-
-class Spoiling(Wire):
-    """A wire that does something to the `at`-th read of more than a stamp."""
-
-    def __init__(self, wire: Wire, spoil: Callable[[int], None], at: int = 1) -> None:
-        self._wire, self._spoil, self._reads = wire, spoil, at
-
-    def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
-        transfer = self._wire.read(owner, source, target, nbytes)
-        return (transfer, target if nbytes > 1000 else 0)
-
-    def is_done(self, transfer: Any) -> bool:
-        done = self._wire.is_done(transfer[0])
-        if done and transfer[1]:
-            self._reads -= 1
-            if self._reads == 0:
-                self._spoil(transfer[1])
-        return done
-
-    def is_idle(self) -> bool:
-        return self._wire.is_idle()
-
-    def close(self) -> None:
-        self._wire.close()
-
-    def register(self, memory: Any) -> None:
-        self._wire.register(memory)
-
-    def deregister(self, memory: Any) -> None:
-        self._wire.deregister(memory)
-
-    def address(self) -> bytes:
-        return self._wire.address()
-
-    def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
-        self._wire.connect(owner, address, timeout_s)
-
-
-class Processes:
-    """Two trainer ranks in processes of their own; the node, the replica and the manager are here."""
-
-    def __init__(self, backend: str, options: dict[str, Any], shm_dir: Path, **deadlines: float) -> None:
-        self.config = CheckpointEngineConfig.from_mapping(
-            {"backend": backend, "engine_kwargs": {backend: options}, "retries": 0, "deadlines": deadlines}
-        )
-        self.trainers = [self.start(rank) for rank in range(2)]
-        self.node = Through(RolloutNode(0, self.config, job="test", shm_dir=shm_dir))
-        self.replica = RecordingReplica()
-        self.manager = CheckpointEngineManager(config=self.config, trainers=self.trainers, nodes=[self.node])
-
-    def start(self, rank: int) -> RankProcess:
-        return RankProcess(rank, 2, SPECS, "bfloat16", self.config)
-
-    async def __aenter__(self) -> Processes:
-        await self.manager.add_replicas([self.replica])
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.manager.close()
-        for trainer in self.trainers:
-            await trainer.close()
-
-    async def sync(self, version: int) -> None:
-        """Train one step, then sync."""
-        await asyncio.gather(*(trainer.step() for trainer in self.trainers))
-        await self.manager.update_weights(version)
-
-    def spoil(self, spoil: Callable[[int], None]) -> None:
-        """During the next stage, when one part has arrived, call `spoil` with where it is."""
-        engine = engine_of(self.node)
-
-        def wrap() -> None:
-            self.node.before.clear()
-            engine.transfer_nbytes = 2**20
-            engine._wire = Spoiling(engine._wire, spoil)
-
-        self.node.before["stage"] = wrap
-
-    async def fail(self, version: int) -> SyncAborted:
-        """Sync and fail; the replica serves what it had."""
-        before = {name: tensor.clone() for name, tensor in self.replica.weights.items()}
-        served = self.replica.version
-        with pytest.raises(SyncAborted) as raised:
-            await self.sync(version)
-        assert self.replica.version == served
-        assert all(torch.equal(tensor, before[name]) for name, tensor in self.replica.weights.items())
-        assert engine_of(self.node)._wire is None or isinstance(raised.value.__cause__, IntegrityError)
-        return raised.value
-
-
-@pytest.fixture
-def small_transfers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(OneSidedEngine, "transfer_nbytes", 2**20)
-
-
-def pid_of(trainer: RankProcess) -> int:
-    assert trainer._process.pid is not None
-    return trainer._process.pid
-
-
-@pytest.mark.usefixtures("small_transfers")
-@pytest.mark.parametrize(("backend", "options"), LIBRARIES)
-async def test_an_owner_that_is_killed_while_it_is_read_is_named_and_may_be_replaced(
-    backend: str, options: dict[str, Any], tmp_path: Path
-):
-    async with Processes(backend, options, tmp_path) as processes:
-        await processes.sync(1)
-        processes.spoil(lambda _: os.kill(pid_of(processes.trainers[1]), signal.SIGKILL))
-        start_s = time.monotonic()
-        error = await processes.fail(2)
-        assert time.monotonic() - start_s < 30
-        assert isinstance(error.__cause__, TransportError)
-        assert (error.version, error.phase, error.member) == (2, "stage", "trainer-1")
-        await processes.trainers[1].close()
-        processes.trainers[1] = processes.manager._trainers[1] = processes.start(1)
-        await processes.sync(3)
-        assert processes.replica.version == 3
-
-
-@pytest.mark.usefixtures("small_transfers")
-@pytest.mark.parametrize(("backend", "options"), LIBRARIES[1:])
-async def test_an_owner_that_stalls_while_it_is_read_is_named_at_the_deadline(
-    backend: str, options: dict[str, Any], tmp_path: Path
-):
-    """Over shared memory an owner need not run to be read."""
-    async with Processes(backend, options, tmp_path, stage_s=4.0) as processes:
-        await processes.sync(1)
-        processes.spoil(lambda _: os.kill(pid_of(processes.trainers[1]), signal.SIGSTOP))
-        error = await processes.fail(2)
-        os.kill(pid_of(processes.trainers[1]), signal.SIGCONT)
-        assert isinstance(error.__cause__, TransportTimeout)
-        assert (error.version, error.phase) == (2, "stage")
-        assert "trainer-1" in str(error)
-        assert "trainer-0 " not in str(error).partition("held up")[0]
-        await processes.sync(3)
-        assert processes.replica.version == 3
-
-
-@pytest.mark.usefixtures("small_transfers")
-@pytest.mark.parametrize(("backend", "options"), LIBRARIES)
-async def test_a_byte_that_flips_on_the_way_is_found(backend: str, options: dict[str, Any], tmp_path: Path):
-    def flip(address: int) -> None:
-        ctypes.c_uint8.from_address(address + 5).value ^= 1
-
-    async with Processes(backend, options, tmp_path) as processes:
-        await processes.sync(1)
-        processes.spoil(flip)
-        error = await processes.fail(2)
-        assert isinstance(error.__cause__, IntegrityError)
-        assert "1 of" in str(error)
-        await processes.sync(3)
-        assert processes.replica.version == 3
 
 
 @pytest.mark.parametrize(("backend", "options"), LIBRARIES)
@@ -390,6 +252,35 @@ def resources() -> tuple[int, int, int]:
     sockets = sum(target.startswith("socket:") for target in descriptors)
     slots = sum("slot-" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return len(os.listdir("/proc/self/task")), sockets, slots
+
+
+class BusyPorts:
+    """A transfer engine that finds its port taken for the first `conflicts` times that one is made."""
+
+    def __init__(self, conflicts: int) -> None:
+        self.conflicts = conflicts
+        self.made = 0
+
+    def __call__(self) -> BusyPorts:
+        self.made += 1
+        return self
+
+    def initialize(self, *_: str) -> int:
+        return 0 if self.made > self.conflicts else -4
+
+    def get_rpc_port(self) -> int:
+        return 16000 + self.made
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+def test_a_port_that_is_taken_is_tried_again_a_few_times():
+    from verl.checkpoint_engine.backends.mooncake import PORT_ATTEMPTS, MooncakeWire
+
+    place = {"host": "127.0.0.1", "protocol": "tcp", "devices": ""}
+    wire = MooncakeWire(**place, new_engine=BusyPorts(conflicts=PORT_ATTEMPTS - 1))
+    assert wire.address() == f"127.0.0.1:{16000 + PORT_ATTEMPTS}".encode()
+    with pytest.raises(TransportError, match=r"Mooncake cannot listen on 127\.0\.0\.1 \(tcp\): error -4"):
+        MooncakeWire(**place, new_engine=BusyPorts(conflicts=PORT_ATTEMPTS))
 
 
 @pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,13 @@ DONE, FAILED, TIMED_OUT = 1, -1, -2
 class MooncakeWire(Wire):
     """One transfer engine. Every transfer is a batch of one read: the library's status call looks at no other."""
 
-    def __init__(self, *, host: str, protocol: str, devices: str) -> None:
+    def __init__(
+        self, *, host: str, protocol: str, devices: str, new_engine: Callable[[], Any] = TransferEngine
+    ) -> None:
+        """`new_engine`: Mooncake's, or a stand-in for it."""
         # Mooncake picks ports by trying; two engines that start at once may pick the same.
         for _ in range(PORT_ATTEMPTS):
-            self._engine: Any = TransferEngine()
+            self._engine: Any = new_engine()
             status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
             if status == 0:
                 break

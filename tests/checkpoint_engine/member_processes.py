@@ -271,6 +271,10 @@ class MemberProcess:
     def _gone(self) -> TransportError:
         return TransportError("its process is gone", member=self.name)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def signal(self, number: int) -> None:
         """Returns when a process that is killed is gone."""
         os.kill(self.pid, number)
@@ -304,6 +308,9 @@ class ProcessFleet:
     def __getitem__(self, name: str) -> Through:
         (port,) = (port for port in (*self.trainers, self.node) if port.name == name)
         return port
+
+    def dead(self) -> list[str]:
+        return [port.name for port in (*self.trainers, self.node) if not port.member.is_alive]
 
     async def replace(self, name: str) -> None:
         """A new process behind the port `name`."""

@@ -82,22 +82,15 @@ class Processes:
         self.trainers = [self.start_trainer(rank) for rank in range(2)]
         self.node = self.start_node()
         self.replica = RecordingReplica()
-        self.trainer_ports = [RayTrainerRank(rank, handle) for rank, handle in enumerate(self.trainers)]
-        self.node_port = RayRolloutNode(0, self.node)
-        self.manager = CheckpointEngineManager(config=config, trainers=self.trainer_ports, nodes=[self.node_port])
+        trainers = [RayTrainerRank(rank, handle) for rank, handle in enumerate(self.trainers)]
+        nodes = [RayRolloutNode(0, self.node)]
+        self.manager = CheckpointEngineManager(config=config, trainers=trainers, nodes=nodes)
 
     def start_trainer(self, rank: int, **options: object) -> Any:
         return ray.remote(Trainer).options(num_cpus=0.05, **options).remote(rank, 2, self.config, self.rows)
 
     def start_node(self) -> Any:
         return start_node(0, self.config, job="test", shm_dir=self.shm_dir, options={})
-
-    def replace_trainer(self, rank: int) -> None:
-        """A new process behind the port of `rank`."""
-        self.trainers[rank] = self.trainer_ports[rank]._handle = self.start_trainer(rank)
-
-    def replace_node(self) -> None:
-        self.node = self.node_port._handle = self.start_node()
 
     async def __aenter__(self) -> Processes:
         await self.manager.add_replicas([self.replica])

@@ -3,7 +3,7 @@
 On one host UCX copies from the other process's memory directly (CMA), with `sm,self` and no peer error handling faster
 than with its own choice of transports. A process that is gone is noticed either way.
 
-Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) aborts an owner's process when a node dies
+Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
 while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
 """
 

@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSample:
-    """`blocked_s`: until the slowest rank may train again. `total_s`: until the slowest node has every tensor."""
+    """`blocked_s`: until the slowest rank may train again. `total_s`: until all are done and nodes have everything."""
 
     blocked_s: float
     total_s: float
@@ -145,7 +145,7 @@ def gathering(job: Job) -> Iterator[dict[str, Way]]:
             raise TransportError(f"{way}: a process has ended") from exc
         seconds, digests = [answer[0] for answer in answers], [answer[1] for answer in answers]
         require_equal(way, digests[: job.trainers], digests[job.trainers :])
-        return PeerSample(blocked_s=max(seconds[: job.trainers]), total_s=max(seconds[job.trainers :]))
+        return PeerSample(blocked_s=max(seconds[: job.trainers]), total_s=max(seconds))
 
     try:
         yield {way: lambda way=way: run(way) for way in _WAYS}  # type: ignore[misc]

@@ -56,7 +56,7 @@ BUILTIN = {
         "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",
         extra="mooncake",
         options=MooncakeOptions,
-        system="the system library libibverbs (apt-get install libibverbs1)",
+        system="the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)",
     ),
 }
 

@@ -22,7 +22,7 @@ except ModuleNotFoundError:
 except ImportError as exc:
     raise BackendUnavailable(
         f"checkpoint_engine.backend=mooncake cannot load Mooncake's library: {exc}. "
-        "It needs the system library libibverbs: apt-get install libibverbs1"
+        "It needs the system libraries libibverbs, libnuma and libcurl: apt-get install libibverbs1 libnuma1 libcurl4"
     ) from exc
 
 logger = logging.getLogger(__name__)

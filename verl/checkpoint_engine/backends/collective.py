@@ -242,9 +242,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
-        self._options = strict.from_mapping(
-            self.options_class, config.engine_kwargs.get(self.name, {}), f"checkpoint_engine.engine_kwargs.{self.name}"
-        )
+        self._options = self._options_of(config)
         self._communicator: Communicator = self.communicator_class(self._options)
         self._stop = threading.Event()
         self._plan: SyncPlan | None = None
@@ -269,6 +267,15 @@ class CollectiveEngine(CheckpointEngineWithCache):
             return ""
         self._region = PackedRegion(plan, self.member.index)
         return self._host_store() if self.member.index == 0 else ""
+
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        own_address(cls._options_of(config).interface)
+
+    @classmethod
+    def _options_of(cls, config: CheckpointEngineConfig) -> GlooOptions:
+        given = config.engine_kwargs.get(cls.name, {})
+        return strict.from_mapping(cls.options_class, given, f"checkpoint_engine.engine_kwargs.{cls.name}")
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:

@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire, within
-from verl.checkpoint_engine.config import MooncakeOptions
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError
+from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
+from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
-try:
-    from mooncake.engine import TransferEngine
-except ModuleNotFoundError:
-    raise
-except ImportError as exc:
-    raise BackendUnavailable(
-        f"checkpoint_engine.backend=mooncake cannot load Mooncake's library: {exc}. "
-        "It needs the system libraries libibverbs, libnuma and libcurl: apt-get install libibverbs1 libnuma1 libcurl4"
-    ) from exc
+from mooncake.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +95,20 @@ class MooncakeWire(Wire):
 
 
 class MooncakeEngine(OneSidedEngine):
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        rdma_devices(_options_of(config), DEVICES)
+
     def open_wire(self, topology: Topology | None) -> MooncakeWire:
-        options: MooncakeOptions = strict.from_mapping(
-            MooncakeOptions, self.config.engine_kwargs.get("mooncake", {}), "checkpoint_engine.engine_kwargs.mooncake"
-        )
+        options = _options_of(self.config)
         return MooncakeWire(
             host=options.host or own_address(), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
         )
+
+
+def _options_of(config: CheckpointEngineConfig) -> MooncakeOptions:
+    given = config.engine_kwargs.get("mooncake", {})
+    return strict.from_mapping(MooncakeOptions, given, "checkpoint_engine.engine_kwargs.mooncake")
 
 
 def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:

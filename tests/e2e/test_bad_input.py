@@ -15,6 +15,7 @@ import ray
 
 from tests.e2e.job import QUICK, in_process
 from verl.checkpoint_engine import registry
+from verl.checkpoint_engine.errors import ConfigError
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
 from verl.workers.reward_manager.naive import RewardError
@@ -247,6 +248,34 @@ def test_shared_memory_that_is_too_small_is_told_with_both_numbers(refuse, tmp_p
             "checkpoint_engine.backend=gloo", "trainer.placement=separate", "actor_rollout_ref.rollout.nnodes=3"
         )
         assert f"3 node arenas on one host need {3 * int(needed)} bytes" in message
+        assert list(shm.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(shm)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_rollout_node_that_is_too_small_is_named_before_engines_start_and_arenas_are_made(
+    ray_cluster, tmp_path, tiny_model, monkeypatch
+):
+    """In a Ray that is there already, the driver does not know the machines: they are asked."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(shm)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        monkeypatch.setenv("VERL_SHM_DIR", str(shm))
+        with pytest.raises(ConfigError, match=r"prepare, node-\d.*2 node arenas on one host need \d+ bytes") as raised:
+            in_process(
+                tmp_path,
+                f"actor_rollout_ref.model.path={tiny_model}",
+                "trainer.n_gpus_per_node=1",
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "actor_rollout_ref.rollout.nnodes=2",
+            )
+        assert f"in {shm} on " in str(raised.value)
+        assert "65536 bytes (0.00 GiB) are free" in str(raised.value)
         assert list(shm.iterdir()) == []
     finally:
         subprocess.run(["umount", str(shm)], check=True)

@@ -372,7 +372,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def _host_store(self) -> str:
         host = own_address(self._options.interface)
-        with _failures("opening a store", None, "prepare"):
+        with _failures(f"opening a store on any free port of {host}", None, "prepare"):
             timeout = timedelta(seconds=self.config.deadlines.prepare_s)
             self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return f"{host}:{self._server.port}/{uuid.uuid4().hex}"

@@ -36,7 +36,11 @@ class MooncakeWire(Wire):
             if status == 0:
                 break
         else:
-            raise TransportError(f"Mooncake cannot listen on {host} ({protocol}): error {status}")
+            raise TransportError(
+                f"Mooncake cannot start on {host} ({protocol}): error {status} after {PORT_ATTEMPTS} attempts. "
+                "It needs a free port from 15000 to 17000",
+                phase="prepare",
+            )
         self._host = host
         self._targets: dict[int, str] = {}
         self._opened: set[int] = set()

@@ -20,7 +20,7 @@ from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.workers.rollout import RolloutReplica, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import NoWeights
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 TRANSFER_S = 0.5
 """No transfer is over sooner, so that a stage of few bytes takes seconds."""

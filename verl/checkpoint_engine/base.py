@@ -65,6 +65,13 @@ class CheckpointEngine(ABC):
         Called on every member; `arena` is the node's own, None on trainer ranks. Raises TransportError.
         """
 
+    @classmethod  # noqa: B027 - most backends ask for nothing
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        """Raises ConfigError or BackendUnavailable for what `config` asks of this host and the host has not.
+
+        Called on every rollout node before its engines start, and on the driver where all members are on its host.
+        """
+
     @classmethod
     @abstractmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
@@ -179,6 +179,14 @@ class RolloutNode(_Participant):
         self._shm_dir = shm_dir
         self._plan: SyncPlan | None = None
         self._arena: NodeArena | None = None
+
+    async def check(self, arena_nbytes: int, arenas: int) -> None:
+        """Before anything is allocated: is there memory for the host's `arenas`, and what the backend asks of a host?
+
+        Raises ConfigError or BackendUnavailable.
+        """
+        require_free_bytes(self._shm_dir, arena_nbytes, arenas=arenas)
+        self._engine.check_host(self._config)
 
     async def prepare(self, plan: bytes) -> Member:
         """Create the arena for the plan's layout, unless there is one, and say where it is."""

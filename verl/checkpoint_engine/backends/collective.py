@@ -81,9 +81,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
-        self._options = strict.from_mapping(
-            self.options_class, config.engine_kwargs.get(self.name, {}), f"checkpoint_engine.engine_kwargs.{self.name}"
-        )
+        self._options = self._options_of(config)
         self._communicator: Communicator = self.communicator_class(self._options)
         self._plan: SyncPlan | None = None
         self._region: PackedRegion | None = None
@@ -107,6 +105,15 @@ class CollectiveEngine(CheckpointEngineWithCache):
             return ""
         self._region = PackedRegion(plan, self.member.index)
         return self._host_store() if self.member.index == 0 else ""
+
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        own_address(cls._options_of(config).interface)
+
+    @classmethod
+    def _options_of(cls, config: CheckpointEngineConfig) -> GlooOptions:
+        given = config.engine_kwargs.get(cls.name, {})
+        return strict.from_mapping(cls.options_class, given, f"checkpoint_engine.engine_kwargs.{cls.name}")
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
@@ -199,7 +206,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def _host_store(self) -> str:
         host = own_address(self._options.interface)
-        with failures("opening a store", None, "prepare"):
+        with failures(f"opening a store on any free port of {host}", None, "prepare"):
             timeout = timedelta(seconds=self.config.deadlines.prepare_s)
             self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return f"{host}:{self._server.port}/{uuid.uuid4().hex}"

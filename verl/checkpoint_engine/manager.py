@@ -21,9 +21,10 @@ from verl.checkpoint_engine.deadline import all_within, each_within
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.participants import Holding, MemberPort, NodePort, TrainerPort
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.transaction import Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
 

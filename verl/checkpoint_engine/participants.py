@@ -23,9 +23,10 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import IntegrityError, PlanError
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan
+from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 

@@ -8,17 +8,24 @@ declare. Each case runs in a process of its own, bound to one core, so that its 
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.machine import describe_machine
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.pipeline import messages_of
@@ -39,7 +46,6 @@ class Settings:
     layers: int
     experts: int
     trainers: int
-    nodes: int
     replicas: int
 
 
@@ -110,12 +116,21 @@ def expert_parallel(specs: list[TensorSpec], rank: int, settings: Settings) -> l
     return [shard for shard in shards if shard.box.numel]
 
 
+STEPS = {
+    "describe": "a trainer rank: table of its shards, encoded",
+    "plan": "driver: tables decoded, plan made",
+    "encode_plan": "driver: plan encoded",
+    "pack": "a trainer rank: plan decoded, own pieces packed",
+    "list": "a trainer rank, each version: own pieces listed",
+    "buckets": "a node: plan decoded, buckets of all owners",
+}
+
 Case = Callable[[list[TensorSpec], int, Settings], list[Shard]]
 CASES: dict[str, Case] = {"fsdp2": fully_sharded, "expert_parallel_replicated": expert_parallel}
 
 
 class Steps:
-    """Seconds of processor time, and bytes by which the peak of the process grew, per step."""
+    """Seconds of processor time, and GiB by which the process grew at its largest, per step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -145,7 +160,7 @@ def measure(case: str, settings: Settings) -> dict[str, Any]:
     steps = Steps()
 
     shards = CASES[case](specs, 1, settings)
-    with steps.step("rank: encode its shards"):
+    with steps.step("describe"):
         encoded = ShardTable.of(layout, shards).encode()
     table_nbytes, num_shards = len(encoded), 0
     tables_at_rest = []
@@ -153,29 +168,29 @@ def measure(case: str, settings: Settings) -> dict[str, Any]:
         tables_at_rest.append(ShardTable.of(layout, CASES[case](specs, rank, settings)).encode())
         num_shards += len(ShardTable.decode(tables_at_rest[-1]))
 
-    with steps.step("driver: plan"):
+    with steps.step("plan"):
         held = [ShardTable.decode(data) for data in tables_at_rest]
         plan = make_plan(layout, held, block_nbytes=BLOCK_NBYTES)
         del held
-    with steps.step("driver: encode the plan"):
+    with steps.step("encode_plan"):
         encoded_plan = plan.encode()
     owned = np.array([plan.nbytes_of(owner) for owner in range(plan.num_owners)])
     pieces = len(plan)
-    del plan, tables_at_rest, layout, specs
+    del plan, tables_at_rest
 
-    with steps.step("rank: decode the plan, pack its pieces"):
+    with steps.step("pack"):
         plan = SyncPlan.decode(encoded_plan)
         Packing.of(plan, 1)
-    with steps.step("rank: list its pieces (each version)"):
+    with steps.step("list"):
         plan.shards_of(1)
     del plan
-    with steps.step("node: decode the plan, buckets of all owners"):
+    with steps.step("buckets"):
         plan = SyncPlan.decode(encoded_plan)
         buckets = sum(len(messages_of(plan, owner, MESSAGE_NBYTES)) for owner in range(plan.num_owners))
     return {
         "case": case,
-        "parameters": sum(spec.numel for spec in plan.layout.specs),
-        "tensors": len(plan.layout.specs),
+        "parameters": sum(spec.numel for spec in specs),
+        "tensors": len(specs),
         "shards": num_shards,
         "pieces": pieces,
         "buckets_per_node": buckets,
@@ -184,7 +199,64 @@ def measure(case: str, settings: Settings) -> dict[str, Any]:
         "owner_nbytes": {"least": int(owned.min()), "most": int(owned.max())},
         "seconds": steps.seconds,
         "peak_growth_gib": steps.peak_growth_gib,
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "target_reached": steps.seconds["driver: plan"] < TARGET_S
-        and steps.peak_growth_gib["driver: plan"] < TARGET_GIB,
+        "target_reached": steps.seconds["plan"] < TARGET_S and steps.peak_growth_gib["plan"] < TARGET_GIB,
     }
+
+
+def print_table(results: list[dict[str, Any]], settings: Settings) -> None:
+    console = Console()
+    for result in results:
+        table = Table(
+            title=f"{result['case']}: {result['parameters'] / 1e12:.2f} T parameters, {result['tensors']} tensors, "
+            f"{settings.trainers} ranks\n{result['shards']} shards, {result['pieces']} pieces"
+        )
+        table.add_column("one core")
+        for heading in ("seconds", "GiB"):
+            table.add_column(heading, justify="right")
+        for key, label in STEPS.items():
+            table.add_row(label, f"{result['seconds'][key]:.2f}", f"{result['peak_growth_gib'][key]:.2f}")
+        console.print(table)
+        least, most = result["owner_nbytes"]["least"], result["owner_nbytes"]["most"]
+        verdict = "reached" if result["target_reached"] else "NOT reached"
+        console.print(
+            f"a rank's table: {result['table_nbytes_per_rank'] / 1e6:.2f} MB, "
+            f"the plan: {result['plan_nbytes'] / 1e6:.1f} MB, buckets of a node: {result['buckets_per_node']}\n"
+            f"a rank sends {least / 1e9:.3f} to {most / 1e9:.3f} GB\n"
+            f"target ({TARGET_S:.0f} s and {TARGET_GIB:.0f} GiB for the plan): {verdict}"
+        )
+
+
+def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--layers", type=int, default=61, help="layers, the first one without experts (default: %(default)s)")
+    add("--experts", type=int, default=384, help="experts per layer (default: %(default)s)")
+    add("--trainers", type=int, default=256, help="trainer ranks (default: %(default)s)")
+    add("--replicas", type=int, default=8, help="how often ranks repeat in the replicated case (default: %(default)s)")
+    add("--output", type=Path, help="folder for result.json (default: benchmarks/results/<time>)")
+    values = vars(parser.parse_args(arguments))
+    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("planning-%Y%m%d-%H%M%S")
+    for name, value in values.items():
+        if value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
+    if values["trainers"] % values["replicas"]:
+        parser.error(f"--trainers {values['trainers']} must be a multiple of --replicas {values['replicas']}")
+    return Settings(**values), output
+
+
+def main(arguments: list[str] | None = None) -> int:
+    settings, output = parse(arguments)
+    output.mkdir(parents=True, exist_ok=True)
+    results = []
+    for case in CASES:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            results.append(pool.submit(measure, case, settings).result())
+    result = {"benchmark": "planning", "settings": asdict(settings), "machine": describe_machine(), "cases": results}
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    print_table(results, settings)
+    print(output / "result.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -247,7 +247,9 @@ class CheckpointEngineManager:
 
 def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
     """The plan for these trainer ranks. Raises PlanError naming the ranks that describe another model than rank 0."""
-    strangers = [str(rank) for rank, holding in enumerate(holdings) if holding.layout != holdings[0].layout]
+    strangers = [
+        str(rank) for rank, holding in enumerate(holdings) if holding.layout_digest != holdings[0].layout_digest
+    ]
     if strangers:
         raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
     layout = Layout.decode(holdings[0].layout)

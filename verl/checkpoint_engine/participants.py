@@ -41,7 +41,9 @@ class Holding:
     """What one trainer rank says about itself: the whole model's layout, its own shards, its host."""
 
     host: str
+    layout_digest: str
     layout: bytes
+    """From rank 0 alone: the names of a large model are megabytes, and every rank has the same."""
     shards: bytes
 
 
@@ -125,7 +127,12 @@ class TrainerRank(_Participant):
     def _describe(self) -> Holding:
         layout = Layout.of(self._source.specs())
         table = ShardTable.of(layout, self._source.shards())
-        return Holding(host=self._member.host, layout=layout.encode(), shards=table.encode())
+        return Holding(
+            host=self._member.host,
+            layout_digest=layout.digest,
+            layout=layout.encode() if self._member.index == 0 else b"",
+            shards=table.encode(),
+        )
 
     async def prepare(self, plan: bytes) -> str:
         return await self._run(lambda: self._engine.prepare(SyncPlan.decode(plan), None))

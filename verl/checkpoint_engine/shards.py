@@ -85,7 +85,7 @@ class ShardTable:
     def box(self, row: int, ndim: int) -> Box:
         return Box(tuple(self.start[row, :ndim].tolist()), tuple(self.stop[row, :ndim].tolist()))
 
-    def take(self, rows: Int64s | slice) -> ShardTable:
+    def take(self, rows: Int64s | npt.NDArray[np.bool_] | slice) -> ShardTable:
         return ShardTable(self.tensor[rows], self.start[rows], self.stop[rows])
 
     def columns(self) -> list[Any]:

@@ -25,6 +25,7 @@ from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.topology import TOPOLOGIES
 from verl.checkpoint_engine.transaction import Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
 
@@ -206,9 +207,11 @@ class CheckpointEngineManager:
             for index, (trainer, host) in enumerate(zip(self._trainers, self._hosts, strict=True))
         ]
         topology = self._engine_class.build_topology(trainers, list(nodes.values()))
+        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
+            topology = TOPOLOGIES[self._config.topology](trainers, list(nodes.values()))
         members = {member.name: member.connect(topology) for member in self._members}
         await all_within(timeout_s, members, version=None, phase="prepare")
-        self._arena_paths = {node.index: node.address for node in nodes.values()}
+        self._arena_paths = {node.index: node.arena for node in nodes.values()}
 
     async def _catch_up(self, replica: Replica, version: int) -> None:
         await self._nodes[replica.node_index].reverify(version)

@@ -180,7 +180,11 @@ class RolloutNode(_Participant):
         self._plan = plan
         address = self._engine.prepare(plan, self._arena)
         return Member(
-            role="node", index=self._member.index, host=self._member.host, address=address or str(self._arena.directory)
+            role="node",
+            index=self._member.index,
+            host=self._member.host,
+            address=address,
+            arena=str(self._arena.directory),
         )
 
     async def begin(self, version: int) -> str:

@@ -243,6 +243,7 @@ class FetchLoop:
     max_in_flight: int = 8
     poll_s: float = 0.0002
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
     _packings: dict[int, Packing] = field(default_factory=dict)
 
     def run(self, buckets: Sequence[Bucket]) -> int:
@@ -311,16 +312,15 @@ class FetchLoop:
             return
         late = {flight.bucket.owner for flight in flying}
         behind = {bucket.owner for bucket in waiting} - late
-        message = f"bytes of {_names(late)} not here within {self.timeout_s:.1f} s"
+        message = f"bytes of {self._names(late)} not here within {self.timeout_s:.1f} s"
         if behind:
-            message += f"; held up behind them: {_names(behind)}"
+            message += f"; held up behind them: {self._names(behind)}"
         raise TransportTimeout(
-            f"{message}; done: {_names(done.keys() - late - behind)}", version=self.version, phase="stage"
+            f"{message}; done: {self._names(done.keys() - late - behind)}", version=self.version, phase="stage"
         )
 
-
-def _names(owners: Collection[int]) -> str:
-    return ", ".join(f"trainer-{owner}" for owner in sorted(owners)) or "none"
+    def _names(self, owners: Collection[int]) -> str:
+        return ", ".join(map(self.name_of, sorted(owners))) or "none"
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

@@ -9,6 +9,7 @@ declare. Each case runs in a process of its own, bound to one core, so that its 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -138,6 +139,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier steps have freed does not count as there
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before, start_s = _memory("VmRSS"), time.process_time()
         yield

@@ -117,8 +117,8 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
     topologies = engine_class.capabilities.topologies
     if config.topology not in ("auto", *topologies):
         raise ConfigError(
-            f"checkpoint_engine.topology={config.topology} is impossible with checkpoint_engine.backend={config.backend}; "
-            f"possible: {', '.join(('auto', *topologies))}"
+            f"checkpoint_engine.topology={config.topology} is impossible with "
+            f"checkpoint_engine.backend={config.backend}; possible: {', '.join(('auto', *topologies))}"
         )
     for name, options in config.engine_kwargs.items():
         if name not in CheckpointEngineRegistry.names():

@@ -138,9 +138,8 @@ class ChainLink:
         try:
             wire.connect(UPSTREAM, self._known_wire, timeout_s)
         except TransportError as exc:
-            raise TransportError(
-                f"cannot be reached: {exc.message}", phase="prepare", member=self.upstream.name
-            ) from exc
+            message = f"it cannot be reached: {exc.message}"
+            raise TransportError(message, phase="prepare", member=self.upstream.name) from exc
 
     @property
     def _endpoint(self) -> Endpoint:
@@ -169,7 +168,7 @@ class ChainLink:
         """The parts of the slot in which some bytes of `bucket` lie."""
         if not bucket.scatter:
             starts = np.array([part.dst_offset for part in bucket.ranges], np.int64)
-            ends = starts + [part.nbytes for part in bucket.ranges]
+            ends = starts + np.array([part.nbytes for part in bucket.ranges], np.int64)
         else:
             extents = extents_of(self._plan.layout, self._plan.boxes.take(np.asarray(bucket.scatter)))
             starts = extents.offset
@@ -275,15 +274,12 @@ class UpstreamReader:
         """Raise TransportError if the node before does not hold the publication any more."""
         try:
             handle = self._read(0, Page.HEADER)
-            while not self.wire.is_done(handle):
-                if time.monotonic() > deadline:
-                    message = f"{self.member.name} cannot be read"
-                    raise TransportTimeout(message, version=self.version, phase="stage", member=self.member.name)
+            while not (is_done := self.wire.is_done(handle)) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        except TransportTimeout:
-            raise
         except TransportError as exc:
             raise self._located(exc.message) from exc
+        if not is_done:
+            raise TransportTimeout("it cannot be read", version=self.version, phase="stage", member=self.member.name)
         if self.copy.words[0] != self.publication:
             raise self._located("it received other bytes while it was read")
 

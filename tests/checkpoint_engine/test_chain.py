@@ -15,6 +15,7 @@ from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
 from tests.checkpoint_engine.node_process import NodeProcess
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
@@ -23,6 +24,7 @@ from verl.checkpoint_engine.registry import resolve_backend
 QUICK_S = 20.0
 """Far below every deadline."""
 LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
+MANY = {"5,000 tiny tensors"}
 
 
 def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **options: Any) -> Fleet:
@@ -36,11 +38,11 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
     backend: str, nodes: int, source: type[RowShardedSource], tmp_path: Path
 ):
     def tensors(version: int) -> dict[str, torch.Tensor]:
-        """The models of the contract suite, in one, but for those that are only large."""
-        cases = CASES.keys() - LARGE
+        """The models of the contract suite, in one, but for those that are only large or many."""
+        cases = CASES.keys() - LARGE - MANY
         return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
 
-    async with chain_of(tensors(0), tmp_path, trainers=3, nodes=nodes, backend=backend, source=source) as fleet:
+    async with chain_of(tensors(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
         for version in range(3):
             expected = tensors(version)
             fleet.set_weights(expected)
@@ -57,6 +59,24 @@ async def test_an_empty_model_passes_a_chain(backend: str, tmp_path: Path):
         for version in range(2):
             await fleet.manager.update_weights(version)
         assert fleet.replicas[1].version == 1
+
+
+async def test_only_the_first_node_reads_the_bytes_of_owners(tmp_path: Path):
+    tensors = {"w": torch.randn(700, 900), "norm": torch.randn(33)}
+    async with chain_of(tensors, tmp_path, nodes=3, backend="memory-wire") as fleet:
+        await fleet.manager.update_weights(1)
+        regions = [engine_of(trainer)._region for trainer in fleet.trainers]
+        from_owners = [0, 0, 0]
+        for index, node in enumerate(fleet.nodes):
+
+            def count(source: int, nbytes: int, index: int = index) -> None:
+                if any(region.address <= source < region.address + region.nbytes for region in regions):
+                    from_owners[index] += nbytes
+
+            engine_of(node)._wire.before_read = count
+        await fleet.manager.update_weights(2)
+    assert from_owners[0] >= sum(tensor.nbytes for tensor in tensors.values())
+    assert from_owners[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("backend", CHAINS)
@@ -80,7 +100,7 @@ async def test_a_version_that_is_tried_again_is_not_taken_from_the_first_attempt
 async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_be_replaced(
     backend: str, tmp_path: Path
 ):
-    tensors = {f"w{index}": torch.randn(1024, 1024) for index in range(16)}
+    tensors = {f"w{index}": torch.randn(1024, 1024) for index in range(4)}
     async with chain_of(tensors, tmp_path, nodes=3, backend=backend) as fleet:
         middle = NodeProcess(1, fleet.config, job="test", shm_dir=tmp_path)
         manager = CheckpointEngineManager(

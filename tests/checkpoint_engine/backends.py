@@ -26,6 +26,10 @@ BACKENDS = [
 """`nccl` and `hccl` take a device per member and so a process per member: see test_device_collectives.py."""
 
 
+CHAINS = BACKENDS[2:]
+"""Those that can follow `topology=chain`."""
+
+
 def nbytes_moved(name: str, payload_nbytes: int, nodes: int) -> int:
     """What a report says for a model of `payload_nbytes`: a staged backend copies it once on the trainer side, too."""
     staged = CheckpointEngineRegistry.get(name).capabilities.staged

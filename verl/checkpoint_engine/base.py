@@ -46,6 +46,8 @@ class Capabilities:
     """Trainer ranks and rollout nodes must share memory."""
     device_types: tuple[str, ...]
     """Devices whose memory it can read weights from."""
+    topologies: tuple[str, ...] = ("direct",)
+    """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
 
 
 class CheckpointEngine(ABC):

@@ -117,6 +117,12 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
                 f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
             ) from exc
     engine_class = CheckpointEngineRegistry.get(config.backend)
+    topologies = engine_class.capabilities.topologies
+    if config.topology not in ("auto", *topologies):
+        raise ConfigError(
+            f"checkpoint_engine.topology={config.topology} is impossible with "
+            f"checkpoint_engine.backend={config.backend}; possible: {', '.join(('auto', *topologies))}"
+        )
     for name, options in config.engine_kwargs.items():
         if name not in CheckpointEngineRegistry.names():
             raise ConfigError(

@@ -305,7 +305,12 @@ class GlooEngine(CollectiveEngine):
     options_class = GlooOptions
     communicator_class = Gloo
     capabilities = Capabilities(
-        staged=True, one_sided=False, elastic=False, same_host=False, device_types=("cpu", "cuda", "npu")
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("cpu", "cuda", "npu"),
+        topologies=("broadcast",),
     )
 
 
@@ -315,7 +320,14 @@ class NcclEngine(CollectiveEngine):
     name = "nccl"
     options_class = NcclOptions
     communicator_class = Nccl
-    capabilities = Capabilities(staged=True, one_sided=False, elastic=False, same_host=False, device_types=("cuda",))
+    capabilities = Capabilities(
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("cuda",),
+        topologies=("broadcast",),
+    )
 
 
 class HcclEngine(CollectiveEngine):
@@ -324,4 +336,11 @@ class HcclEngine(CollectiveEngine):
     name = "hccl"
     options_class = HcclOptions
     communicator_class = Hccl
-    capabilities = Capabilities(staged=True, one_sided=False, elastic=False, same_host=False, device_types=("npu",))
+    capabilities = Capabilities(
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("npu",),
+        topologies=("broadcast",),
+    )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_sweeping_removes_what_nobody_holds_and_nothing_else(tmp_path: Path, own
     assert arenas_in(tmp_path) == sorted(
         [live, *(tmp_path / f"verl-{kind}" for kind in ("locked", "unlockable", "young"))]
     )
+
+
+def test_a_node_that_is_killed_can_be_replaced_at_once(tmp_path: Path, owner_of: Callable[[str], Owner]):
+    owner = owner_of("time.sleep(60)")
+    os.kill(owner.janitor_pid, signal.SIGSTOP)
+    owner.process.kill()
+    owner.process.wait()
+    threading.Timer(0.3, os.kill, (owner.janitor_pid, signal.SIGCONT)).start()
+    owner_of("time.sleep(60)")  # the same job and node: waits for the janitor
+    assert soon(lambda: is_gone(owner.janitor_pid))
+    assert len(arenas_in(tmp_path)) == 1
 
 
 def test_when_owner_and_janitor_are_both_killed_the_next_job_cleans_up(

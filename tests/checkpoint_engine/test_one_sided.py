@@ -280,7 +280,7 @@ def test_a_port_that_is_taken_is_tried_again_a_few_times():
     place = {"host": "127.0.0.1", "protocol": "tcp", "devices": ""}
     wire = MooncakeWire(**place, new_engine=BusyPorts(conflicts=PORT_ATTEMPTS - 1))
     assert wire.address() == f"127.0.0.1:{16000 + PORT_ATTEMPTS}".encode()
-    with pytest.raises(TransportError, match=r"Mooncake cannot listen on 127\.0\.0\.1 \(tcp\): error -4"):
+    with pytest.raises(TransportError, match=r"Mooncake cannot start on 127\.0\.0\.1 \(tcp\): error -4"):
         MooncakeWire(**place, new_engine=BusyPorts(conflicts=PORT_ATTEMPTS))
 
 

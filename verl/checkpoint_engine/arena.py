@@ -32,7 +32,7 @@ import numpy as np
 
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
-from verl.checkpoint_engine.janitor import Janitor, sweep
+from verl.checkpoint_engine.janitor import Janitor, await_removal, sweep
 from verl.checkpoint_engine.layout import Layout
 
 if TYPE_CHECKING:
@@ -125,8 +125,9 @@ class NodeArena:
         arena of the same job and node exists and is in use.
         """
         sweep(shm_dir, ARENA_PREFIX)
-        require_free_bytes(shm_dir, slots * layout.nbytes)
         directory = shm_dir / f"{ARENA_PREFIX}{job[:MAX_JOB_NAME]}-{node}"
+        await_removal(directory)  # of a node that was killed and is now replaced
+        require_free_bytes(shm_dir, slots * layout.nbytes)
         try:
             directory.mkdir(mode=0o700)
         except FileExistsError as exc:

@@ -51,12 +51,25 @@ def sweep(shm_dir: Path, prefix: str) -> list[Path]:
     return removed
 
 
+def await_removal(directory: Path) -> None:
+    """Wait while `directory` is there without an owner: the janitor of a process that was killed is about to act."""
+    deadline = time.monotonic() + YOUNG_S
+    while directory.exists() and not _is_locked(directory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _is_abandoned(directory: Path) -> bool:
     if time.time() - directory.stat().st_mtime < YOUNG_S or not (directory / "lock").exists():
         return False
-    with (directory / "lock").open("r+b") as lock:
-        try:
+    return not _is_locked(directory)
+
+
+def _is_locked(directory: Path) -> bool:
+    try:
+        with (directory / "lock").open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+    except FileNotFoundError:
+        return False
+    except (BlockingIOError, PermissionError):
+        return True
+    return False

@@ -273,6 +273,8 @@ class MemberProcess:
 
     @property
     def is_alive(self) -> bool:
+        if self._pipe.closed:  # which the kernel does a moment before the process counts as ended
+            self._process.join(5)
         return self._process.is_alive()
 
     def signal(self, number: int) -> None:

@@ -147,10 +147,15 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
     if resolve_device(config.trainer.device) == "cpu":
         return
     parallel = rollout.tensor_model_parallel_size
-    devices = ranks if colocated else rollout.nnodes * rollout.n_gpus_per_node
+    per_node = config.trainer.n_gpus_per_node if colocated else rollout.n_gpus_per_node
+    devices = ranks if colocated else rollout.nnodes * per_node
     owner = f"{ranks} trainer ranks" if colocated else f"{devices} rollout devices"
-    if (ranks if colocated else rollout.n_gpus_per_node) % parallel:
-        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {owner}"
+    if per_node % parallel:
+        what = "trainer ranks" if colocated else "rollout devices"
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {per_node} {what} "
+            "of one machine"
+        )
     elif rollout.num_replicas is not None and rollout.num_replicas * parallel > devices:
         yield (
             f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.placement import RolloutPlacement, num_replicas, place_rollouts
+from verl.trainer.ppo.checkpoints import CheckpointDirectory
+from verl.trainer.ppo.placement import Machine, RolloutPlacement, num_replicas, place_rollouts, require_machines
 from verl.trainer.ppo.ray_session import RaySession
+from verl.utils.config import ConfigError
 from verl.utils.signals import uninterrupted
 from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -68,6 +71,7 @@ class Cluster:
         """Replicas that were restarted because they died or left service."""
         try:
             self._ray.start(config.ray_kwargs.ray_init)
+            require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference)
             placement = self._place_rollouts()
             self._start_rollouts(placement)
@@ -166,6 +170,7 @@ class Cluster:
         pool = RayResourcePool(
             process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
             num_cpus_per_process=trainer.num_cpus_per_rank,
+            distinct_nodes=True,
             use_accelerator=ACCELERATOR_RESOURCE[self._device],
             name_prefix="trainer",
         )
@@ -185,20 +190,51 @@ class Cluster:
             name_prefix="trainer",
             env_vars=_thread_limits(),
         )
+        if trainer.nnodes > 1:
+            self._require_shared_files(model_path)
         self.actor.init_model()
 
     def _place_rollouts(self) -> RolloutPlacement:
-        cluster: Any = ray
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in cluster.nodes() if node["Alive"]}
-        trainers_at = {address for _, address in self.actor.processes.values()}
+        processes = self.actor.processes
         return place_rollouts(
             self._config,
             self._device,
             replicas=len(self.replicas),
-            driver=ray.get_runtime_context().get_node_id(),
-            trainer_nodes=[node for node, address in addresses.items() if address in trainers_at],
-            all_nodes=list(addresses),
+            trainer_nodes=list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes))),
+            all_nodes=list(_ray_nodes()),
         )
+
+    def _machines(self) -> list[Machine]:
+        kind = ACCELERATOR_RESOURCE[self._device]
+        return [
+            Machine(
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                accelerators=node["Resources"].get(kind, 0.0) if kind else 0.0,
+            )
+            for node in _ray_nodes().values()
+        ]
+
+    def _require_shared_files(self, model_path: Path) -> None:
+        """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
+        root = Path(self._config.trainer.output_dir).absolute()
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
+            keys = {str(model_path): f"actor_rollout_ref.model.path={model_path}"}
+            if self._config.trainer.save_freq > 0:
+                keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
+            if resume_from := CheckpointDirectory(self._config.trainer).find():
+                keys[str(resume_from)] = f"the checkpoint {resume_from}"
+            absent = self.actor.missing_files(list(keys))
+        problems = [
+            f"{keys[path]} is not there on {self.actor.processes[rank].address} (trainer rank {rank})"
+            for rank, paths in enumerate(absent)
+            for path in paths
+        ]
+        if problems:
+            raise ConfigError(
+                f"trainer.nnodes={self._config.trainer.nnodes} needs a file system that all of them share:\n"
+                + "\n".join(problems)
+            )
 
     def _start_rollouts(self, placement: RolloutPlacement) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
@@ -257,6 +293,12 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
     replica_class = RolloutReplicaRegistry.get(rollout.name)
     model = _local(config.actor_rollout_ref.model, model_path)
     return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]
+
+
+def _ray_nodes() -> dict[str, Any]:
+    """What Ray says about each node that is alive, by its id."""
+    cluster: Any = ray
+    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
 async def _is_dead(replica: RolloutReplica) -> bool:

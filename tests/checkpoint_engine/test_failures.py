@@ -26,7 +26,7 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "mooncake": ("mooncake", {"host": "127.0.0.1"}),
 }
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
-FAR_S, NEAR_S = 20.0, 2.0
+FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
 POOLED = {"mooncake": 3}
@@ -85,6 +85,8 @@ def cases() -> Iterator[Any]:
                 continue  # it has none: publishing writes to the slot
             if backend == "nixl-tcp" and when != "stage":
                 continue  # the transport makes no difference
+            if package in ("nixl", "mooncake") and (how, when) == (STOP, "publish"):
+                continue  # transports take no part in publishing: as with `gloo`, and it takes until the deadline
             case = Case(backend=backend, who=who, how=how, when=when)
             missing = package not in ("naive", "gloo") and find_spec(package) is None
             yield pytest.param(
@@ -140,8 +142,9 @@ async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_le
         assert dead == ([case.who] if case.how == KILL else [])
         if case.how == STOP:
             fleet[case.who].member.signal(signal.SIGCONT)
-        await fleet.sync(3)
-        fleet.assert_serves(3)
+        for version in (3, 4):  # what a stalled transfer held may be let go at the end of the next one
+            await fleet.sync(version)
+            fleet.assert_serves(version)
         await assert_nothing_leaks(fleet, before)
     assert not arenas_in(tmp_path)
     assert soon(lambda: not processes_of(tmp_path)), processes_of(tmp_path)

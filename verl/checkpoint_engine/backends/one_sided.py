@@ -269,6 +269,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         except BaseException:
             self._disconnect()
             raise
+        self._close_idle_wires()  # of an earlier stage: its peer may have gone on meanwhile
         return nbytes
 
     def finalize(self) -> None:

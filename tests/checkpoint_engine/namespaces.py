@@ -10,11 +10,12 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _counter = itertools.count()
 
 
@@ -25,6 +26,8 @@ class Host:
     namespace: str
     interface: str
     address: str
+    names: str
+    """File in the form of /etc/hosts."""
 
     def enter(self) -> None:
         """Before the process has threads, which would stay where they are. Its host name becomes the namespace's."""
@@ -39,6 +42,9 @@ class Host:
         # Libraries look up their interfaces in /sys, which shows those of the namespace in which it was mounted.
         _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
         _check(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
+        # They also look up names of addresses. Without a name server's address they know at once that there is none.
+        _check(libc.mount(b"/dev/null", b"/etc/resolv.conf", None, MS_BIND, None))
+        _check(libc.mount(self.names.encode(), b"/etc/hosts", None, MS_BIND, None))
 
     @property
     def received_nbytes(self) -> int:
@@ -57,9 +63,15 @@ def joined_hosts() -> Iterator[tuple[Host, Host]]:
     if shutil.which("ip") is None:
         raise NotPermitted("the command ip (iproute2) is not installed")
     stem = f"vs{os.getpid()}-{next(_counter)}"
-    hosts = tuple(Host(f"{stem}{end}", f"veth-{end}", f"10.77.0.{number}") for number, end in ((1, "a"), (2, "b")))
-    a, b = hosts
     with contextlib.ExitStack() as stack:
+        names = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix="-hosts"))
+        hosts = tuple(
+            Host(f"{stem}{end}", f"veth-{end}", f"10.77.0.{number}", names.name) for number, end in ((1, "a"), (2, "b"))
+        )
+        a, b = hosts
+        names.writelines(f"{host.address} {host.namespace}\n" for host in hosts)
+        names.write("127.0.0.1 localhost\n")
+        names.flush()
         for host in hosts:
             try:
                 _ip("netns", "add", host.namespace)

@@ -1,4 +1,4 @@
-"""Trainer ranks on one host and the rollout node on another, with nothing between them but a network."""
+"""Members on two hosts with nothing between them but a network."""
 
 from __future__ import annotations
 

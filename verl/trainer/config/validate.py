@@ -217,10 +217,11 @@ def _checkpoint_engine(config: PPOConfig) -> Iterator[str]:
         yield str(exc)
         return
     backend, device = config.checkpoint_engine.backend, resolve_device(config.trainer.device)
-    if needs.same_host and config.trainer.nnodes > 1:
+    separate = config.trainer.placement == "separate"
+    if needs.same_host and separate and (config.trainer.nnodes > 1 or device != "cpu"):
         yield (
-            f"checkpoint_engine.backend={backend} needs trainer ranks and rollout engines on one host, "
-            f"and trainer.nnodes={config.trainer.nnodes}"
+            f"checkpoint_engine.backend={backend} needs rollout engines on the trainer's machines, and "
+            f"trainer.placement=separate with trainer.nnodes={config.trainer.nnodes} on {device} puts them on others"
         )
     if device not in needs.device_types:
         yield (

@@ -96,6 +96,14 @@ async def test_a_host_with_a_node_but_no_trainer_rank_is_named(tmp_path: Path) -
             await fleet.manager.update_weights(1)
 
 
+async def test_a_rank_that_is_not_connected_publishes_nothing(tmp_path: Path) -> None:
+    async with Fleet({"w": torch.randn(8, 8)}, tmp_path, nodes=2, hosts=("ab", "ab"), retries=0) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.trainers[0].member._engine._here = frozenset()
+        with pytest.raises(SyncAborted, match="trainer-0.*not connected to any node of this host"):
+            await fleet.manager.update_weights(2)
+
+
 # --- in processes -----------------------------------------------------------------------------------------------------
 
 

@@ -20,26 +20,23 @@ from tests.e2e.job import in_process
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
-NODES = {"a": {"num_cpus": 1}, "b": {"num_cpus": 1}, "c": {"num_cpus": 1}}
+NODES = 3
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 2**27}
+"""Each has room for all ranks."""
 COMMON = (
     "trainer.nnodes=2",
     "trainer.n_gpus_per_node=1",
     "trainer.num_cpus_per_rank=0.6",
     "trainer.total_training_steps=1",
-    "checkpoint_engine.backend=gloo",
 )
 
 
 def main(directory: Path, model: str) -> dict[str, Any]:
     common = [*COMMON, f"actor_rollout_ref.model.path={model}"]
-    nodes = list(NODES.values())
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**nodes[0], "include_dashboard": False, "object_store_memory": 2**27},
-    )
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     try:
-        for node in nodes[1:]:
-            cluster.add_node(**node, object_store_memory=2**27)
+        for _ in range(NODES - 1):
+            cluster.add_node(**NODE)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         cluster.wait_for_nodes()
         return {
@@ -47,8 +44,10 @@ def main(directory: Path, model: str) -> dict[str, Any]:
                 directory / "separate",
                 *common,
                 "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
                 "trainer.save_freq=1",
             ),
+            "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
             "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
         }
     finally:
@@ -69,7 +68,7 @@ def _run(directory: Path, *overrides: str) -> dict[str, Any]:
         "nodes": nodes,
         "reports": [json.loads(line) for line in (out / "sync_reports.jsonl").read_text().splitlines()],
         "metrics": list(read_metrics(out / "metrics.jsonl")),
-        "saved": sorted(path.name for path in (out / "global_step_1" / "actor").rglob("*")),
+        "saved": sorted(path.name for path in out.glob("global_step_1/actor/*")),
     }
 
 

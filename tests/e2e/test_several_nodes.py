@@ -32,23 +32,35 @@ def found(tmp_path_factory, tiny_model):
     return json.loads(stdout.splitlines()[-1])
 
 
+def nodes_of(run):
+    """Ray nodes of the trainer ranks, of the rollout nodes and of the engines."""
+    return [set(run["nodes"][name]) for name in ("ActorRolloutRefWorker", "CheckpointEngineWorker", "RolloutServer")]
+
+
 def test_trainer_ranks_are_on_nodes_of_their_own_and_the_rollouts_on_another(found):
-    nodes = found["separate"]["nodes"]
-    trainers, arenas, servers = (
-        set(nodes[name]) for name in ("ActorRolloutRefWorker", "CheckpointEngineWorker", "RolloutServer")
-    )
-    assert len(trainers) == 2
-    assert len(arenas) == 1
+    trainers, arenas, servers = nodes_of(found["separate"])
+    assert (len(trainers), len(arenas)) == (2, 1)
     assert servers == arenas
     assert not arenas & trainers
 
 
-def test_ranks_on_two_nodes_train_save_and_reach_the_rollouts(found):
-    run = found["separate"]
+def test_a_colocated_trainer_has_an_arena_and_an_engine_on_each_of_its_nodes(found):
+    trainers, arenas, servers = nodes_of(found["colocated"])
+    assert len(trainers) == 2
+    assert trainers == arenas == servers
+    assert found["colocated"]["reports"][-1]["replicas_updated"] == ["replica-0", "replica-1"]
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_ranks_on_two_nodes_train_and_reach_the_rollouts(found, placement):
+    run = found[placement]
     assert run["step"] == 1
     assert [report["outcome"] for report in run["reports"]] == ["committed", "committed"]
     assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
-    assert {"__0_0.distcp", "__1_0.distcp"} <= set(run["saved"])
+
+
+def test_every_rank_saves_its_part(found):
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(found["separate"]["saved"])
 
 
 def test_a_cluster_with_too_few_nodes_is_refused_with_what_is_there(found):

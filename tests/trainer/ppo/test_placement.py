@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from verl.trainer.ppo.placement import Machine, num_replicas, place_rollouts, require_machines
+from verl.trainer.ppo.placement import (
+    Machine,
+    num_replicas,
+    place_rollouts,
+    refuse_missing_files,
+    require_machines,
+)
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 
 def config_of(placement: str, **rollout: int) -> PPOConfig:
@@ -114,3 +121,14 @@ def test_accelerators_need_machines_of_their_own():
             trainer_nodes=["a"],
             all_nodes=["a", "b"],
         )
+
+
+def test_what_a_host_does_not_see_is_named_with_its_key():
+    keys = {"/m": "actor_rollout_ref.model.path=/m", "/out/token": "trainer.default_local_dir=/out (for checkpoints)"}
+    refuse_missing_files(keys, {"10.0.0.1": [], "10.0.0.2": []})
+    with pytest.raises(ConfigError, match=r"default_local_dir=/out \(for checkpoints\) is not there on 10\.0\.0\.2"):
+        refuse_missing_files(keys, {"10.0.0.1": [], "10.0.0.2": ["/out/token"]})
+
+
+def test_a_rank_tells_which_files_it_does_not_see(tmp_path):
+    assert ActorRolloutRefWorker.missing_files(None, [str(tmp_path), str(tmp_path / "no")]) == [str(tmp_path / "no")]

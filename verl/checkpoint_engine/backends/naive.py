@@ -68,6 +68,13 @@ class NaiveEngine(CheckpointEngineWithCache):
         assert self._plan is not None  # the manager prepares every member before it publishes
         self._published = None
         paths = [path for name, path in slots.items() if name in self._here]
+        if not paths:
+            raise TransportError(
+                "no slot to write: not connected to any node of this host",
+                version=version,
+                phase="publish",
+                member=self.member.name,
+            )
         try:
             self._unmap(keep=self._kept(paths))
             views = [self._view(path) for path in paths]

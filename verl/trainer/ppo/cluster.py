@@ -23,9 +23,15 @@ from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
-from verl.trainer.ppo.placement import Machine, RolloutPlacement, num_replicas, place_rollouts, require_machines
+from verl.trainer.ppo.placement import (
+    Machine,
+    RolloutPlacement,
+    num_replicas,
+    place_rollouts,
+    refuse_missing_files,
+    require_machines,
+)
 from verl.trainer.ppo.ray_session import RaySession
-from verl.utils.config import ConfigError
 from verl.utils.signals import uninterrupted
 from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -224,17 +230,11 @@ class Cluster:
                 keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
             if resume_from := CheckpointDirectory(self._config.trainer).find():
                 keys[str(resume_from)] = f"the checkpoint {resume_from}"
-            absent = self.actor.missing_files(list(keys))
-        problems = [
-            f"{keys[path]} is not there on {self.actor.processes[rank].address} (trainer rank {rank})"
-            for rank, paths in enumerate(absent)
-            for path in paths
-        ]
-        if problems:
-            raise ConfigError(
-                f"trainer.nnodes={self._config.trainer.nnodes} needs a file system that all of them share:\n"
-                + "\n".join(problems)
-            )
+            missing = self.actor.missing_files(list(keys))
+        processes = self.actor.processes
+        refuse_missing_files(
+            keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
+        )
 
     def _start_rollouts(self, placement: RolloutPlacement) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.utils.config import ConfigError
@@ -50,6 +50,13 @@ def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]
         f"{needed}; the Ray cluster has {len(machines)}: {present}. Connect to one that is large enough with "
         "ray_kwargs.ray_init.address"
     )
+
+
+def refuse_missing_files(keys: Mapping[str, str], missing: Mapping[str, Sequence[str]]) -> None:
+    """Raises ConfigError if any host lacks any file. `missing` has the paths by host, `keys` what a path is for."""
+    problems = [f"{keys[path]} is not there on {host}" for host, paths in missing.items() for path in paths]
+    if problems:
+        raise ConfigError("a trainer on several machines needs a file system that they share: " + "; ".join(problems))
 
 
 def num_replicas(config: PPOConfig, device: str) -> int:

@@ -32,6 +32,11 @@ def available_nbytes() -> int:
     return _kib("MemAvailable") * 1024
 
 
+def private_nbytes() -> int:
+    """Anonymous memory of this process: its own, without what it shares with others."""
+    return int(_field("/proc/self/status", "RssAnon").split()[0]) * 1024
+
+
 class Memcpy:
     """The speed limit: plain copies of `nbytes`, through warm private buffers."""
 
@@ -41,7 +46,7 @@ class Memcpy:
         self._pairs = [(np.ones(size, np.uint8), np.zeros(size, np.uint8)) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads)
 
-    def gbytes_per_s(self, threads: int) -> float:
+    def gbytes_per_s(self, threads: int = 1) -> float:
         """Bytes copied per second (each counted once), `threads` copying at once.
 
         As many bytes per thread as the model has, because a shorter moment may catch a quieter machine.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import private_nbytes
 from benchmarks.synthetic_model import RowsOfModel
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
@@ -31,6 +32,9 @@ def serve(pipe: Connection, rank: int, world_size: int, specs: list[TensorSpec],
             except EOFError:
                 return
             try:
+                if method == "private_nbytes":
+                    pipe.send((private_nbytes(), None))
+                    continue
                 call = source.step if method == "step" else getattr(trainer, method)
                 pipe.send((runner.run(call(*arguments)), None))
             except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
@@ -87,6 +91,11 @@ class RankProcess:
 
     async def step(self) -> None:
         await self._call("step")
+
+    async def private_nbytes(self) -> int:
+        """Memory that belongs to the rank's process alone: not the arena that it may have mapped."""
+        nbytes: int = await self._call("private_nbytes")
+        return nbytes
 
     async def close(self) -> None:
         """End the process. Idempotent."""

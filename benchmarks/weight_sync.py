@@ -2,6 +2,10 @@
 
     python -m benchmarks.weight_sync --backend naive --size-gib 1 --trainers 2
 
+    python -m benchmarks.weight_sync --backend all --size-gib 1 --trainers 2 --nodes 1
+
+`all` measures every backend that runs here beside the raw speed of its library, and what others do: see `comparison`.
+
 Trainer ranks are processes, the node and its arena are the real ones. Every repeat measures memcpy first and then one
 version, so that both sides see the same machine. Activation is stood in for by replicas that copy every tensor out of
 the arena into memory of their own: the least that any engine does.
@@ -22,10 +26,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import comparison_report, weight_sync_report
+from benchmarks.comparison import compare, needed_nbytes
 from benchmarks.machine import Memcpy, available_nbytes, describe_machine
+from benchmarks.peers import Job
 from benchmarks.rank_process import RankProcess
 from benchmarks.synthetic_model import MIN_NBYTES, qwen_like_specs
-from benchmarks.weight_sync_report import draw, print_table
 from verl import envs
 from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -97,7 +103,8 @@ async def measure(settings: Settings) -> dict[str, Any]:
     resolve_backend(config)
     specs = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
     nbytes = sum(spec.nbytes for spec in specs)
-    require_memory(settings, nbytes)
+    itemsize = getattr(torch, settings.source_dtype).itemsize / getattr(torch, settings.dtype).itemsize
+    require_memory(settings, int(nbytes * (itemsize + 2 * settings.nodes + settings.replicas)))
     machine = describe_machine()
     trainers = [
         RankProcess(rank, settings.trainers, specs, settings.source_dtype, config) for rank in range(settings.trainers)
@@ -141,6 +148,17 @@ async def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
+async def compare_all(settings: Settings) -> dict[str, Any]:
+    job = Job(
+        specs=qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype),
+        source_dtype=settings.source_dtype,
+        trainers=settings.trainers,
+        nodes=settings.nodes,
+    )
+    require_memory(settings, needed_nbytes(job))
+    return await compare(job, settings.repeats, settings.block_kilobytes)
+
+
 def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -> dict[str, Any]:
     """Medians. `nbytes` travel per version, `own_nbytes` of them (per node) belong to one rank."""
 
@@ -175,14 +193,12 @@ def shared_nbytes(job: str) -> int:
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
-def require_memory(settings: Settings, nbytes: int) -> None:
-    """Raises ConfigError if the ranks' weights, two slots per node, and the replicas' copies do not fit."""
-    itemsize = getattr(torch, settings.source_dtype).itemsize / getattr(torch, settings.dtype).itemsize
-    needed = int(nbytes * (itemsize + 2 * settings.nodes + settings.replicas))
-    if needed > available_nbytes():
+def require_memory(settings: Settings, needed_nbytes: int) -> None:
+    """Raises ConfigError if the ranks' weights, two slots per node, and the copies that are made do not fit."""
+    if needed_nbytes > available_nbytes():
         raise ConfigError(
-            f"--size-gib {settings.size_gib} needs {needed / 2**30:.1f} GiB of memory "
-            f"(trainer ranks, {settings.nodes} node arenas of two slots, {settings.replicas} replicas); "
+            f"--size-gib {settings.size_gib} needs {needed_nbytes / 2**30:.1f} GiB of memory "
+            f"({settings.trainers} trainer ranks, {settings.nodes} node arenas of two slots, and copies); "
             f"{available_nbytes() / 2**30:.1f} GiB are available"
         )
 
@@ -190,7 +206,7 @@ def require_memory(settings: Settings, nbytes: int) -> None:
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--backend", default="naive", help="checkpoint engine backend (default: %(default)s)")
+    add("--backend", default="naive", help="checkpoint engine backend, or `all` of them (default: %(default)s)")
     add("--size-gib", type=float, default=1.0, help="model size at the rollout dtype (default: %(default)s)")
     add("--trainers", type=int, default=2, help="trainer ranks, a process each (default: %(default)s)")
     add("--nodes", type=int, default=1, help="rollout nodes, each with an arena of its own (default: %(default)s)")
@@ -217,13 +233,18 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(measure(settings))
+        if settings.backend == "all":
+            result = asyncio.run(compare_all(settings))
+            report: Any = comparison_report
+        else:
+            result = asyncio.run(measure(settings))
+            report = weight_sync_report
     except (CheckpointEngineError, ValueError, OSError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(result, output / "plot.png")
-    print_table(result)
+    report.draw(result, output / "plot.png")
+    report.print_table(result)
     print(f"{output / 'result.json'}\n{output / 'plot.png'}")
     return 0
 

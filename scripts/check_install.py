@@ -5,6 +5,7 @@ Exit status 1, with the reasons, if not. Run by `scripts/install_cpu.sh` as its 
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from importlib import metadata
@@ -35,7 +36,7 @@ def version_problems() -> list[str]:
 
 
 def import_problems() -> list[str]:
-    """What is wrong with the compiled parts: torch's build, vLLM's kernels."""
+    """What is wrong with the compiled parts: torch's build, vLLM's kernels, the transports' libraries."""
     import torch
     import vllm
     from vllm.platforms import current_platform
@@ -50,6 +51,11 @@ def import_problems() -> list[str]:
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "silu_and_mul"):
         problems.append("vLLM's CPU kernels did not load; the warnings above name the library")
+    for module in ("nixl", "mooncake.engine"):
+        try:
+            importlib.import_module(module)
+        except ImportError as exc:
+            problems.append(f"{module} cannot be loaded: {exc}")
     return problems
 
 

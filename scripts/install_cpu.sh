@@ -61,8 +61,11 @@ check_disk() {
 require_system_packages() {
     local python=$1 missing=()
     "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=("python$(python_version "$python")-venv")
-    "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1) # vLLM links to it
-    "$python" -c 'import ctypes; ctypes.CDLL("libstdc++.so.6")' 2>/dev/null || missing+=(libstdc++6)
+    has_library() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
+    has_library libnuma.so.1 || missing+=(libnuma1) # vLLM and Mooncake link to it
+    has_library libibverbs.so.1 || missing+=(libibverbs1) # Mooncake, also without RDMA devices
+    has_library libcurl.so.4 || missing+=(libcurl4) # Mooncake
+    has_library libstdc++.so.6 || missing+=(libstdc++6)
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
         die "system packages are missing: ${missing[*]}" "sudo apt-get install ${missing[*]}"

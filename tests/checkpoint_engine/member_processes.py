@@ -150,7 +150,8 @@ class SpoiledCommunicator:
         return getattr(self._communicator, name)
 
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Any:
-        return SpoiledFlight(self._communicator.broadcast(group, memory, sending=sending), memory, self._spoil)
+        flight = self._communicator.broadcast(group, memory, sending=sending)
+        return flight if sending else SpoiledFlight(flight, memory, self._spoil)
 
 
 class SpoiledFlight:

@@ -16,7 +16,8 @@ from verl.checkpoint_engine.arena import NodeArena, SlotView, committed_version,
 from verl.checkpoint_engine.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, make_plan
+from verl.checkpoint_engine.plan import make_plan
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 
 LAYOUT = Layout.of(

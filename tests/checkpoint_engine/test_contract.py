@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint_engine.backends import BACKENDS, nbytes_moved
+from tests.checkpoint_engine.backends import BACKENDS, PACKAGES, QUICK, SLOW, nbytes_moved, using
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, arenas_in
 
 BLOCK_KB = 4
@@ -42,7 +42,14 @@ CASES = {
         f"{kind}{layer}": torch.randn(size) for layer in range(6) for kind, size in (("w", 300_000), ("norm", 33))
     },
     "5,000 tiny tensors": lambda: {f"t{index}": torch.randn(3) for index in range(5000)},
+    "all of these in one": lambda: {
+        f"{case}.{name}": tensor
+        for case in CASES
+        if case != "all of these in one"
+        for name, tensor in CASES[case]().items()
+    },
 }
+FEW_CASES = ("empty model", "only zero-byte tensors", "all of these in one")
 
 
 def tensors_of(case: str, round_: int) -> dict[str, torch.Tensor]:
@@ -61,8 +68,11 @@ def assert_bit_equal(replica: RecordingReplica, version: int, expected: Mapping[
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [using(backend, case) for backend in QUICK for case in CASES]
+    + [using(backend, case) for backend in SLOW for case in FEW_CASES],
+)
 async def test_three_versions_arrive_bit_equal(backend: str, case: str, tmp_path: Path) -> None:
     async with Fleet(
         tensors_of(case, 0),
@@ -85,10 +95,15 @@ async def test_three_versions_arrive_bit_equal(backend: str, case: str, tmp_path
             assert report.nbytes_moved == nbytes_moved(backend, needed, nodes=1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("source", [RowShardedSource, ColumnShardedSource])
-@pytest.mark.parametrize("trainers", [1, 2, 4])
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+SIZES = [(trainers, nodes) for trainers in (1, 2, 4) for nodes in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "source", "trainers", "nodes"),
+    [using(backend, RowShardedSource, *size) for backend in PACKAGES for size in SIZES]
+    + [using(backend, ColumnShardedSource, *size) for backend in QUICK for size in SIZES]
+    + [using(backend, ColumnShardedSource, 4, 3) for backend in SLOW],
+)
 async def test_any_number_of_trainers_reaches_any_number_of_nodes(
     backend: str, source: type[RowShardedSource], trainers: int, nodes: int, tmp_path: Path
 ) -> None:

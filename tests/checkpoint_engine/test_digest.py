@@ -10,7 +10,8 @@ import xxhash
 from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
 from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 
 LAYOUT = Layout.of(

@@ -16,7 +16,8 @@ from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, buckets_of, messages_of
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
 
 

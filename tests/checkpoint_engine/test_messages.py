@@ -10,7 +10,8 @@ from tests.checkpoint_engine.fakes import ColumnShardedSource, RowShardedSource
 from verl.checkpoint_engine.layout import ALIGNMENT, Layout
 from verl.checkpoint_engine.packed import SHORT_NBYTES, Packing
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, buckets_of, messages_of
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
+from verl.checkpoint_engine.shards import ShardTable
 
 KIB = 1024
 MIB = 1024 * KIB

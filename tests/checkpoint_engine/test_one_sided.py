@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -295,6 +296,29 @@ def test_an_rdma_device_that_does_not_exist_is_refused_with_those_that_do(tmp_pa
         rdma_devices(options, tmp_path)
     assert rdma_devices(MooncakeOptions(protocol="rdma", rdma_devices="mlx5_0"), tmp_path) == "mlx5_0"
     assert rdma_devices(MooncakeOptions(), tmp_path) == ""
+
+
+ALL_PORTS_TAKEN = """
+import socket, subprocess
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+held = [socket.create_server(("0.0.0.0", port)) for port in range(15000, 17001)]
+from verl.checkpoint_engine.backends.mooncake import MooncakeWire
+from verl.checkpoint_engine.errors import TransportError
+try:
+    MooncakeWire(host="127.0.0.1", protocol="tcp", devices="")
+except TransportError as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+def test_a_host_on_which_no_port_is_free_for_mooncake_is_named_with_the_ports():
+    command = ["unshare", "--net", "sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", sys.executable, "-c", ALL_PORTS_TAKEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare failed" in done.stderr:
+        pytest.skip("this machine does not allow network namespaces")
+    assert "Mooncake cannot start on 127.0.0.1 (tcp)" in done.stdout, done.stderr
+    assert "free port from 15000 to 17000" in done.stdout
 
 
 @pytest.mark.parametrize(

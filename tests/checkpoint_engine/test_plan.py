@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, flat_range_boxes, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
+from verl.checkpoint_engine.shards import ShardTable, flat_range_boxes
 from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
 
 EXAMPLES = settings(deadline=None, max_examples=60)
@@ -143,9 +144,9 @@ def test_a_piece_is_sent_by_a_rank_that_holds_it(model: Model, block_nbytes: int
             shard.name == spec.name
             and all(low <= start for low, start in zip(shard.box.start, box.start, strict=True))
             and all(stop <= high for stop, high in zip(box.stop, shard.box.stop, strict=True))
-            for shard in held[int(plan.owner[piece])]
+            for shard in held[plan.owner_of(piece)]
         )
-        assert plan.first[plan.owner[piece]] <= piece < plan.first[plan.owner[piece] + 1]
+        assert piece in plan.pieces_of(plan.owner_of(piece))
 
 
 @EXAMPLES
@@ -156,7 +157,7 @@ def test_encoding_keeps_everything(model: Model):
     assert again.layout == plan.layout
     assert again.num_owners == plan.num_owners
     for mine, theirs in (
-        (plan.owner, again.owner),
+        (plan.boxes.tensor, again.boxes.tensor),
         (plan.first, again.first),
         (plan.boxes.start, again.boxes.start),
         (plan.boxes.stop, again.boxes.stop),

@@ -5,12 +5,28 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, direct, lane_of
+from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, chain, direct, lane_of
 from verl.checkpoint_engine.types import Member
 
 
 def members(role: str, *indices: int) -> list[Member]:
     return [Member(role=role, index=index, host=f"{role}-host-{index}") for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "nodes", "audience"),
+    [
+        ([0, 1], [], {"trainer-0": (), "trainer-1": ()}),
+        ([0], [0], {"trainer-0": ("node-0",)}),
+        ([0, 1], [0, 1], {"trainer-0": ("node-0",), "trainer-1": ("node-0",), "node-0": ("node-1",)}),
+        ([0], [2, 0, 1], {"trainer-0": ("node-0",), "node-0": ("node-1",), "node-1": ("node-2",)}),
+        ([0], [1, 5], {"trainer-0": ("node-1",), "node-1": ("node-5",)}),
+    ],
+)
+def test_in_a_chain_owners_send_to_the_first_node_and_every_node_to_the_next(trainers, nodes, audience):
+    topology = chain(members("trainer", *trainers), members("node", *nodes))
+    assert topology.audience == audience
+    assert [node.index for node in topology.nodes] == sorted(nodes)
 
 
 @pytest.mark.parametrize("build", [direct, broadcast])

@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,7 @@ import ray
 
 from tests.e2e.job import QUICK, in_process
 from verl.checkpoint_engine import registry
+from verl.checkpoint_engine.errors import ConfigError
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
 from verl.workers.reward_manager.naive import RewardError
@@ -88,6 +91,10 @@ MISTAKES = [
     (["actor_rollout_ref.rollout.temperature=0"], ["temperature=0", "above 0"]),
     (["actor_rollout_ref.rollout.agent.default_agent_loop=single_turn"], ["'single_turn'", "single_turn_agent"]),
     (["actor_rollout_ref.rollout.engine_kwargs.vlm.x=1"], ["engine_kwargs.vlm", "vllm"]),
+    (["checkpoint_engine.update_weights_bucket_megabytes=0"], ["bucket_megabytes", "positive, not 0"]),
+    (["checkpoint_engine.update_weights_bucket_megabytes=0.001"], ["bucket_megabytes", "0.001", "int"]),
+    (["checkpoint_engine.engine_kwargs.gloo.bucket_megabytes=0"], ["gloo", "bucket_megabytes must be at least 1"]),
+    (["checkpoint_engine.backend=gloo", "checkpoint_engine.engine_kwargs.gloo.interface=no0"], ["'no0'", " lo"]),
     (["checkpoint_engine.custom_backend_module=no_such_module"], ["custom_backend_module", "no_such_module"]),
     (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib", "no_such_module"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/step"], ["/no/step", "not a checkpoint"]),
@@ -115,6 +122,55 @@ def test_a_backend_whose_package_is_missing_names_the_extra(refuse, monkeypatch)
     (message,) = refuse("checkpoint_engine.backend=far")
     assert "'not_installed_anywhere'" in message
     assert "pip install 'verl-sync[far]'" in message
+
+
+@pytest.mark.parametrize(
+    ("backend", "library", "parts"),
+    [
+        ("nixl", "nixl", ["needs the package 'nixl'", "verl-sync[nixl]"]),
+        (
+            "mooncake",
+            "mooncake",
+            ["needs the package 'mooncake", "verl-sync[mooncake]", "apt-get install libibverbs1"],
+        ),
+    ],
+)
+def test_a_transport_that_is_not_installed_names_the_extra(refuse, without, backend, library, parts):
+    without(backend, library, None)
+    (message,) = refuse(f"checkpoint_engine.backend={backend}", "trainer.placement=separate")
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_mooncake_whose_library_does_not_load_names_the_system_libraries(refuse, without):
+    without("mooncake", "mooncake.engine", ModuleType("mooncake.engine"))
+    (message,) = refuse("checkpoint_engine.backend=mooncake", "trainer.placement=separate")
+    assert "cannot load: cannot import name 'TransferEngine'" in message
+    assert "apt-get install libibverbs1 libnuma1 libcurl4" in message
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Makes a transport's library missing, or something that does not work."""
+
+    def replace(backend, library, module):
+        for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, library, module)
+        monkeypatch.delitem(sys.modules, f"verl.checkpoint_engine.backends.{backend}", raising=False)
+
+    return replace
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+def test_an_rdma_device_that_does_not_exist_is_told_with_those_that_do(refuse):
+    (message,) = refuse(
+        "checkpoint_engine.backend=mooncake",
+        "trainer.placement=separate",
+        "checkpoint_engine.engine_kwargs.mooncake.protocol=rdma",
+        "checkpoint_engine.engine_kwargs.mooncake.rdma_devices=mlx5_99",
+    )
+    assert "no RDMA device mlx5_99" in message
+    assert "there are: " in message
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
@@ -188,6 +244,38 @@ def test_shared_memory_that_is_too_small_is_told_with_both_numbers(refuse, tmp_p
         (message,) = refuse()
         needed, free = re.search(r"needs (\d+) bytes .* (\d+) bytes .* are free", message).groups()
         assert int(needed) > int(free) == 65536
+        (message,) = refuse(
+            "checkpoint_engine.backend=gloo", "trainer.placement=separate", "actor_rollout_ref.rollout.nnodes=3"
+        )
+        assert f"3 node arenas on one host need {3 * int(needed)} bytes" in message
+        assert list(shm.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(shm)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_rollout_node_that_is_too_small_is_named_before_engines_start_and_arenas_are_made(
+    ray_cluster, tmp_path, tiny_model, monkeypatch
+):
+    """In a Ray that is there already, the driver does not know the machines: they are asked."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(shm)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        monkeypatch.setenv("VERL_SHM_DIR", str(shm))
+        with pytest.raises(ConfigError, match=r"prepare, node-\d.*2 node arenas on one host need \d+ bytes") as raised:
+            in_process(
+                tmp_path,
+                f"actor_rollout_ref.model.path={tiny_model}",
+                "trainer.n_gpus_per_node=1",
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "actor_rollout_ref.rollout.nnodes=2",
+            )
+        assert f"in {shm} on " in str(raised.value)
+        assert "65536 bytes (0.00 GiB) are free" in str(raised.value)
         assert list(shm.iterdir()) == []
     finally:
         subprocess.run(["umount", str(shm)], check=True)

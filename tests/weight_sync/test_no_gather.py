@@ -20,7 +20,8 @@ from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.naive import NaiveEngine
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, make_plan
+from verl.checkpoint_engine.plan import make_plan
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Member
 from verl.utils.builtin import make_tiny_model
 

@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -326,13 +327,14 @@ def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, 
         yield from view.tensors()
 
 
-def require_free_bytes(shm_dir: Path, needed: int) -> None:
-    """Raises ConfigError unless `needed` bytes of shared memory are free."""
+def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> None:
+    """Raises ConfigError unless this host has shared memory for `arenas` of `arena_nbytes` each."""
     stats = os.statvfs(shm_dir)
-    free = stats.f_bavail * stats.f_frsize
+    free, needed = stats.f_bavail * stats.f_frsize, arenas * arena_nbytes
     if needed > free:
+        who = "the node arena needs" if arenas == 1 else f"{arenas} node arenas on one host need"
         raise ConfigError(
-            f"the node arena needs {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir}, "
+            f"{who} {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir} on {socket.gethostname()}, "
             f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free some, enlarge the file system, "
             "or set checkpoint_engine.slots=1 to halve the need"
         )

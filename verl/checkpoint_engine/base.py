@@ -46,6 +46,8 @@ class Capabilities:
     """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
     """Devices whose memory it can read weights from."""
+    topologies: tuple[str, ...] = ("direct",)
+    """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
 
 
 class CheckpointEngine(ABC):
@@ -63,6 +65,13 @@ class CheckpointEngine(ABC):
         """Register memory and return the address under which peers reach this member. Once per plan.
 
         Called on every member; `arena` is the node's own, None on trainer ranks. Raises TransportError.
+        """
+
+    @classmethod  # noqa: B027 - most backends ask for nothing
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        """Raises ConfigError or BackendUnavailable for what `config` asks of this host and the host has not.
+
+        Called on every rollout node before its engines start, and on the driver where all members are on its host.
         """
 
     @classmethod

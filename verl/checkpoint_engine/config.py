@@ -99,6 +99,11 @@ class CheckpointEngineConfig:
         None, "module imported on every process that registers a backend of yours"
     )
     block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB")
+    topology: str = option(
+        "auto",
+        "who sends to whom: auto leaves it to the backend; chain: each rollout node serves the next (nixl, mooncake)",
+        choices=("auto", "direct", "broadcast", "chain"),
+    )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
     activation: str = option(

@@ -16,6 +16,7 @@ import xxhash
 
 from verl.checkpoint_engine.errors import IntegrityError, PlanError
 from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.shards import ROWS_AT_A_TIME
 
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8
@@ -70,7 +71,12 @@ def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, ro
 
 def digest_pieces(region: npt.NDArray[np.uint8], plan: SyncPlan, pieces: range) -> UInt64s:
     """The digests of the given pieces of `plan`, read from `region`."""
-    return np.fromiter((digest_piece(region, *extent) for extent in plan.extents.of(pieces)), np.uint64, len(pieces))
+    digests = np.empty(len(pieces), np.uint64)
+    for low in range(0, len(pieces), ROWS_AT_A_TIME):
+        part = pieces[low : low + ROWS_AT_A_TIME]
+        found = (digest_piece(region, *extent) for extent in plan.extents.of(part))
+        digests[low : low + len(part)] = np.fromiter(found, np.uint64, len(part))
+    return digests
 
 
 def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from verl.checkpoint_engine.errors import PlanError
@@ -57,6 +58,30 @@ class Layout:
     @cached_property
     def index(self) -> dict[str, int]:
         return {spec.name: position for position, spec in enumerate(self.specs)}
+
+    @cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """One row per tensor, one column per dimension of the widest; 1 where a tensor has no such dimension."""
+        width = max((len(spec.shape) for spec in self.specs), default=0)
+        ones = (1,) * width
+        rows = [(*spec.shape, *ones[len(spec.shape) :]) for spec in self.specs]
+        return np.array(rows, np.int64).reshape(len(rows), width)
+
+    @cached_property
+    def strides(self) -> npt.NDArray[np.int64]:
+        """Bytes from one index to the next, in the columns of `shapes`."""
+        below = np.column_stack([self.shapes[:, 1:], self.itemsizes])[:, : self.shapes.shape[1]]
+        strides: npt.NDArray[np.int64] = np.cumprod(below[:, ::-1], axis=1)[:, ::-1]
+        return strides
+
+    @cached_property
+    def itemsizes(self) -> npt.NDArray[np.int64]:
+        return np.array([ITEMSIZE[spec.dtype] for spec in self.specs], np.int64)
+
+    @cached_property
+    def bases(self) -> npt.NDArray[np.int64]:
+        """`offsets` as a column."""
+        return np.array(self.offsets, np.int64)
 
     @cached_property
     def digest(self) -> str:

@@ -21,9 +21,11 @@ from verl.checkpoint_engine.deadline import all_within, each_within
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.participants import Holding, MemberPort, NodePort, TrainerPort
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan, make_plan
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.topology import TOPOLOGIES
 from verl.checkpoint_engine.transaction import Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
 
@@ -206,10 +208,12 @@ class CheckpointEngineManager:
             for index, (trainer, host) in enumerate(zip(self._trainers, self._hosts, strict=True))
         ]
         topology = self._engine_class.build_topology(trainers, list(nodes.values()))
+        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
+            topology = TOPOLOGIES[self._config.topology](trainers, list(nodes.values()))
         members = {member.name: member.connect(topology) for member in self._members}
         await all_within(timeout_s, members, version=None, phase="prepare")
         # In place: a sync that connects anew has this mapping.
-        self._arena_paths.update({node.index: node.address for node in nodes.values()})
+        self._arena_paths.update({node.index: node.arena for node in nodes.values()})
 
     async def _catch_up(self, replica: Replica, version: int) -> None:
         await self._nodes[replica.node_index].reverify(version)
@@ -248,7 +252,9 @@ class CheckpointEngineManager:
 
 def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
     """The plan for these trainer ranks. Raises PlanError naming the ranks that describe another model than rank 0."""
-    strangers = [str(rank) for rank, holding in enumerate(holdings) if holding.layout != holdings[0].layout]
+    strangers = [
+        str(rank) for rank, holding in enumerate(holdings) if holding.layout_digest != holdings[0].layout_digest
+    ]
     if strangers:
         raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
     layout = Layout.decode(holdings[0].layout)

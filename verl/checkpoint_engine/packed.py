@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl.checkpoint_engine.layout import ALIGNMENT
-from verl.checkpoint_engine.plan import Int64s, SyncPlan
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.shards import Extents, Int64s
 from verl.checkpoint_engine.types import Shard
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Packing:
     """
 
     first: int
+    extents: Extents
+    """Where the pieces belong in a slot."""
     offset: Int64s
     nbytes: Int64s
     region_nbytes: int
@@ -43,12 +46,12 @@ class Packing:
     @classmethod
     def of(cls, plan: SyncPlan, owner: int) -> Packing:
         pieces = plan.pieces_of(owner)
-        part = slice(pieces.start, pieces.stop)
-        start, nbytes = plan.extents.offset[part], plan.extents.nbytes[part]
+        extents = plan.extents_of(owner)
+        start, nbytes = extents.offset, extents.nbytes
         if not len(pieces):
-            return cls(pieces.start, start, nbytes, 0, 0)
+            return cls(pieces.start, extents, start, nbytes, 0, 0)
         # A run is a maximal sequence of pieces without a gap in the slot; only a new run is aligned anew.
-        single = plan.extents.rows[part] == 1
+        single = extents.rows == 1
         follows = single[1:] & single[:-1] & (start[1:] == start[:-1] + nbytes[:-1])
         first_of_run = np.flatnonzero(np.concatenate([[True], ~follows]))
         run_nbytes = np.add.reduceat(nbytes, first_of_run)
@@ -60,7 +63,7 @@ class Packing:
         run = np.cumsum(np.concatenate([[0], ~follows]))
         within = np.cumsum(nbytes) - nbytes
         offset = run_offset[run] + within - within[first_of_run][run]
-        return cls(pieces.start, offset, nbytes, int(space.sum()), int(space[~at_tail].sum()))
+        return cls(pieces.start, extents, offset, nbytes, int(space.sum()), int(space[~at_tail].sum()))
 
 
 class PackedRegion:

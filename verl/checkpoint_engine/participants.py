@@ -19,14 +19,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
 from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import ShardTable, SyncPlan
+from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 
@@ -41,7 +42,9 @@ class Holding:
     """What one trainer rank says about itself: the whole model's layout, its own shards, its host."""
 
     host: str
+    layout_digest: str
     layout: bytes
+    """From rank 0 alone: the names of a large model are megabytes, and every rank has the same."""
     shards: bytes
 
 
@@ -149,7 +152,12 @@ class TrainerRank(_Participant):
     def _describe(self) -> Holding:
         layout = Layout.of(self._source.specs())
         table = ShardTable.of(layout, self._source.shards())
-        return Holding(host=self._member.host, layout=layout.encode(), shards=table.encode())
+        return Holding(
+            host=self._member.host,
+            layout_digest=layout.digest,
+            layout=layout.encode() if self._member.index == 0 else b"",
+            shards=table.encode(),
+        )
 
     async def prepare(self, plan: bytes) -> str:
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
@@ -190,6 +198,14 @@ class RolloutNode(_Participant):
         self._plan: SyncPlan | None = None
         self._arena: NodeArena | None = None
 
+    async def check(self, arena_nbytes: int, arenas: int) -> None:
+        """Before anything is allocated: is there memory for the host's `arenas`, and what the backend asks of a host?
+
+        Raises ConfigError or BackendUnavailable.
+        """
+        require_free_bytes(self._shm_dir, arena_nbytes, arenas=arenas)
+        self._engine.check_host(self._config)
+
     async def prepare(self, plan: bytes) -> Member:
         """Create the arena for the plan's layout, unless there is one, and say where it is."""
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
@@ -209,7 +225,11 @@ class RolloutNode(_Participant):
         self._plan = plan
         address = self._engine.prepare(plan, self._arena)
         return Member(
-            role="node", index=self._member.index, host=self._member.host, address=address or str(self._arena.directory)
+            role="node",
+            index=self._member.index,
+            host=self._member.host,
+            address=address,
+            arena=str(self._arena.directory),
         )
 
     async def begin(self, version: int) -> str:

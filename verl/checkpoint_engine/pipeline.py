@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.shards import extents_of
 from verl.checkpoint_engine.types import Range, Shard
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class SlotPieces:
         self.bytes = slot.bytes
         self._slot = slot
         self._specs = {spec.name: spec for spec in slot.layout.specs}
-        self._extents = plan.extents.of(plan.pieces_of(owner))
+        self._extents = plan.extents_of(owner).of(range(len(plan.pieces_of(owner))))
         # The pieces of one tensor follow each other.
         self._name: str | None = None
         self._tensor: torch.Tensor | None = None
@@ -110,7 +112,7 @@ def buckets_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
     Ranges that touch at both ends are joined. Strided pieces come in buckets of their own.
     """
     packing = Packing.of(plan, owner)
-    extents = plan.extents.of(plan.pieces_of(owner))
+    extents = packing.extents.of(range(len(packing.offset)))
     sources = packing.offset.tolist()
     buckets: list[Bucket] = []
     ranges: list[Range] = []
@@ -165,34 +167,36 @@ def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
     """
     packing = Packing.of(plan, owner)
     buckets: list[Bucket] = []
-    for run in _long_runs(plan, packing):
+    for run in _long_runs(packing):
         for start in range(0, run.nbytes, bucket_nbytes):
             nbytes = min(bucket_nbytes, run.nbytes - start)
             part = Range(run.src_offset + start, run.dst_offset + start, nbytes)
             buckets.append(Bucket(owner, (part,), nbytes))
     rows = np.flatnonzero(packing.offset >= packing.tail_offset)
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
-    starts = packing.offset[rows].tolist()
-    ends = (packing.offset[rows] + packing.nbytes[rows]).tolist()
+    starts = packing.offset[rows]
+    ends = starts + packing.nbytes[rows]
     first = 0
-    for row in range(1, len(rows) + 1):
-        if row == len(rows) or ends[row] - starts[first] > bucket_nbytes:
-            pieces = rows[first:row]
-            whole = Range(starts[first], 0, ends[row - 1] - starts[first])
-            payload = int(packing.nbytes[pieces].sum())
-            buckets.append(Bucket(owner, (whole,), payload, (pieces + packing.first).tolist()))
-            first = row
+    while first < len(rows):
+        start = int(starts[first])
+        last = max(int(np.searchsorted(ends, start + bucket_nbytes, side="right")), first + 1)
+        pieces = rows[first:last]
+        whole = Range(start, 0, int(ends[last - 1]) - start)
+        payload = int(packing.nbytes[pieces].sum())
+        # An array of machine integers: a node has a bucket for every piece of the model.
+        buckets.append(Bucket(owner, (whole,), payload, array("q", (pieces + packing.first).tobytes())))
+        first = last
     return buckets
 
 
-def _long_runs(plan: SyncPlan, packing: Packing) -> Iterator[Range]:
+def _long_runs(packing: Packing) -> Iterator[Range]:
     """The head of the packed region: where each of its runs belongs in the slot."""
     rows = np.flatnonzero(packing.offset < packing.tail_offset)
     if not len(rows):
         return
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
     source, nbytes = packing.offset[rows], packing.nbytes[rows]
-    target = plan.extents.offset[rows + packing.first]
+    target = packing.extents.offset[rows]
     follows = (source[1:] == source[:-1] + nbytes[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     columns = (source[first], target[first], np.add.reduceat(nbytes, first))
@@ -227,9 +231,10 @@ class Detour:
         if bucket.owner not in self._packings:
             self._packings[bucket.owner] = Packing.of(self._plan, bucket.owner)
         packing = self._packings[bucket.owner]
-        pieces, extents = np.asarray(bucket.scatter), self._plan.extents
+        pieces = np.asarray(bucket.scatter)
+        extents = extents_of(self._plan.layout, self._plan.boxes.take(pieces))
         positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
-        columns = (positions, *(column[pieces] for column in vars(extents).values()))
+        columns = (positions, *vars(extents).values())
         for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
             part = self._bounce[position : position + rows * run_nbytes]
             if rows == 1:
@@ -278,6 +283,7 @@ class FetchLoop:
     max_in_flight: int = 8
     poll_s: float = 0.0002
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
 
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
@@ -325,16 +331,15 @@ class FetchLoop:
             return
         late = {flight.bucket.owner for flight in flying}
         behind = {bucket.owner for bucket in waiting} - late
-        message = f"bytes of {_names(late)} not here within {self.timeout_s:.1f} s"
+        message = f"bytes of {self._names(late)} not here within {self.timeout_s:.1f} s"
         if behind:
-            message += f"; held up behind them: {_names(behind)}"
+            message += f"; held up behind them: {self._names(behind)}"
         raise TransportTimeout(
-            f"{message}; done: {_names(done.keys() - late - behind)}", version=self.version, phase="stage"
+            f"{message}; done: {self._names(done.keys() - late - behind)}", version=self.version, phase="stage"
         )
 
-
-def _names(owners: Collection[int]) -> str:
-    return ", ".join(f"trainer-{owner}" for owner in sorted(owners)) or "none"
+    def _names(self, owners: Collection[int]) -> str:
+        return ", ".join(map(self.name_of, sorted(owners))) or "none"
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

@@ -34,14 +34,17 @@ class Backend:
     """What else must be installed, outside of Python."""
 
     def load(self, name: str) -> type[CheckpointEngine]:
-        """Import the class. Raises BackendUnavailable that names the missing package and the extra with it."""
+        """Import the class. Raises BackendUnavailable that names what is missing and the extra that brings it."""
         module, _, attribute = self.target.partition(":")
         try:
             engine_class: type[CheckpointEngine] = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as exc:
+        except ImportError as exc:
+            missing = (
+                f"needs the package {exc.name!r}" if isinstance(exc, ModuleNotFoundError) else f"cannot load: {exc}"
+            )
             raise BackendUnavailable(
-                f"checkpoint_engine.backend={name} needs the package {exc.name!r}: "
-                f"pip install 'verl-sync[{self.extra or name}]'" + (f", and {self.system}" if self.system else "")
+                f"checkpoint_engine.backend={name} {missing}: pip install 'verl-sync[{self.extra or name}]'"
+                + (f", and {self.system}" if self.system else "")
             ) from exc
         return engine_class
 
@@ -56,7 +59,7 @@ BUILTIN = {
         "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",
         extra="mooncake",
         options=MooncakeOptions,
-        system="the system library libibverbs (apt-get install libibverbs1)",
+        system="the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)",
     ),
 }
 
@@ -114,6 +117,12 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
                 f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
             ) from exc
     engine_class = CheckpointEngineRegistry.get(config.backend)
+    topologies = engine_class.capabilities.topologies
+    if config.topology not in ("auto", *topologies):
+        raise ConfigError(
+            f"checkpoint_engine.topology={config.topology} is impossible with "
+            f"checkpoint_engine.backend={config.backend}; possible: {', '.join(('auto', *topologies))}"
+        )
     for name, options in config.engine_kwargs.items():
         if name not in CheckpointEngineRegistry.names():
             raise ConfigError(

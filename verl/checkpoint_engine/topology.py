@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
 from verl.checkpoint_engine.types import Member
@@ -92,3 +93,23 @@ def lane_of(owner: int, *, num_owners: int, num_nodes: int) -> Lane:
     if num_owners <= MAX_LANES:
         return Lane(device=None, threads=2)
     return Lane(device=owner % MAX_LANES if num_nodes <= MAX_MESH_NODES else None, threads=1)
+
+
+def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+    """Every trainer rank's pieces go to the first rollout node only; every node serves the next one, by index.
+
+    A trainer's network carries each byte once, however many nodes there are.
+    """
+    ordered = sorted(nodes, key=lambda node: node.index)
+    head = tuple(node.name for node in ordered[:1])
+    audience = {trainer.name: head for trainer in trainers}
+    audience |= {node.name: (after.name,) for node, after in pairwise(ordered)}
+    return Topology(tuple(trainers), tuple(ordered), audience)
+
+
+TOPOLOGIES: dict[str, Callable[[Sequence[Member], Sequence[Member]], Topology]] = {
+    "direct": direct,
+    "broadcast": broadcast,
+    "chain": chain,
+}
+"""By the name under which `checkpoint_engine.topology` asks for them."""

@@ -92,6 +92,8 @@ class Member:
     index: int
     host: str
     address: str = ""
+    arena: str = ""
+    """Directory of a rollout node's arena."""
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.communicators import Flight, Gloo, Hccl, Nccl
 from verl.checkpoint_engine.backends.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
 from verl.checkpoint_engine.backends.rendezvous import Deadline
@@ -39,9 +40,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
-        self._options = strict.from_mapping(
-            self.options_class, config.engine_kwargs.get(self.name, {}), f"checkpoint_engine.engine_kwargs.{self.name}"
-        )
+        self._options = self._options_of(config)
         communicator = self.communicator_class(self._options)
         self._groups = OwnerGroups(
             member=member, config=config, options=self._options, communicator=communicator, stop=self._stop
@@ -64,6 +63,15 @@ class CollectiveEngine(CheckpointEngineWithCache):
             return ""
         self._region = PackedRegion(plan, self.member.index)
         return self._groups.host_store() if self.member.index == 0 else ""
+
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        own_address(cls._options_of(config).interface)
+
+    @classmethod
+    def _options_of(cls, config: CheckpointEngineConfig) -> GlooOptions:
+        given = config.engine_kwargs.get(cls.name, {})
+        return strict.from_mapping(cls.options_class, given, f"checkpoint_engine.engine_kwargs.{cls.name}")
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
@@ -126,7 +134,12 @@ class GlooEngine(CollectiveEngine):
     options_class = GlooOptions
     communicator_class = Gloo
     capabilities = Capabilities(
-        staged=True, one_sided=False, elastic=False, same_host=False, device_types=("cpu", "cuda", "npu")
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("cpu", "cuda", "npu"),
+        topologies=("broadcast",),
     )
 
 
@@ -136,7 +149,14 @@ class NcclEngine(CollectiveEngine):
     name = "nccl"
     options_class = NcclOptions
     communicator_class = Nccl
-    capabilities = Capabilities(staged=True, one_sided=False, elastic=False, same_host=False, device_types=("cuda",))
+    capabilities = Capabilities(
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("cuda",),
+        topologies=("broadcast",),
+    )
 
 
 class HcclEngine(CollectiveEngine):
@@ -145,4 +165,11 @@ class HcclEngine(CollectiveEngine):
     name = "hccl"
     options_class = HcclOptions
     communicator_class = Hccl
-    capabilities = Capabilities(staged=True, one_sided=False, elastic=False, same_host=False, device_types=("npu",))
+    capabilities = Capabilities(
+        staged=True,
+        one_sided=False,
+        elastic=False,
+        same_host=False,
+        device_types=("npu",),
+        topologies=("broadcast",),
+    )

@@ -11,21 +11,13 @@ from typing import Any
 
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire, within
-from verl.checkpoint_engine.config import MooncakeOptions
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError
+from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
+from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
-try:
-    from mooncake.engine import TransferEngine
-except ModuleNotFoundError:
-    raise
-except ImportError as exc:
-    raise BackendUnavailable(
-        f"checkpoint_engine.backend=mooncake cannot load Mooncake's library: {exc}. "
-        "It needs the system library libibverbs: apt-get install libibverbs1"
-    ) from exc
+from mooncake.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +41,11 @@ class MooncakeWire(Wire):
             if status == 0:
                 break
         else:
-            raise TransportError(f"Mooncake cannot listen on {host} ({protocol}): error {status}")
+            raise TransportError(
+                f"Mooncake cannot start on {host} ({protocol}): error {status} after {PORT_ATTEMPTS} attempts. "
+                "It needs a free port from 15000 to 17000",
+                phase="prepare",
+            )
         self._host = host
         self._targets: dict[int, str] = {}
         self._opened: set[int] = set()
@@ -108,13 +104,20 @@ class MooncakeWire(Wire):
 
 
 class MooncakeEngine(OneSidedEngine):
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        rdma_devices(_options_of(config), DEVICES)
+
     def open_wire(self, topology: Topology | None) -> MooncakeWire:
-        options: MooncakeOptions = strict.from_mapping(
-            MooncakeOptions, self.config.engine_kwargs.get("mooncake", {}), "checkpoint_engine.engine_kwargs.mooncake"
-        )
+        options = _options_of(self.config)
         return MooncakeWire(
             host=options.host or own_address(None), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
         )
+
+
+def _options_of(config: CheckpointEngineConfig) -> MooncakeOptions:
+    given = config.engine_kwargs.get("mooncake", {})
+    return strict.from_mapping(MooncakeOptions, given, "checkpoint_engine.engine_kwargs.mooncake")
 
 
 def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:

@@ -29,6 +29,8 @@ from verl.utils import config as strict
 ONE_HOST = "sm,self"
 PEER_ERRORS = "peer"
 NO_ERRORS = "none"
+PROGRESS_DELAY_US = 100
+"""How long an owner's progress thread may sleep; traffic wakes it earlier."""
 
 _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -45,10 +47,9 @@ class NixlWire(Wire):
         logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
-        config = nixl.nixl_agent_config(enable_prog_thread=progress, backends=[])
         try:
             with _ucx_environment(tls):
-                self._agent: Any = nixl.nixl_agent(f"{name}-{secrets.token_hex(4)}", config)
+                self._agent: Any = _new_agent(f"{name}-{secrets.token_hex(4)}", progress)
                 self._agent.create_backend("UCX", options)
         except _nixl_errors as exc:
             raise TransportError(f"NIXL cannot start UCX (UCX_TLS={tls}, {options}): {exc}") from exc
@@ -140,6 +141,20 @@ class NixlEngine(OneSidedEngine):
             num_workers=options.num_workers,
             progress=topology is None,
         )
+
+
+def _new_agent(name: str, progress: bool) -> Any:
+    """An agent whose progress thread sleeps until there is something to answer.
+
+    The thread of the Python interface's own agents polls without a pause (nixl 1.5.1): a core for every trainer rank,
+    as long as it trains. The delay is an option of the agent underneath, so that one is replaced.
+    """
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=progress, backends=[]))
+    options = nixl._bindings.nixlAgentConfig()
+    options.useProgThread = progress
+    options.pthrDelay = PROGRESS_DELAY_US
+    agent.agent = nixl._bindings.nixlAgent(name, options)
+    return agent
 
 
 def _has_no_peer_errors(tls: str | None) -> bool:

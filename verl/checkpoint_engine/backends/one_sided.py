@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.checkpoint_engine.arena import NodeArena
+from verl.checkpoint_engine.backends.chain import ChainLink, publication_of
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
@@ -163,7 +164,12 @@ class OneSidedEngine(CheckpointEngineWithCache):
     """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects everybody anew."""
 
     capabilities = Capabilities(
-        staged=True, one_sided=True, elastic=False, same_host=False, device_types=("cpu", "cuda", "npu")
+        staged=True,
+        one_sided=True,
+        elastic=False,
+        same_host=False,
+        device_types=("cpu", "cuda", "npu"),
+        topologies=("direct", "chain"),
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20
     """At most this many bytes per transfer, however large the buckets: failures are noticed in between."""
@@ -182,6 +188,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._buckets: list[Bucket] = []
         self._bounce: UInt8s = np.zeros(0, np.uint8)
         self._slots: dict[str, UInt8s] = {}
+        self._link: ChainLink | None = None
+        """On nodes, in a chain."""
         self._abandoned: list[Wire] = []
         """Wires with reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
 
@@ -207,7 +215,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
         scattered = [part.ranges[0].nbytes for part in self._buckets if part.scatter]
         self._bounce = np.zeros(max(scattered, default=0) + plan.num_owners * Stamp.NBYTES, np.uint8)
         self._arena = arena
-        return str(arena.directory)
+        if self.config.topology != "chain":
+            return ""
+        self._link = ChainLink(plan, self.open_wire(None), nbytes)
+        return self._link.address
 
     def _expose(self, plan: SyncPlan) -> str:
         self._region = PackedRegion(plan, self.member.index)
@@ -223,8 +234,12 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def init_process_group(self, topology: Topology) -> None:
         if self._arena is None:
             return
-        self._wire = self.open_wire(topology)
+        if self._link is not None:
+            self._link.join(topology, self.member)
+        self._wire = self.open_wire(self._link.read_from(topology) if self._link else topology)
         self._wire.register(self._bounce)
+        if self._link is not None:
+            self._link.connect(self._wire, _before(self.config.deadlines.prepare_s))
         needed = {bucket.owner for bucket in self._buckets}
         for trainer in topology.trainers:
             if trainer.index in needed:
@@ -253,24 +268,31 @@ class OneSidedEngine(CheckpointEngineWithCache):
         try:
             reader = WireReader(self._wire, self._owners, self._slot(self._wire, arena), self._bounce, version)
             before = self._stamps(reader, deadline)
-            loop = FetchLoop(
-                reader=reader,
-                plan=self._plan,
-                region=reader.slot,
-                bounce=self._bounce,
-                version=version,
-                timeout_s=deadline - time.monotonic(),
-                stop=self._stop,
-                max_in_flight=self.max_in_flight,
-                on_bucket=lambda _: self._raise_if_stopped(version),
-            )
-            nbytes = loop.run(self._buckets)
+            nbytes = self._fetch(reader, before, deadline)
             self._raise_if_changed(reader, before, self._stamps(reader, deadline))
         except BaseException:
             self._disconnect()
             raise
         self._close_idle_wires()  # of an earlier stage: its peer may have gone on meanwhile
         return nbytes
+
+    def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
+        assert self._plan is not None
+        loop = FetchLoop(
+            reader=reader,
+            plan=self._plan,
+            region=reader.slot,
+            bounce=self._bounce,
+            version=reader.version,
+            timeout_s=deadline - time.monotonic(),
+            stop=self._stop,
+            max_in_flight=self.max_in_flight,
+            on_bucket=lambda _: self._raise_if_stopped(reader.version),
+        )
+        if self._link is None:
+            return loop.run(self._buckets)
+        publication = publication_of(stamps)
+        return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
 
     def finalize(self) -> None:
         self._release()
@@ -284,6 +306,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def _release(self) -> None:
         self._disconnect()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         self._region, self._stamp, self._arena, self._plan = None, None, None, None
         self._encoded_plan, self._address = b"", ""
         self._buckets, self._bounce = [], np.zeros(0, np.uint8)

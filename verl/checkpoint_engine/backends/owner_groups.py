@@ -66,7 +66,7 @@ class OwnerGroups:
     def host_store(self) -> str:
         """Open the store over which all members meet; its address. On trainer 0, before anybody connects."""
         host = own_address(self._options.interface)
-        with failures("opening a store", None, "prepare"):
+        with failures(f"opening a store on any free port of {host}", None, "prepare"):
             timeout = timedelta(seconds=self._deadlines.prepare_s)
             self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         return f"{host}:{self._server.port}/{uuid.uuid4().hex}"

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl import envs
+from verl.checkpoint_engine.deadline import all_within
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
@@ -59,11 +60,13 @@ class Cluster:
         model_path: Path,
         device: str,
         replicas: Sequence[RolloutReplica],
+        arena_nbytes: int,
         with_reference: bool,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
-        `replicas` are those of `make_replicas`, not started.
+        `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
+        Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config
         self._device = device
@@ -80,8 +83,11 @@ class Cluster:
             require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference)
             placement = self._place_rollouts()
+            nodes = self._start_nodes(placement)  # while the trainer ranks build their model
+            self.actor.init_model()
+            self._check(nodes, placement, arena_nbytes)
             self._start_rollouts(placement)
-            self._join(placement)
+            self._join(nodes)
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
@@ -198,7 +204,6 @@ class Cluster:
         )
         if trainer.nnodes > 1:
             self._require_shared_files(model_path)
-        self.actor.init_model()
 
     def _place_rollouts(self) -> RolloutPlacement:
         processes = self.actor.processes
@@ -247,7 +252,7 @@ class Cluster:
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
 
-    def _join(self, placement: RolloutPlacement) -> None:
+    def _start_nodes(self, placement: RolloutPlacement) -> list[RayRolloutNode]:
         config = self._config
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
         for index, node_id in enumerate(placement.nodes):
@@ -255,11 +260,25 @@ class Cluster:
             options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
             node = start_node(index, config.checkpoint_engine, job=job, shm_dir=envs.shm_dir(), options=options)
             self._nodes.append(node)
+        return [RayRolloutNode(index, node) for index, node in enumerate(self._nodes)]
+
+    def _check(self, nodes: Sequence[RayRolloutNode], placement: RolloutPlacement, arena_nbytes: int) -> None:
+        """Ask every rollout node's machine before its engines start, which takes them half a minute."""
+        machines = _ray_nodes()
+        hosts = [machines[node]["NodeManagerAddress"] for node in placement.nodes]
+        checks = {
+            node.name: node.check(arena_nbytes, hosts.count(host)) for node, host in zip(nodes, hosts, strict=True)
+        }
+        timeout_s = self._config.checkpoint_engine.deadlines.prepare_s
+        self.run(all_within(timeout_s, checks, version=None, phase="prepare"))
+
+    def _join(self, nodes: Sequence[RayRolloutNode]) -> None:
+        config = self._config
         output_dir = Path(config.trainer.output_dir)
         self.manager = CheckpointEngineManager(
             config=config.checkpoint_engine,
             trainers=[RayTrainerRank(rank, worker) for rank, worker in enumerate(self.actor.workers)],
-            nodes=[RayRolloutNode(index, node) for index, node in enumerate(self._nodes)],
+            nodes=nodes,
             report_path=Path(config.checkpoint_engine.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))

@@ -47,6 +47,11 @@ for _ in range(10):
 """
 
 
+def starts_locally(arguments: Mapping[str, Any]) -> bool:
+    """Whether `RaySession.start` with these arguments makes a Ray of this machine alone."""
+    return not ray.is_initialized() and arguments.get("address", "local") == "local"
+
+
 class RaySession:
     """Lives on the driver."""
 

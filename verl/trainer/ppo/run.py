@@ -17,10 +17,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import envs
 from verl.checkpoint_engine.arena import require_free_bytes
 from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.ray_session import starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
@@ -52,7 +54,8 @@ def train(config: PPOConfig) -> TrainingResult:
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
-    _require_arena_memory(config, model_path)
+    arena_nbytes = _arena_nbytes(config, model_path)
+    _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
     manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -80,6 +83,7 @@ def train(config: PPOConfig) -> TrainingResult:
             model_path=model_path,
             device=device,
             replicas=replicas,
+            arena_nbytes=arena_nbytes,
             with_reference=needs_reference(config),
         ) as cluster,
         manager_class(
@@ -168,12 +172,25 @@ def _require_positions(config: PPOConfig) -> None:
         )
 
 
-def _require_arena_memory(config: PPOConfig, model_path: Path) -> None:
-    """The node arena fits into shared memory. Checked here, because the engines take half a minute to start."""
+def _arena_nbytes(config: PPOConfig, model_path: Path) -> int:
+    """Shared memory that each rollout node's arena will take."""
     itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
     with HFCheckpoint(model_path) as checkpoint:
         nbytes = sum(align(math.prod(checkpoint.shape(name)) * itemsize) for name in checkpoint.names)
-    require_free_bytes(envs.shm_dir(), nbytes * config.checkpoint_engine.slots)
+    return nbytes * config.checkpoint_engine.slots
+
+
+def _require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
+    """What this machine needs if the rollout nodes are on it. Raises ConfigError or BackendUnavailable.
+
+    Checked here, before anything starts; other machines are asked by the cluster, before their engines start.
+    """
+    colocated = config.trainer.placement == "colocated"
+    if not colocated and not starts_locally(config.ray_kwargs.ray_init):
+        return
+    arenas = 1 if colocated else config.actor_rollout_ref.rollout.nnodes
+    require_free_bytes(envs.shm_dir(), arena_nbytes, arenas=arenas)
+    resolve_backend(config.checkpoint_engine).check_host(config.checkpoint_engine)
 
 
 def _writable(output_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ class CheckpointEngineWorker:
 
     def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
         end_with_raylet()
-        self._node = RolloutNode(index, config, job=job, shm_dir=Path(shm_dir))
+        self._make = partial(RolloutNode, index, config, job=job, shm_dir=Path(shm_dir))
+
+    @cached_property
+    def _node(self) -> RolloutNode:
+        """Made on first use: what is raised in an actor's constructor reaches callers as the actor's death."""
+        return self._make()
+
+    async def check(self, arena_nbytes: int, arenas: int) -> None:
+        await self._node.check(arena_nbytes, arenas)
 
     async def prepare(self, plan: bytes) -> Member:
         return await self._node.prepare(plan)

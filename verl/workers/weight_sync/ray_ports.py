@@ -74,6 +74,9 @@ class RayRolloutNode(_RayMember):
     def __init__(self, index: int, handle: ActorHandle[Any]) -> None:
         super().__init__(f"node-{index}", handle)
 
+    async def check(self, arena_nbytes: int, arenas: int) -> None:
+        await self._call("check", arena_nbytes, arenas)
+
     async def prepare(self, plan: bytes) -> Member:
         result: Member = await self._call("prepare", plan)
         return result

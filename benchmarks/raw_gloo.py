@@ -1,4 +1,4 @@
-"""What the libraries under the backends can do by themselves, between two processes on this machine."""
+"""What gloo can do by itself: broadcasts in buckets, two in flight, between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 TIMEOUT = timedelta(seconds=120)
-
-
-def gloo_broadcast_gbps(nbytes: int, bucket_nbytes: int = 64 * 2**20, *, repeats: int = 3) -> list[float]:
-    """GB/s of broadcasting `nbytes` from one process to another in buckets, two of them in flight, per repeat.
-
-    Timed at the receiver, from before a first byte until the last. Both buffers are warm. Raises RuntimeError.
-    """
-    with GlooPair(nbytes) as pair:
-        return [pair.gbytes_per_s(bucket_nbytes) for _ in range(repeats)]
+BUCKET_NBYTES = 64 * 2**20
 
 
 class GlooPair:
@@ -40,7 +32,8 @@ class GlooPair:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def gbytes_per_s(self, bucket_nbytes: int) -> float:
+    def gbytes_per_s(self, bucket_nbytes: int = BUCKET_NBYTES) -> float:
+        """Of broadcasting the buffer once, timed at the receiver, from before a first byte until the last."""
         for pipe in self._pipes:
             pipe.send(bucket_nbytes)
         rates: list[float] = [pipe.recv() for pipe in self._pipes]

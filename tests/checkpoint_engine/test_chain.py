@@ -1,0 +1,148 @@
+"""A chain of rollout nodes: everybody ends up with the owners' bytes, although only the first node reads them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint_engine.backends import CHAINS
+from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
+from tests.checkpoint_engine.node_process import NodeProcess
+from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.test_one_sided import engine_of
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.registry import resolve_backend
+
+QUICK_S = 20.0
+"""Far below every deadline."""
+LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
+MANY = {"5,000 tiny tensors"}
+
+
+def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **options: Any) -> Fleet:
+    options = {"update_weights_bucket_megabytes": 1, "block_kilobytes": 4, "retries": 0, **options}
+    return Fleet(tensors, tmp_path, topology="chain", nodes=nodes, replicas=nodes, **options)
+
+
+@pytest.mark.parametrize("backend", CHAINS)
+@pytest.mark.parametrize(("nodes", "source"), [(1, RowShardedSource), (2, ColumnShardedSource), (3, RowShardedSource)])
+async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_node(
+    backend: str, nodes: int, source: type[RowShardedSource], tmp_path: Path
+):
+    def tensors(version: int) -> dict[str, torch.Tensor]:
+        """The models of the contract suite, in one, but for those that are only large or many."""
+        cases = CASES.keys() - LARGE - MANY
+        return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
+
+    async with chain_of(tensors(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
+        for version in range(3):
+            expected = tensors(version)
+            fleet.set_weights(expected)
+            report = await fleet.manager.update_weights(version)
+            for replica in fleet.replicas:
+                assert_bit_equal(replica, version, expected)
+            payload = sum(tensor.nbytes for tensor in expected.values())
+            assert report.nbytes_moved == payload * (nodes + 1)
+
+
+@pytest.mark.parametrize("backend", CHAINS)
+async def test_an_empty_model_passes_a_chain(backend: str, tmp_path: Path):
+    async with chain_of({}, tmp_path, nodes=2, backend=backend) as fleet:
+        for version in range(2):
+            await fleet.manager.update_weights(version)
+        assert fleet.replicas[1].version == 1
+
+
+async def test_only_the_first_node_reads_the_bytes_of_owners(tmp_path: Path):
+    tensors = {"w": torch.randn(700, 900), "norm": torch.randn(33)}
+    async with chain_of(tensors, tmp_path, nodes=3, backend="memory-wire") as fleet:
+        await fleet.manager.update_weights(1)
+        regions = [engine_of(trainer)._region for trainer in fleet.trainers]
+        from_owners = [0, 0, 0]
+        for index, node in enumerate(fleet.nodes):
+
+            def count(source: int, nbytes: int, index: int = index) -> None:
+                if any(region.address <= source < region.address + region.nbytes for region in regions):
+                    from_owners[index] += nbytes
+
+            engine_of(node)._wire.before_read = count
+        await fleet.manager.update_weights(2)
+    assert from_owners[0] >= sum(tensor.nbytes for tensor in tensors.values())
+    assert from_owners[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("backend", CHAINS)
+async def test_a_version_that_is_tried_again_is_not_taken_from_the_first_attempt(backend: str, tmp_path: Path):
+    """Node 0 still shows the first attempt, damaged, while node 1 begins the second."""
+    tensors = {"w": torch.randn(700, 900)}
+    async with chain_of(tensors, tmp_path, nodes=2, backend=backend, retries=1) as fleet:
+
+        def flip_a_byte_once() -> None:
+            fleet.nodes[0].after.pop("stage")
+            fleet.nodes[0].member._open_arena.writable_view().bytes[4096] ^= 1
+
+        fleet.nodes[0].after["stage"] = flip_a_byte_once
+        report = await fleet.manager.update_weights(1)
+        assert report.retries == 1
+        for replica in fleet.replicas:
+            assert_bit_equal(replica, 1, tensors)
+
+
+@pytest.mark.parametrize("backend", CHAINS)
+async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_be_replaced(
+    backend: str, tmp_path: Path
+):
+    tensors = {f"w{index}": torch.randn(1024, 1024) for index in range(4)}
+    async with chain_of(tensors, tmp_path, nodes=3, backend=backend) as fleet:
+        middle = NodeProcess(1, fleet.config, job="test", shm_dir=tmp_path)
+        manager = CheckpointEngineManager(
+            config=fleet.config, trainers=fleet.trainers, nodes=[fleet.nodes[0], middle, fleet.nodes[2]]
+        )
+        replicas = [RecordingReplica(f"replica-{index}", index) for index in range(3)]
+        try:
+            await manager.add_replicas(replicas)
+            await manager.update_weights(1)
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            fleet.nodes[0].before["stage"] = lambda: os.kill(middle.pid, signal.SIGKILL)
+            start_s = time.monotonic()
+            with pytest.raises(SyncAborted) as raised:
+                await manager.update_weights(2)
+            assert time.monotonic() - start_s < QUICK_S
+            assert isinstance(raised.value.__cause__, TransportError)
+            assert (raised.value.version, raised.value.phase, raised.value.member) == (2, "stage", "node-1")
+            for replica in replicas:
+                assert_bit_equal(replica, 1, before)
+            fleet.nodes[0].before.clear()
+            middle.replace()
+            await manager.update_weights(3)
+            for replica in replicas:
+                assert_bit_equal(replica, 3, tensors)
+        finally:
+            await manager.close()
+            middle.end()
+    assert soon(lambda: not list(tmp_path.glob("verl-test-*")))
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "possible"),
+    [("naive", "chain", "auto, direct"), ("gloo", "chain", "auto, broadcast"), ("gloo", "direct", "auto, broadcast")],
+)
+def test_a_topology_that_a_backend_cannot_follow_is_refused(backend: str, topology: str, possible: str):
+    config = CheckpointEngineConfig.from_mapping({"backend": backend, "topology": topology})
+    with pytest.raises(
+        ConfigError, match=f"topology={topology} is impossible .*backend={backend}; possible: {possible}$"
+    ):
+        resolve_backend(config)
+
+
+def test_an_unknown_topology_is_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match="chain"):
+        CheckpointEngineConfig.from_mapping({"topology": "chian"})

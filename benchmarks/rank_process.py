@@ -85,8 +85,9 @@ class RankProcess:
         published: Published = await self._call("publish", version, dict(slots))
         return published
 
-    async def serve(self, version: int) -> None:
-        await self._call("serve", version)
+    async def serve(self, version: int) -> int:
+        moved: int = await self._call("serve", version)
+        return moved
 
     async def step(self) -> None:
         await self._call("step")

@@ -182,12 +182,20 @@ class Fleet:
         source: type[RowShardedSource] = RowShardedSource,
         job: str = "test",
         report_path: Path | None = None,
+        hosts: tuple[str, str] | None = None,
         **config: object,
     ) -> None:
+        """`hosts` are those of each trainer rank and of each node, one letter each; by default all are on one."""
+        at = hosts or ("a" * trainers, "a" * nodes)
         self.config = CheckpointEngineConfig.from_mapping(config)
         self.sources = [source(tensors, rank, trainers, dtype) for rank in range(trainers)]
-        self.trainers = [Through(TrainerRank(rank, held, self.config)) for rank, held in enumerate(self.sources)]
-        self.nodes = [Through(RolloutNode(index, self.config, job=job, shm_dir=shm_dir)) for index in range(nodes)]
+        self.trainers = [
+            Through(TrainerRank(rank, held, self.config, host=at[0][rank])) for rank, held in enumerate(self.sources)
+        ]
+        self.nodes = [
+            Through(RolloutNode(index, self.config, job=job, shm_dir=shm_dir, host=at[1][index]))
+            for index in range(nodes)
+        ]
         self.replicas = [RecordingReplica(f"replica-{index}", index % nodes) for index in range(replicas)]
         self.manager = CheckpointEngineManager(
             config=self.config, trainers=self.trainers, nodes=self.nodes, report_path=report_path

@@ -116,12 +116,12 @@ class Spoil:
 
 
 def spoil_transfers(engine: Any, spoil: Spoil) -> None:
-    """Let `spoil` see what lands in the slot, whatever the backend; `naive` has no transfers."""
+    """Let `spoil` see what lands in the slot, whatever the backend; `naive` has no transfers on one host."""
     if hasattr(engine, "open_wire"):
         open_wire = engine.open_wire
         engine.open_wire = lambda topology: SpoiledWire(open_wire(topology), spoil)
-    elif hasattr(engine, "_communicator"):
-        engine._communicator = SpoiledCommunicator(engine._communicator, spoil)
+    elif hasattr(engine, "_groups"):
+        engine._groups._communicator = SpoiledCommunicator(engine._groups._communicator, spoil)
 
 
 class SpoiledWire:
@@ -150,7 +150,8 @@ class SpoiledCommunicator:
         return getattr(self._communicator, name)
 
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Any:
-        return SpoiledFlight(self._communicator.broadcast(group, memory, sending=sending), memory, self._spoil)
+        flight = self._communicator.broadcast(group, memory, sending=sending)
+        return flight if sending else SpoiledFlight(flight, memory, self._spoil)
 
 
 class SpoiledFlight:

@@ -160,8 +160,8 @@ class TrainerOf:
     def __init__(self, member: Any) -> None:
         self._member = member
 
-    async def serve(self, version: int) -> None:
-        await type(self._member).serve(self._member, version)
+    async def serve(self, version: int) -> int:
+        return await type(self._member).serve(self._member, version)
 
 
 async def test_a_rank_serves_nothing_but_what_it_has_published(tmp_path: Path):

@@ -67,8 +67,8 @@ class Trainer:
     async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Any:
         return await self.rank.publish(version, slots)
 
-    async def serve_weight_sync(self, version: int) -> None:
-        await self.rank.serve(version)
+    async def serve_weight_sync(self, version: int) -> int:
+        return await self.rank.serve(version)
 
     async def close_weight_sync(self) -> None:
         await self.rank.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.topology import Lane, broadcast, chain, direct, lane_of
+from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
+from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, chain, direct, lane_of
 from verl.checkpoint_engine.types import Member
 
 
@@ -55,6 +55,39 @@ def test_a_group_has_its_owner_as_rank_0_and_the_nodes_in_one_order_wherever_it_
 def test_members_of_one_name_are_refused():
     with pytest.raises(PlanError, match="members with the same name: node-1"):
         broadcast(members("trainer", 0), members("node", 0, 1, 1))
+
+
+def on_hosts(role: str, hosts: str) -> list[Member]:
+    return [Member(role=role, index=index, host=host) for index, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "nodes", "relays"),
+    [
+        ("aa", "a", ["", ""]),
+        ("aa", "aaa", ["", ""]),
+        ("ab", "ab", ["1", "0"]),
+        ("ab", "aabb", ["1", "0"]),
+        ("aab", "ab", ["2", "2", "0"]),
+        ("abb", "ab", ["1", "0", "0"]),
+        ("aabb", "ab", ["2", "3", "0", "1"]),
+        ("abab", "ab", ["1", "0", "3", "2"]),
+        ("aaab", "ab", ["3", "3", "3", "0"]),
+        ("abc", "abc", ["12", "02", "01"]),
+        ("aabbcc", "abc", ["24", "35", "04", "15", "02", "13"]),
+    ],
+)
+def test_every_piece_goes_once_to_every_other_host_and_the_ranks_there_share_the_work(trainers, nodes, relays):
+    topology = across_hosts(on_hosts("trainer", trainers), on_hosts("node", nodes))
+    assert topology.audience == {
+        f"trainer-{rank}": tuple(f"trainer-{relay}" for relay in to) for rank, to in enumerate(relays)
+    }
+
+
+@pytest.mark.parametrize(("trainers", "nodes", "lonely"), [("a", "ab", "b"), ("ab", "a", "b"), ("ac", "ab", "b, c")])
+def test_hosts_without_a_trainer_rank_or_without_a_node_are_named(trainers, nodes, lonely):
+    with pytest.raises(BackendUnavailable, match=f"needs a trainer rank on every host .*; not so: {lonely}\\."):
+        across_hosts(on_hosts("trainer", trainers), on_hosts("node", nodes))
 
 
 @pytest.mark.parametrize(

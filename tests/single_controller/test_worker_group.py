@@ -325,7 +325,7 @@ class TestDeath:
             assert group.all_reduce() == [3, 3]
             future = group.submit("all_reduce", times=10_000, pause_s=0.01)
             time.sleep(0.2)
-            pids = [pid for pid, _ in group.processes.values()]
+            pids = [process.pid for process in group.processes.values()]
             os.kill(pids[1], signal.SIGKILL)
             started = time.monotonic()
             with pytest.raises(WorkerDied, match=rf"'collective': rank 1 \(pid {pids[1]} on .*died during") as caught:
@@ -345,7 +345,7 @@ class TestDeath:
                 await asyncio.wait_for(group.submit("stuck_unless", 1), timeout=10)
             with pytest.raises(WorkerGroupClosed, match="cannot run all_reduce.*rank 0 in stuck_unless"):
                 group.all_reduce()
-            pids = [pid for pid, _ in group.processes.values()]
+            pids = [process.pid for process in group.processes.values()]
         wait_until(lambda: not any(map(is_running, pids)))
 
 
@@ -379,7 +379,7 @@ class TestLifetime:
         before = reservations()
         own = make_group(Sample, ranks=1, close_marker=tmp_path)
         assert len(reservations()) == len(before) + 1
-        pids = [pid for pid, _ in own.processes.values()]
+        pids = [process.pid for process in own.processes.values()]
         assert all(map(is_running, pids))
         assert own.only_zero() == 0
         own.shutdown()

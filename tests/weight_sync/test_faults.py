@@ -229,7 +229,7 @@ async def test_a_trainer_rank_that_hangs_or_is_killed_while_it_publishes_aborts_
         await trainer.manager.add_replicas([hf])
         old = (await trainer.sync()).version
         tokens = await greedy_tokens(hf, old)
-        rank = psutil.Process(trainer.group.processes[1][0])
+        rank = psutil.Process(trainer.group.processes[1].pid)
 
         trainer.train()
         rank.suspend()

@@ -75,6 +75,8 @@ def publish_under_a_limit(path: Path, shm_dir: Path) -> tuple[int, bool]:
     plan = make_plan(layout, tables, block_nbytes=CONFIG.block_nbytes)
     backend = NaiveEngine(member=Member(role="trainer", index=rank, host=""), config=CONFIG)
     backend.prepare(plan, None)
+    trainers = [Member(role="trainer", index=index, host="") for index in range(NUM_RANKS)]
+    backend.init_process_group(NaiveEngine.build_topology(trainers, [Member(role="node", index=0, host="")]))
     with ExitStack() as stack:
         arena, slot = None, ""
         if rank == 0:

@@ -43,7 +43,7 @@ class Capabilities:
     elastic: bool
     """A failed transfer leaves the other connections usable. Otherwise everybody connects anew after a failure."""
     same_host: bool
-    """Trainer ranks and rollout nodes must share memory."""
+    """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
     """Devices whose memory it can read weights from."""
     topologies: tuple[str, ...] = ("direct",)
@@ -90,12 +90,14 @@ class CheckpointEngine(ABC):
         Called on every trainer rank; `slots` has the path of the spare slot of every node. Raises TransportError.
         """
 
-    def serve_weights(self, version: int) -> None:  # noqa: B027 - most backends have nothing to do here
+    def serve_weights(self, version: int) -> int:
         """Take part in the staging of `version` with what `send_weights` has copied; the trainer goes on meanwhile.
 
         Called on every trainer rank, on the sync's own thread, while nodes are in `receive_weights`; only for backends
-        that are not one-sided. Raises TransportError.
+        that are not one-sided. Returns the bytes that this rank wrote into slots; what nodes receive is counted there.
+        Raises TransportError.
         """
+        return 0
 
     def interrupt(self) -> None:
         """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.

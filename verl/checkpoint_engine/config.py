@@ -30,11 +30,6 @@ class DeadlinesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaiveOptions:
-    """Options of the backend `naive`. It has none: trainer ranks write straight into the node's spare slot."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GlooOptions:
     """Options of the backend `gloo`."""
 
@@ -46,6 +41,11 @@ class GlooOptions:
         for name in ("bucket_megabytes", "in_flight"):
             if getattr(self, name) < 1:
                 raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveOptions(GlooOptions):
+    """Options of the backend `naive`. They only matter when trainer ranks are on several hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)

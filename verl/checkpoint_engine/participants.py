@@ -72,7 +72,7 @@ class TrainerPort(MemberPort, Protocol):
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
-    async def serve(self, version: int) -> None: ...
+    async def serve(self, version: int) -> int: ...
 
 
 class NodePort(MemberPort, Protocol):
@@ -89,9 +89,9 @@ class NodePort(MemberPort, Protocol):
 
 
 class _Participant:
-    def __init__(self, role: str, index: int, config: CheckpointEngineConfig) -> None:
+    def __init__(self, role: str, index: int, config: CheckpointEngineConfig, host: str | None) -> None:
         self._config = config
-        self._member = Member(role=role, index=index, host=socket.gethostname())
+        self._member = Member(role=role, index=index, host=host or socket.gethostname())
         self._engine = resolve_backend(config)(member=self._member, config=config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-{self.name}")
         self._interrupting = threading.Lock()
@@ -133,10 +133,15 @@ class _Participant:
 
 
 class TrainerRank(_Participant):
-    """One trainer rank. `source` is borrowed; it is read only inside `describe` and `publish`."""
+    """One trainer rank. `source` is borrowed; it is read only inside `describe` and `publish`.
 
-    def __init__(self, index: int, source: WeightSource, config: CheckpointEngineConfig) -> None:
-        super().__init__("trainer", index, config)
+    Members with the same `host` share memory; by default it is this machine's name.
+    """
+
+    def __init__(
+        self, index: int, source: WeightSource, config: CheckpointEngineConfig, *, host: str | None = None
+    ) -> None:
+        super().__init__("trainer", index, config, host)
         self._source = source
         self._prepared = False
 
@@ -169,9 +174,12 @@ class TrainerRank(_Participant):
         publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
         return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
 
-    async def serve(self, version: int) -> None:
-        """Take part in staging, for backends whose senders do. The trainer may already be changing its weights."""
-        await self._run_interruptibly(lambda: self._engine.serve_weights(version))
+    async def serve(self, version: int) -> int:
+        """Take part in staging, for backends whose senders do; the bytes written into slots.
+
+        The trainer may already be changing its weights.
+        """
+        return await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
         await self._run(self._engine.finalize)
@@ -179,10 +187,12 @@ class TrainerRank(_Participant):
 
 
 class RolloutNode(_Participant):
-    """One rollout node: owns its arena."""
+    """One rollout node: owns its arena. `host` as for a trainer rank."""
 
-    def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path) -> None:
-        super().__init__("node", index, config)
+    def __init__(
+        self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, host: str | None = None
+    ) -> None:
+        super().__init__("node", index, config, host)
         self._job = job
         self._shm_dir = shm_dir
         self._plan: SyncPlan | None = None

@@ -204,6 +204,46 @@ def _long_runs(packing: Packing) -> Iterator[Range]:
         yield Range(*run)
 
 
+class Detour:
+    """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
+
+    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8]) -> None:
+        self._plan = plan
+        self._bounce = bounce
+        self._packings: dict[int, Packing] = {}
+
+    def scatter(self, bucket: Bucket, slot: npt.NDArray[np.uint8]) -> None:
+        """Copy the pieces of `bucket` from the bounce buffer to their rows."""
+        for arrived, rows in self._places(bucket, slot):
+            rows[:] = arrived
+
+    def gather(self, bucket: Bucket, slot: npt.NDArray[np.uint8]) -> None:
+        """Copy the pieces of `bucket` from their rows to the bounce buffer."""
+        for leaving, rows in self._places(bucket, slot):
+            leaving[:] = rows
+
+    def _places(
+        self, bucket: Bucket, slot: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Each scattered piece of `bucket`: its bytes in the bounce buffer, and its rows in the slot."""
+        if not bucket.scatter:
+            return
+        if bucket.owner not in self._packings:
+            self._packings[bucket.owner] = Packing.of(self._plan, bucket.owner)
+        packing = self._packings[bucket.owner]
+        pieces = np.asarray(bucket.scatter)
+        extents = extents_of(self._plan.layout, self._plan.boxes.take(pieces))
+        positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
+        columns = (positions, *vars(extents).values())
+        for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
+            part = self._bounce[position : position + rows * run_nbytes]
+            if rows == 1:
+                yield part, slot[offset : offset + run_nbytes]
+            else:
+                target = np.lib.stride_tricks.as_strided(slot[offset:], (rows, run_nbytes), (stride, 1))
+                yield part.reshape(rows, run_nbytes), target
+
+
 class RangeReader(Protocol):
     """One-sided reads from the packed regions of trainer ranks. Called from one thread.
 
@@ -244,12 +284,11 @@ class FetchLoop:
     poll_s: float = 0.0002
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
-    _packings: dict[int, Packing] = field(default_factory=dict)
 
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
         reader's TransportError; nothing is in flight then."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline, detour = time.monotonic() + self.timeout_s, Detour(self.plan, self.bounce)
         waiting = deque(_interleaved(buckets))
         flying: list[_Flight] = []
         done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
@@ -259,7 +298,7 @@ class FetchLoop:
                 landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
                 for flight in landed:
                     flying.remove(flight)
-                    self._scatter(flight.bucket)
+                    detour.scatter(flight.bucket, self.region)
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
                 if not landed:
@@ -282,24 +321,6 @@ class FetchLoop:
             bounce_free &= not bucket.scatter
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
-
-    def _scatter(self, bucket: Bucket) -> None:
-        """Copy the pieces of `bucket` from the bounce buffer to their rows in the slot."""
-        if not bucket.scatter:
-            return
-        if bucket.owner not in self._packings:
-            self._packings[bucket.owner] = Packing.of(self.plan, bucket.owner)
-        packing = self._packings[bucket.owner]
-        pieces = np.asarray(bucket.scatter)
-        extents = extents_of(self.plan.layout, self.plan.boxes.take(pieces))
-        positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
-        columns = (positions, *vars(extents).values())
-        for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
-            if rows == 1:
-                self.region[offset : offset + run_nbytes] = self.bounce[position : position + run_nbytes]
-            else:
-                target = np.lib.stride_tricks.as_strided(self.region[offset:], (rows, run_nbytes), (stride, 1))
-                target[:] = self.bounce[position : position + rows * run_nbytes].reshape(rows, run_nbytes)
 
     def _check_deadline(
         self, deadline: float, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]

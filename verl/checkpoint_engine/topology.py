@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
 from verl.checkpoint_engine.types import Member
 
 MAX_LANES = 8
@@ -46,6 +46,33 @@ def broadcast(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
         raise PlanError(f"members with the same name: {', '.join(twice)}")
     everyone = tuple(node.name for node in sorted(nodes, key=lambda node: node.index))
     return Topology(tuple(trainers), tuple(nodes), {trainer.name: everyone for trainer in trainers})
+
+
+def across_hosts(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+    """For rollout nodes that share their hosts, and memory, with trainer ranks: who relays whose pieces to which host.
+
+    A rank writes its own pieces into the slots of its host. To every other host it sends them once, to one rank there,
+    which writes them into that host's slots. A host's k-th rank sends to the k-th rank of each other host (modulo their
+    number), so that ranks of a host share the work. On one host nobody has an audience.
+
+    Raises BackendUnavailable, naming the hosts, unless every host has both: rollout nodes without a trainer rank are
+    out of reach, and a trainer rank without a node has no slot to send from.
+    """
+    ranks: dict[str, list[Member]] = {}
+    for trainer in sorted(trainers, key=lambda member: member.index):
+        ranks.setdefault(trainer.host, []).append(trainer)
+    hosts = {node.host for node in nodes}
+    if lonely := sorted(hosts ^ ranks.keys()):
+        raise BackendUnavailable(
+            "checkpoint_engine.backend=naive needs a trainer rank on every host that has a rollout node, and the other "
+            f"way round; not so: {', '.join(lonely)}. Choose a backend that crosses hosts"
+        )
+    audience = {
+        trainer.name: tuple(there[place % len(there)].name for other, there in ranks.items() if other != host)
+        for host, here in ranks.items()
+        for place, trainer in enumerate(here)
+    }
+    return Topology(tuple(trainers), tuple(nodes), {trainer.name: audience[trainer.name] for trainer in trainers})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,12 +63,6 @@ class Fleet:
     """Connections survive a failed transfer: only a member that is new makes connecting necessary."""
 
 
-async def _nothing_moved(serving: Awaitable[None]) -> int:
-    """A sender's bytes are counted where they arrive."""
-    await serving
-    return 0
-
-
 class Stopwatch:
     """Seconds per phase. Phases follow each other without gaps, so they add up to the total."""
 
@@ -195,7 +189,7 @@ class SyncTransaction:
         """What every node does, and every trainer rank where senders take part."""
         calls: dict[str, Awaitable[int]] = {node.name: node.stage(self.version) for node in self.fleet.nodes}
         if self.fleet.senders_serve:
-            calls |= {trainer.name: _nothing_moved(trainer.serve(self.version)) for trainer in self.fleet.trainers}
+            calls |= {trainer.name: trainer.serve(self.version) for trainer in self.fleet.trainers}
         return calls
 
     async def _commit(self, digests: bytes) -> None:

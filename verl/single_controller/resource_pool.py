@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.errors import PlacementError
 
 REMOVE_TIMEOUT_S = 5.0
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray gives this label to every node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,8 @@ class RayResourcePool:
     """One bundle of resources per rank; the bundles of one entry of `process_on_nodes` lie on one Ray node.
 
     Placement groups are made when the first worker group asks for them and removed when the last one has released them.
-    Ray may put two entries on the same node where that has room for both. `max_colocate_count` groups can share the
+    Ray may put two entries on the same node where that has room for both, unless `distinct_nodes` is set:
+    then every entry has a node to itself among them. `max_colocate_count` groups can share the
     pool: each rank then gets `num_cpus_per_process` CPUs and an equal part of its bundle's accelerator.
     """
 
@@ -43,6 +51,7 @@ class RayResourcePool:
         num_cpus_per_process: float = 0.4,
         use_accelerator: str | None = None,
         max_colocate_count: int = 1,
+        distinct_nodes: bool = False,
         name_prefix: str = "pool",
         placement_timeout_s: float = 60.0,
     ) -> None:
@@ -55,6 +64,7 @@ class RayResourcePool:
         self.num_cpus_per_process = num_cpus_per_process
         self.use_accelerator = use_accelerator
         self.max_colocate_count = max_colocate_count
+        self.distinct_nodes = distinct_nodes
         self.name = name_prefix
         self.placement_timeout_s = placement_timeout_s
         self._placement_groups: list[PlacementGroup] = []
@@ -105,10 +115,18 @@ class RayResourcePool:
             bundle[self.use_accelerator] = 1.0
         unique = uuid.uuid4().hex[:8]  # Ray wants unique names; two pools may have the same
         deadline = time.monotonic() + self.placement_timeout_s
+        taken: list[str] = []
         for node, size in enumerate(self.process_on_nodes):
-            self._placement_groups.append(
-                placement_group([bundle] * size, strategy="STRICT_PACK", name=f"{self.name}-node{node}-{unique}")
+            elsewhere = {NODE_ID_LABEL: f"!in({','.join(taken)})"} if taken else {}
+            group = placement_group(
+                [bundle] * size,
+                strategy="STRICT_PACK",
+                name=f"{self.name}-node{node}-{unique}",
+                bundle_label_selector=[elsewhere] * size,
             )
+            self._placement_groups.append(group)
+            if self.distinct_nodes and group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+                taken.append(_node_of(group))
         missing = [
             node
             for node, group in enumerate(self._placement_groups)
@@ -152,3 +170,10 @@ class RayResourcePool:
             removing = threading.Thread(target=lambda: [remove_placement_group(group) for group in groups], daemon=True)
             removing.start()
             removing.join(REMOVE_TIMEOUT_S)
+
+
+def _node_of(group: PlacementGroup) -> str:
+    """The node on which all bundles of a placed `group` lie."""
+    table: dict[str, Any] = placement_group_table(group)
+    node_ids: dict[int, str] = table["bundles_to_node_id"]
+    return node_ids[0]

@@ -17,6 +17,7 @@ from ray import cloudpickle
 
 from verl.single_controller.errors import WorkerFailed
 from verl.utils.lifetime import end_with_raylet
+from verl.utils.network import interface_of
 
 _node_address: Callable[[], str] = ray.util.get_node_ip_address
 _dumps: Callable[[object], bytes] = cloudpickle.dumps
@@ -44,6 +45,15 @@ class RankInfo:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Where a rank runs: process id, address of its node, Ray's name for that node."""
+
+    pid: int
+    address: str
+    node_id: str
 
 
 class Worker:
@@ -120,17 +130,20 @@ class RankHost:
     async def _verl_ping(self) -> None:
         """Answers as long as the process lives."""
 
-    async def _verl_start(self, info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
-        """Run the worker's own `__init__`. Returns process id and node address."""
+    async def _verl_start(self, info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankProcess:
+        """Run the worker's own `__init__`."""
         self.rank_info = info
         os.environ.update(info.environment())
+        if info.world_size > info.local_world_size:
+            # By itself gloo looks up the host's name, which often stands for an address that only this host knows.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(_node_address()))
 
         def construct() -> None:
             with self._verl_reporting("__init__"):
                 super(RankHost, self).__init__(*args, **kwargs)
 
         await asyncio.get_running_loop().run_in_executor(self._verl_thread, construct)
-        return os.getpid(), _node_address()
+        return RankProcess(os.getpid(), _node_address(), ray.get_runtime_context().get_node_id())
 
     async def _verl_call(self, turn: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a plain method on the rank's thread, as the `turn`-th call."""

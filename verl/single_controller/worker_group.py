@@ -23,7 +23,7 @@ from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
 from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed
 from verl.single_controller.future import Ref, WorkerFuture
 from verl.single_controller.resource_pool import RayResourcePool
-from verl.single_controller.worker import RankInfo, Worker, actor_class
+from verl.single_controller.worker import RankInfo, RankProcess, Worker, actor_class
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RayWorkerGroup:
         self._pool = resource_pool
         self._lock = threading.Lock()
         self._workers: list[Any] = []
-        self._processes: dict[int, tuple[int, str]] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._turns: list[int] = [0] * resource_pool.world_size
         self._stragglers: dict[Ref, str] = {}
         self._closed = False
@@ -105,8 +105,8 @@ class RayWorkerGroup:
         return list(self._workers)
 
     @property
-    def processes(self) -> dict[int, tuple[int, str]]:
-        """Process id and node address per rank."""
+    def processes(self) -> dict[int, RankProcess]:
+        """Process and node of each rank."""
         return dict(self._processes)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
@@ -242,7 +242,8 @@ class RayWorkerGroup:
                 return _original(cause)
             rank, error = dead
         if isinstance(error, RayActorError):
-            pid, node = self._processes.get(rank, (None, None))
+            process = self._processes.get(rank)
+            pid, node = (process.pid, process.address) if process else (None, None)
             where = f"rank {rank}" + (f" (pid {pid} on {node})" if pid else "")
             self._death = WorkerDied(
                 f"worker group {self.name!r}: {where} died during {method}; its other ranks have been killed.\n{error}",

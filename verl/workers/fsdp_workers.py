@@ -27,7 +27,7 @@ ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
 class ActorRolloutRefWorker(WeightPublisher):
-    """One rank. The driver calls `init_model` first; every other method is a collective of the group, too.
+    """One rank. The driver calls `init_model` first; nearly every other method is a collective of the group, too.
 
     `role` says what this group holds: a policy that is trained (`actor`), a reference policy (`ref`), or both in one
     set of processes; `rollout` in a role says that rollout engines take weights from it and changes nothing here.
@@ -72,6 +72,11 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: FSDPEngine | None = None
         self._ref: FSDPEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def missing_files(self, paths: list[str]) -> list[str]:
+        """Those of `paths` that do not exist on this rank's host. No collective; may come before `init_model`."""
+        return [path for path in paths if not Path(path).exists()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

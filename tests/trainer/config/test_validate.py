@@ -50,7 +50,10 @@ def test_the_defaults_fit_together():
             ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"],
             ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu must be set"],
         ),
-        (["trainer.nnodes=2"], ["backend=naive needs trainer ranks and rollout engines on one host", "nnodes=2"]),
+        (
+            ["trainer.nnodes=2", "trainer.placement=separate"],
+            ["backend=naive needs rollout engines on the trainer's machines", "trainer.nnodes=2 on cpu"],
+        ),
         (
             ["checkpoint_engine.engine_kwargs.naive.bucket=1"],
             ["unknown configuration key 'checkpoint_engine.engine_kwargs.naive.bucket'"],

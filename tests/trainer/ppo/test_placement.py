@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from verl.trainer.ppo.placement import num_replicas, place_rollouts
+from verl.trainer.ppo.placement import (
+    Machine,
+    num_replicas,
+    place_rollouts,
+    refuse_missing_files,
+    require_machines,
+)
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 
 def config_of(placement: str, **rollout: int) -> PPOConfig:
@@ -35,9 +42,58 @@ def test_there_are_as_many_replicas_as_the_ranks_allow(placement, device, rollou
 
 def test_colocated_replicas_share_one_arena_and_divide_the_trainers_devices():
     config = config_of("colocated", tensor_model_parallel_size=2)
-    placed = place_rollouts(config, "cuda", replicas=2, driver="a", trainer_nodes=["a"], all_nodes=["a", "b"])
+    placed = place_rollouts(config, "cuda", replicas=2, trainer_nodes=["a"], all_nodes=["a", "b"])
     assert placed.nodes == ("a",)
     assert [replica.device_ids for replica in placed.replicas] == [("0", "1"), ("2", "3")]
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "expected"),
+    [
+        ("cpu", 2, [("b", 0, ()), ("a", 0, ())]),
+        ("cuda", 4, [("b", 0, ("0", "1")), ("a", 0, ("0", "1")), ("b", 1, ("2", "3")), ("a", 1, ("2", "3"))]),
+    ],
+)
+def test_every_host_of_a_colocated_trainer_has_an_arena_and_replicas_on_its_own_devices(device, replicas, expected):
+    config = config_of("colocated", tensor_model_parallel_size=2, nnodes=1)
+    config = replace(config, trainer=replace(config.trainer, nnodes=2))
+    assert num_replicas(config, device) == replicas
+    placed = place_rollouts(config, device, replicas=replicas, trainer_nodes=["b", "a"], all_nodes=["a", "b", "c"])
+    assert placed.nodes == ("b", "a")
+    assert [(one.node_id, one.local_index, one.device_ids) for one in placed.replicas] == expected
+
+
+def machines(*sizes: tuple[float, float]) -> list[Machine]:
+    return [
+        Machine(address=f"10.0.0.{index}", cpus=cpus, accelerators=devices)
+        for index, (cpus, devices) in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "placement", "device", "there", "missing"),
+    [
+        (1, "colocated", "cpu", [(2, 0)], None),
+        (2, "colocated", "cpu", [(2, 0), (1.6, 0)], None),
+        (2, "separate", "cpu", [(2, 0), (1.6, 0)], None),
+        (2, "colocated", "cuda", [(8, 4), (8, 8)], None),
+        (2, "separate", "cuda", [(8, 4), (8, 8), (8, 1)], None),
+        (2, "colocated", "cpu", [(2, 0)], r"needs 2 Ray nodes with 1.6 Ray CPUs each; .* has 1: 10.0.0.0: 2 CPUs"),
+        (2, "colocated", "cpu", [(2, 0), (1.5, 0)], r"trainer.num_cpus_per_rank=0.4 needs 2 .* 10.0.0.1: 1.5 CPUs"),
+        (2, "colocated", "cuda", [(8, 4), (8, 3)], r"1.6 Ray CPUs and 4 cuda devices each; .* 8 CPUs, 3 devices"),
+        (2, "separate", "cuda", [(8, 4), (8, 4)], r"trainer.placement=separate with rollout.nnodes=1 as many more"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_refused_with_what_is_there_and_what_is_needed(
+    nnodes, placement, device, there, missing
+):
+    config = config_of(placement)
+    config = replace(config, trainer=replace(config.trainer, nnodes=nnodes))
+    if missing is None:
+        require_machines(config, device, machines(*there))
+        return
+    with pytest.raises(ConfigError, match=missing):
+        require_machines(config, device, machines(*there))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +106,7 @@ def test_colocated_replicas_share_one_arena_and_divide_the_trainers_devices():
 )
 def test_separate_replicas_are_dealt_out_to_machines_without_trainer_ranks(all_nodes, nodes, local):
     config = config_of("separate", nnodes=2)
-    placed = place_rollouts(config, "cpu", replicas=3, driver="a", trainer_nodes=["a"], all_nodes=all_nodes)
+    placed = place_rollouts(config, "cpu", replicas=3, trainer_nodes=["a"], all_nodes=all_nodes)
     assert placed.nodes == nodes
     assert [(one.node_index, one.local_index, one.local_count) for one in placed.replicas] == local
     assert [one.node_id for one in placed.replicas] == [nodes[one.node_index] for one in placed.replicas]
@@ -62,7 +118,17 @@ def test_accelerators_need_machines_of_their_own():
             config_of("separate", nnodes=2),
             "cuda",
             replicas=2,
-            driver="a",
             trainer_nodes=["a"],
             all_nodes=["a", "b"],
         )
+
+
+def test_what_a_host_does_not_see_is_named_with_its_key():
+    keys = {"/m": "actor_rollout_ref.model.path=/m", "/out/token": "trainer.default_local_dir=/out (for checkpoints)"}
+    refuse_missing_files(keys, {"10.0.0.1": [], "10.0.0.2": []})
+    with pytest.raises(ConfigError, match=r"default_local_dir=/out \(for checkpoints\) is not there on 10\.0\.0\.2"):
+        refuse_missing_files(keys, {"10.0.0.1": [], "10.0.0.2": ["/out/token"]})
+
+
+def test_a_rank_tells_which_files_it_does_not_see(tmp_path):
+    assert ActorRolloutRefWorker.missing_files(None, [str(tmp_path), str(tmp_path / "no")]) == [str(tmp_path / "no")]

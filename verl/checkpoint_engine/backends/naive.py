@@ -1,70 +1,112 @@
-"""`naive`: trainer ranks and rollout engines share a host, so ranks write straight into the node's spare slot.
+"""`naive`: trainer ranks and rollout engines share their hosts, so ranks write straight into the slots of theirs.
 
-There is no wire. Publishing is staging: one copy per byte, by the rank that owns it, all ranks at once.
+On one host there is no wire. Publishing is staging: one copy per byte, by the rank that owns it, all ranks at once.
+On several hosts, each with rollout nodes, staging brings every piece to the other hosts: see `host_relay.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
+from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.topology import Topology, direct
+from verl.checkpoint_engine.topology import Topology, across_hosts
 from verl.checkpoint_engine.types import Member
+
+if TYPE_CHECKING:
+    from verl.checkpoint_engine.backends.host_relay import HostRelay
 
 
 class NaiveEngine(CheckpointEngineWithCache):
     capabilities = Capabilities(
-        staged=False, one_sided=True, elastic=True, same_host=True, device_types=("cpu", "cuda", "npu")
+        staged=False, one_sided=False, elastic=False, same_host=True, device_types=("cpu", "cuda", "npu")
     )
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
         self._plan: SyncPlan | None = None
         self._mapped: dict[str, SlotView] = {}
+        self._relay: HostRelay | None = None
+        self._here: frozenset[str] = frozenset()
+        """Names of the nodes on this host."""
+        self._published: tuple[int, list[SlotView]] | None = None
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
-        self._unmap(keep=set())
+        self.finalize()
         self._plan = plan
-        return str(arena.directory) if arena else ""
+        if arena is not None:
+            return str(arena.directory)
+        if plan.num_owners == 1:
+            return ""
+        from verl.checkpoint_engine.backends.host_relay import HostRelay
+
+        self._relay = HostRelay(member=self.member, config=self.config, stop=self._stop)
+        return self._relay.prepare(plan)
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-        hosts = sorted({member.host for member in (*trainers, *nodes)})
-        if len(hosts) > 1:
-            raise BackendUnavailable(
-                f"checkpoint_engine.backend=naive needs trainer ranks and rollout nodes on one host; "
-                f"these are on {', '.join(hosts)}. Choose a backend that crosses hosts"
-            )
-        return direct(trainers, nodes)
+        return across_hosts(trainers, nodes)
 
     def init_process_group(self, topology: Topology) -> None:
-        """Nothing to connect: the slots' paths come with every version."""
+        """The slots' paths come with every version; only ranks that span hosts connect to each other."""
+        self._here = frozenset(node.name for node in topology.nodes if node.host == self.member.host)
+        if self._relay is None:
+            return
+        if any(topology.audience.values()):
+            self._relay.connect(topology)
+        else:  # everybody is on one host: the meeting place is not needed
+            self._close_relay()
 
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         assert self._plan is not None  # the manager prepares every member before it publishes
+        self._published = None
+        paths = [path for name, path in slots.items() if name in self._here]
+        if not paths:
+            raise TransportError(
+                "no slot to write: not connected to any node of this host",
+                version=version,
+                phase="publish",
+                member=self.member.name,
+            )
         try:
-            self._unmap(keep=self._kept(slots))
-            views = [self._view(path) for path in slots.values()]
+            self._unmap(keep=self._kept(paths))
+            views = [self._view(path) for path in paths]
         except OSError as exc:
             raise TransportError(
                 f"cannot map the spare slot: {exc}", version=version, phase="publish", member=self.member.name
             ) from exc
         owner = self.member.index
-        return publish(source, self._plan, owner, [SlotPieces(view, self._plan, owner) for view in views])
+        publication = publish(source, self._plan, owner, [SlotPieces(view, self._plan, owner) for view in views])
+        self._published = version, views
+        return publication
+
+    def serve_weights(self, version: int) -> int:
+        if self._relay is None:
+            return 0
+        if self._published is None or self._published[0] != version:
+            raise TransportError("that version is not what was published", version=version, phase="stage")
+        return self._relay.exchange(version, self._published[1])
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
-        """Publishing wrote the slot already."""
+        """Trainer ranks write the slot."""
         return 0
 
     def finalize(self) -> None:
+        self._published = None
         self._unmap(keep=set())
+        self._close_relay()
+
+    def _close_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
 
     def _view(self, path: str) -> SlotView:
         if path not in self._mapped:
@@ -73,9 +115,9 @@ class NaiveEngine(CheckpointEngineWithCache):
         return self._mapped[path]
 
     @staticmethod
-    def _kept(slots: Mapping[str, str]) -> set[str]:
+    def _kept(paths: Sequence[str]) -> set[str]:
         """Slots still on disk: the current one will be the spare one next time. A replaced slot's memory is let go."""
-        directories = {Path(path).parent for path in slots.values()}
+        directories = {Path(path).parent for path in paths}
         return {str(path) for directory in directories for path in directory.glob("slot-*")}
 
     def _unmap(self, keep: set[str]) -> None:

@@ -147,10 +147,15 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
     if resolve_device(config.trainer.device) == "cpu":
         return
     parallel = rollout.tensor_model_parallel_size
-    devices = ranks if colocated else rollout.nnodes * rollout.n_gpus_per_node
+    per_node = config.trainer.n_gpus_per_node if colocated else rollout.n_gpus_per_node
+    devices = ranks if colocated else rollout.nnodes * per_node
     owner = f"{ranks} trainer ranks" if colocated else f"{devices} rollout devices"
-    if (ranks if colocated else rollout.n_gpus_per_node) % parallel:
-        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {owner}"
+    if per_node % parallel:
+        what = "trainer ranks" if colocated else "rollout devices"
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {per_node} {what} "
+            "of one machine"
+        )
     elif rollout.num_replicas is not None and rollout.num_replicas * parallel > devices:
         yield (
             f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "
@@ -212,10 +217,11 @@ def _checkpoint_engine(config: PPOConfig) -> Iterator[str]:
         yield str(exc)
         return
     backend, device = config.checkpoint_engine.backend, resolve_device(config.trainer.device)
-    if needs.same_host and config.trainer.nnodes > 1:
+    separate = config.trainer.placement == "separate"
+    if needs.same_host and separate and (config.trainer.nnodes > 1 or device != "cpu"):
         yield (
-            f"checkpoint_engine.backend={backend} needs trainer ranks and rollout engines on one host, "
-            f"and trainer.nnodes={config.trainer.nnodes}"
+            f"checkpoint_engine.backend={backend} needs rollout engines on the trainer's machines, and "
+            f"trainer.placement=separate with trainer.nnodes={config.trainer.nnodes} on {device} puts them on others"
         )
     if device not in needs.device_types:
         yield (

@@ -45,7 +45,8 @@ class CheckpointDirectory:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self.root = Path(config.output_dir)
+        # Trainer ranks on other hosts have other working directories.
+        self.root = Path(config.output_dir).absolute()
 
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
@@ -56,7 +57,7 @@ class CheckpointDirectory:
         if mode == "disable":
             return None
         if mode == "resume_path":
-            path = Path(str(self._config.resume_from_path))
+            path = Path(str(self._config.resume_from_path)).absolute()
             if not (path / "trainer.json").is_file():
                 raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no trainer.json")
             return path

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,15 @@ from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.placement import RolloutPlacement, num_replicas, place_rollouts
+from verl.trainer.ppo.checkpoints import CheckpointDirectory
+from verl.trainer.ppo.placement import (
+    Machine,
+    RolloutPlacement,
+    num_replicas,
+    place_rollouts,
+    refuse_missing_files,
+    require_machines,
+)
 from verl.trainer.ppo.ray_session import RaySession
 from verl.utils.signals import uninterrupted
 from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
@@ -71,6 +80,7 @@ class Cluster:
         """Replicas that were restarted because they died or left service."""
         try:
             self._ray.start(config.ray_kwargs.ray_init)
+            require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference)
             placement = self._place_rollouts()
             nodes = self._start_nodes(placement)  # while the trainer ranks build their model
@@ -172,6 +182,7 @@ class Cluster:
         pool = RayResourcePool(
             process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
             num_cpus_per_process=trainer.num_cpus_per_rank,
+            distinct_nodes=True,
             use_accelerator=ACCELERATOR_RESOURCE[self._device],
             name_prefix="trainer",
         )
@@ -191,17 +202,43 @@ class Cluster:
             name_prefix="trainer",
             env_vars=_thread_limits(),
         )
+        if trainer.nnodes > 1:
+            self._require_shared_files(model_path)
 
     def _place_rollouts(self) -> RolloutPlacement:
-        addresses = _addresses()
-        trainers_at = {address for _, address in self.actor.processes.values()}
+        processes = self.actor.processes
         return place_rollouts(
             self._config,
             self._device,
             replicas=len(self.replicas),
-            driver=ray.get_runtime_context().get_node_id(),
-            trainer_nodes=[node for node, address in addresses.items() if address in trainers_at],
-            all_nodes=list(addresses),
+            trainer_nodes=list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes))),
+            all_nodes=list(_ray_nodes()),
+        )
+
+    def _machines(self) -> list[Machine]:
+        kind = ACCELERATOR_RESOURCE[self._device]
+        return [
+            Machine(
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                accelerators=node["Resources"].get(kind, 0.0) if kind else 0.0,
+            )
+            for node in _ray_nodes().values()
+        ]
+
+    def _require_shared_files(self, model_path: Path) -> None:
+        """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
+        root = Path(self._config.trainer.output_dir).absolute()
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
+            keys = {str(model_path): f"actor_rollout_ref.model.path={model_path}"}
+            if self._config.trainer.save_freq > 0:
+                keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
+            if resume_from := CheckpointDirectory(self._config.trainer).find():
+                keys[str(resume_from)] = f"the checkpoint {resume_from}"
+            missing = self.actor.missing_files(list(keys))
+        processes = self.actor.processes
+        refuse_missing_files(
+            keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
         )
 
     def _start_rollouts(self, placement: RolloutPlacement) -> None:
@@ -227,8 +264,8 @@ class Cluster:
 
     def _check(self, nodes: Sequence[RayRolloutNode], placement: RolloutPlacement, arena_nbytes: int) -> None:
         """Ask every rollout node's machine before its engines start, which takes them half a minute."""
-        addresses = _addresses()
-        hosts = [addresses[node] for node in placement.nodes]
+        machines = _ray_nodes()
+        hosts = [machines[node]["NodeManagerAddress"] for node in placement.nodes]
         checks = {
             node.name: node.check(arena_nbytes, hosts.count(host)) for node, host in zip(nodes, hosts, strict=True)
         }
@@ -277,10 +314,10 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
     return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]
 
 
-def _addresses() -> dict[str, str]:
-    """Ray node to the address of its machine."""
+def _ray_nodes() -> dict[str, Any]:
+    """What Ray says about each node that is alive, by its id."""
     cluster: Any = ray
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in cluster.nodes() if node["Alive"]}
+    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
 async def _is_dead(replica: RolloutReplica) -> bool:

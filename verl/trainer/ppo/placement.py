@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.utils.config import ConfigError
@@ -19,13 +19,54 @@ class RolloutPlacement:
     replicas: tuple[Placement, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a Ray node has in total, whoever uses it now."""
+
+    address: str
+    cpus: float
+    accelerators: float
+
+
+def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
+    """Raises ConfigError, saying what is there and what is needed, if the trainer's ranks can never find a place."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    cpus = trainer.n_gpus_per_node * trainer.num_cpus_per_rank
+    accelerators = 0 if device == "cpu" else trainer.n_gpus_per_node
+    large = [one for one in machines if one.cpus >= cpus and one.accelerators >= accelerators]
+    # On cpu, rollout engines of their own may share a machine with the trainer.
+    separate = rollout.nnodes if trainer.placement == "separate" and device != "cpu" else 0
+    if len(large) >= trainer.nnodes and len(machines) >= trainer.nnodes + separate:
+        return
+    each = f"{cpus:g} Ray CPUs" + (f" and {accelerators} {device} devices" if accelerators else "")
+    needed = (
+        f"trainer.nnodes={trainer.nnodes} with trainer.n_gpus_per_node={trainer.n_gpus_per_node} ranks of "
+        f"trainer.num_cpus_per_rank={trainer.num_cpus_per_rank:g} needs {trainer.nnodes} Ray nodes with {each} each"
+    )
+    if separate:
+        needed += f", and trainer.placement=separate with rollout.nnodes={separate} as many more for the rollouts"
+    present = "; ".join(f"{one.address}: {one.cpus:g} CPUs, {one.accelerators:g} devices" for one in machines)
+    raise ConfigError(
+        f"{needed}; the Ray cluster has {len(machines)}: {present}. Connect to one that is large enough with "
+        "ray_kwargs.ray_init.address"
+    )
+
+
+def refuse_missing_files(keys: Mapping[str, str], missing: Mapping[str, Sequence[str]]) -> None:
+    """Raises ConfigError if any host lacks any file. `missing` has the paths by host, `keys` what a path is for."""
+    problems = [f"{keys[path]} is not there on {host}" for host, paths in missing.items() for path in paths]
+    if problems:
+        raise ConfigError("a trainer on several machines needs a file system that they share: " + "; ".join(problems))
+
+
 def num_replicas(config: PPOConfig, device: str) -> int:
     """`rollout.num_replicas`, or as many as the ranks allow; on cpu one per rollout node."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_replicas is not None:
         return rollout.num_replicas
     if config.trainer.placement == "colocated":
-        return 1 if device == "cpu" else config.trainer.world_size // rollout.tensor_model_parallel_size
+        per_node = 1 if device == "cpu" else config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
+        return config.trainer.nnodes * per_node
     per_node = 1 if device == "cpu" else rollout.n_gpus_per_node // rollout.tensor_model_parallel_size
     return rollout.nnodes * per_node
 
@@ -35,18 +76,20 @@ def place_rollouts(
     device: str,
     *,
     replicas: int,
-    driver: str,
     trainer_nodes: Sequence[str],
     all_nodes: Sequence[str],
 ) -> RolloutPlacement:
-    """Names are those of Ray nodes; `trainer_nodes` carry trainer ranks.
+    """Names are those of Ray nodes; `trainer_nodes` carry trainer ranks, in the order of ranks.
 
-    `colocated`: one arena next to the trainer, replicas on its devices. `separate`: `rollout.nnodes` arenas with the
-    replicas dealt out among them, on machines without trainer ranks if there are any, else (on cpu) beside them.
+    `colocated`: one arena on each of `trainer_nodes`, replicas dealt out among them, on the trainer's devices.
+    `separate`: `rollout.nnodes` arenas with the replicas dealt out among them, on machines without trainer ranks if
+    there are any, else (on cpu) beside them.
     Raises ConfigError if accelerators need more machines than there are.
     """
     if config.trainer.placement == "colocated":
-        return RolloutPlacement((driver,), tuple(_colocated(config, device, replicas)))
+        nodes = tuple(trainer_nodes)
+        ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return RolloutPlacement(nodes, _deal(nodes, replicas, ranks_on_trainer=0 if device == "cpu" else ranks))
     wanted = config.actor_rollout_ref.rollout.nnodes
     free = [node for node in all_nodes if node not in set(trainer_nodes)]
     if len(free) < wanted and device != "cpu":
@@ -56,27 +99,25 @@ def place_rollouts(
         )
     hosts = free or list(all_nodes)
     nodes = tuple(hosts[index % len(hosts)] for index in range(wanted))
-    on_host = Counter(nodes[index % wanted] for index in range(replicas))
+    return RolloutPlacement(nodes, _deal(nodes, replicas))
+
+
+def _deal(nodes: Sequence[str], replicas: int, *, ranks_on_trainer: int = 0) -> tuple[Placement, ...]:
+    """Replica i goes to rollout node i modulo their number, and there takes the next `ranks_on_trainer` devices."""
+    on_host = Counter(nodes[index % len(nodes)] for index in range(replicas))
     seen: Counter[str] = Counter()
     placements = []
     for index in range(replicas):
-        node = nodes[index % wanted]
+        node = nodes[index % len(nodes)]
+        first = seen[node] * ranks_on_trainer
         placements.append(
-            Placement(node_index=index % wanted, local_index=seen[node], local_count=on_host[node], node_id=node)
+            Placement(
+                node_index=index % len(nodes),
+                local_index=seen[node],
+                local_count=on_host[node],
+                node_id=node,
+                device_ids=tuple(str(rank) for rank in range(first, first + ranks_on_trainer)),
+            )
         )
         seen[node] += 1
-    return RolloutPlacement(nodes, tuple(placements))
-
-
-def _colocated(config: PPOConfig, device: str, replicas: int) -> list[Placement]:
-    ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    return [
-        Placement(
-            local_index=index,
-            local_count=replicas,
-            device_ids=()
-            if device == "cpu"
-            else tuple(str(rank) for rank in range(index * ranks, (index + 1) * ranks)),
-        )
-        for index in range(replicas)
-    ]
+    return tuple(placements)

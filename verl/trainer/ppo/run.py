@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: PPOConfig) -> TrainingResult:
-    """Raises ConfigError for whatever the user has to change, before any process is started."""
+    """Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
+    and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)

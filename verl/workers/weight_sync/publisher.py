@@ -44,9 +44,9 @@ class WeightPublisher(Worker, ABC):
         """
         return await self._sync.publish(version, slots)
 
-    async def serve_weight_sync(self, version: int) -> None:
+    async def serve_weight_sync(self, version: int) -> int:
         """Take part in staging with what was published, while the rank's own thread trains on."""
-        await self._sync.serve(version)
+        return await self._sync.serve(version)
 
     async def close_weight_sync(self) -> None:
         if self._participant is not None:

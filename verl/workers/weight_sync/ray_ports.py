@@ -60,8 +60,9 @@ class RayTrainerRank(_RayMember):
         result: Published = await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots))
         return result
 
-    async def serve(self, version: int) -> None:
-        await self._call("serve_weight_sync", version)
+    async def serve(self, version: int) -> int:
+        result: int = await self._call("serve_weight_sync", version)
+        return result
 
     async def close(self) -> None:
         await self._call("close_weight_sync")

@@ -1,0 +1,68 @@
+"""A trainer that spans Ray nodes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, tiny_model):
+    """What `several_nodes` has to tell."""
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.several_nodes", str(tmp_path_factory.mktemp("nodes")), str(tiny_model)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = driver.communicate(timeout=300)
+    finally:
+        if driver.poll() is None:
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+    assert driver.returncode == 0, stderr
+    return json.loads(stdout.splitlines()[-1])
+
+
+def nodes_of(run):
+    """Ray nodes of the trainer ranks, of the rollout nodes and of the engines."""
+    return [set(run["nodes"][name]) for name in ("ActorRolloutRefWorker", "CheckpointEngineWorker", "RolloutServer")]
+
+
+def test_trainer_ranks_are_on_nodes_of_their_own_and_the_rollouts_on_another(found):
+    trainers, arenas, servers = nodes_of(found["separate"])
+    assert (len(trainers), len(arenas)) == (2, 1)
+    assert servers == arenas
+    assert not arenas & trainers
+
+
+def test_a_colocated_trainer_has_an_arena_and_an_engine_on_each_of_its_nodes(found):
+    trainers, arenas, servers = nodes_of(found["colocated"])
+    assert len(trainers) == 2
+    assert trainers == arenas == servers
+    assert found["colocated"]["reports"][-1]["replicas_updated"] == ["replica-0", "replica-1"]
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_ranks_on_two_nodes_train_and_reach_the_rollouts(found, placement):
+    run = found[placement]
+    assert run["step"] == 1
+    assert [report["outcome"] for report in run["reports"]] == ["committed", "committed"]
+    assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
+
+
+def test_every_rank_saves_its_part(found):
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(found["separate"]["saved"])
+
+
+def test_a_cluster_with_too_few_nodes_is_refused_with_what_is_there(found):
+    assert "trainer.nnodes=4 with trainer.n_gpus_per_node=1" in found["refused"]
+    assert "needs 4 Ray nodes with 0.6 Ray CPUs each; the Ray cluster has 3: " in found["refused"]

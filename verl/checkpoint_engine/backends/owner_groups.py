@@ -1,0 +1,251 @@
+"""Broadcasts by the owners of pieces, each in a process group of its own, as one member of some of them sees it.
+
+The groups are built straight over a store of their own (hosted by trainer 0, on a free port, under a name that is new
+with every `prepare`), so that nothing global of torch.distributed is touched and several engines fit into one process.
+
+Every transfer begins with a header broadcast in each group: version, layout and size. Who is sent anything but the
+version that was asked for refuses it before a byte of weights lands. A group whose transfer failed is never used again,
+for what is left in its connections cannot be told apart from what comes next: the manager prepares anew.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from verl.checkpoint_engine.backends.addresses import own_address
+from verl.checkpoint_engine.backends.communicators import Communicator, Flight
+from verl.checkpoint_engine.backends.rendezvous import POLL_S, PULSE_S, QUIET_S, Attempt, Deadline, Members, failures
+from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.topology import Topology, lane_of
+from verl.checkpoint_engine.types import Member, Range
+
+OWN_SHARE = 0.9
+"""Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
+HEADER = struct.Struct("<qqq16s")
+"""Version, number of messages, bytes of weights, digest of the layout."""
+
+
+class OwnerGroups:
+    """Used from one thread. `stop`, set from another one, ends every wait."""
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        config: CheckpointEngineConfig,
+        options: GlooOptions,
+        communicator: Communicator,
+        stop: threading.Event,
+    ) -> None:
+        self.messages: dict[int, list[Bucket]] = {}
+        """What each owner whose group this member is in broadcasts, in order."""
+        self._member = member
+        self._deadlines = config.deadlines
+        self._options = options
+        self._communicator = communicator
+        self._stop = stop
+        self._layout_digest = b""
+        self._server: TCPStore | None = None
+        self._groups: dict[int, Any] = {}
+        self._members: Members | None = None
+
+    def host_store(self) -> str:
+        """Open the store over which all members meet; its address. On trainer 0, before anybody connects."""
+        host = own_address(self._options.interface)
+        with failures(f"opening a store on any free port of {host}", None, "prepare"):
+            timeout = timedelta(seconds=self._deadlines.prepare_s)
+            self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        return f"{host}:{self._server.port}/{uuid.uuid4().hex}"
+
+    def expect(self, plan: SyncPlan, messages: Mapping[int, list[Bucket]]) -> None:
+        """What will be broadcast in the groups of this member."""
+        self._layout_digest = bytes.fromhex(plan.layout.digest)
+        self.messages = dict(messages)
+
+    def connect(self, topology: Topology) -> None:
+        """Every member of `topology` calls it. Raises TransportError, naming who did not come."""
+        deadline = Deadline(self._deadlines.prepare_s * OWN_SHARE)
+        names = [member.name for member in (*topology.trainers, *topology.nodes)]
+        members = Members(self._member.name, names)
+
+        def join() -> dict[int, Any]:
+            address = topology.trainers[0].address
+            with failures(f"connecting to trainer-0 at {address}", None, "prepare"):
+                members.join(self._server, address, deadline, self._stop)
+                return self._make_groups(members.store, topology)
+
+        # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
+        connecting = Attempt(join)
+        while not connecting.done.wait(POLL_S):
+            if self._stop.is_set() or deadline.passed:
+                raise members.not_connected(deadline)
+        self._groups = connecting.result()
+        self._members = members
+
+    def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
+        """One group per owner that has anything to send to this member, or that this member is; all in use once."""
+        groups = {}
+        for owner in sorted(self.messages):
+            names = topology.group_of(f"trainer-{owner}")
+            own = PrefixStore(f"trainer-{owner}", store)
+            lane = lane_of(owner, num_owners=len(topology.trainers), num_nodes=len(names) - 1)
+            rank = names.index(self._member.name)
+            groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
+        # Connections are made on first use; a stage should find them made.
+        greetings = [
+            self._communicator.broadcast(group, torch.zeros(1, dtype=torch.uint8), sending=self.is_sender(owner))
+            for owner, group in groups.items()
+        ]
+        while not all(greeting.is_done() for greeting in greetings):
+            time.sleep(POLL_S)
+        return groups
+
+    def is_sender(self, owner: int) -> bool:
+        return self._member.role == "trainer" and owner == self._member.index
+
+    def broadcast(self, owner: int, memory: torch.Tensor) -> Flight:
+        """Begin to send `memory` (host, uint8) to the owner's group, or to receive into it. Borrowed until done."""
+        return self._communicator.broadcast(self._groups[owner], memory, sending=self.is_sender(owner))
+
+    def release(self) -> None:
+        """Leave all groups; close the store if this member hosts it. Idempotent."""
+        self._groups.clear()
+        self._communicator.release()
+        self._members = None
+        self._server = None
+
+    @contextmanager
+    def transfer(self, version: int) -> Iterator[None]:
+        """Around everything that is broadcast for `version`. Whatever goes wrong inside, the groups are given up."""
+        if self._members is None or self.messages.keys() - self._groups.keys():
+            raise TransportError("not connected, or no longer after a failure", version=version, phase="stage")
+        try:
+            with self._members.taking_part(), self._blaming(self._members), failures("a broadcast", version):
+                yield
+        except BaseException:
+            # A group is gone only when its last operation has ended, at the latest after the stage's deadline.
+            # Nobody waits for that here.
+            given_up, self._groups = self._groups, {}
+            threading.Thread(target=given_up.clear, name="weight-sync-given-up", daemon=True).start()
+            raise
+
+    @contextmanager
+    def _blaming(self, members: Members) -> Iterator[None]:
+        """Complete errors of the network with the members that are not there."""
+        try:
+            yield
+        except TransportTimeout as exc:
+            exc.message += members.missing()
+            raise
+        except TransportError as exc:
+            # A broken connection tells nothing about who is gone: that shows when its pulse stays away. The manager,
+            # which may know, interrupts.
+            if isinstance(exc.__cause__, RuntimeError):
+                self._stop.wait(QUIET_S + PULSE_S)
+                exc.message += members.missing()
+            raise
+
+    def header(self, version: int, owner: int) -> torch.Tensor:
+        messages = self.messages[owner]
+        fields = (version, len(messages), sum(bucket.nbytes for bucket in messages))
+        return torch.frombuffer(bytearray(HEADER.pack(*fields, self._layout_digest)), dtype=torch.uint8)
+
+    def exchange_headers(self, version: int, deadline: Deadline) -> None:
+        """Send the header of this member's own group, and compare those of the others with what it expects of them.
+
+        Raises TransportError if they differ.
+        """
+        headers = {
+            owner: self.header(version, owner) if self.is_sender(owner) else torch.zeros(HEADER.size, dtype=torch.uint8)
+            for owner in self.messages
+        }
+        self.wait({owner: self.broadcast(owner, header) for owner, header in headers.items()}, version, deadline)
+        for owner, header in headers.items():
+            if not torch.equal(header, self.header(version, owner)):
+                sent = HEADER.unpack(header.numpy().tobytes())[0]
+                what = f"version {sent}" if sent != version else "another layout or other buckets"
+                message = f"trainer-{owner} sends {what} where version {version} is expected"
+                raise TransportError(message, version=version, phase="stage")
+
+    def wait(self, flights: Mapping[int, Flight], version: int, deadline: Deadline) -> None:
+        """Until all have landed. `flights` are by owner."""
+        waiting = dict(flights)
+        while True:
+            for owner, flight in list(waiting.items()):
+                with failures(f"the broadcast of trainer-{owner}", version):
+                    if flight.is_done():
+                        del waiting[owner]
+            if not waiting:
+                return
+            if self._stop.is_set():
+                raise TransportError("given up by the manager", version=version, phase="stage")
+            if deadline.passed:
+                owners = ", ".join(f"trainer-{owner}" for owner in waiting)
+                message = f"the broadcast of {owners} not done within {deadline.timeout_s:.1f} s"
+                raise TransportTimeout(message, version=version, phase="stage")
+            time.sleep(POLL_S)
+
+    def fetch(
+        self,
+        reader: Broadcasts,
+        plan: SyncPlan,
+        deadline: Deadline,
+        on_bucket: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> int:
+        """Everything that is broadcast in this member's groups, several messages at a time; the bytes."""
+        loop = FetchLoop(
+            reader=reader,
+            plan=plan,
+            region=reader.slot.numpy(),
+            bounce=reader.bounce.numpy(),
+            version=reader.version,
+            timeout_s=deadline.remaining_s,
+            stop=self._stop,
+            max_in_flight=self._communicator.max_in_flight(self._options.in_flight, len(self.messages)),
+            poll_s=POLL_S,
+            on_bucket=on_bucket,
+        )
+        return loop.run([bucket for owner in sorted(self.messages) for bucket in self.messages[owner]])
+
+
+@dataclass
+class Broadcasts:
+    """A `RangeReader` over the owners' groups: a message is received where its range belongs."""
+
+    groups: OwnerGroups
+    slot: torch.Tensor
+    bounce: torch.Tensor
+    version: int
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Flight]:
+        (message,) = ranges
+        memory = (self.bounce if bounce else self.slot)[message.dst_offset : message.dst_offset + message.nbytes]
+        return owner, self.groups.broadcast(owner, memory)
+
+    def is_done(self, transfer: tuple[int, Flight]) -> bool:
+        owner, flight = transfer
+        with failures(f"the broadcast of trainer-{owner}", self.version):
+            return flight.is_done()
+
+    def cancel(self, transfer: tuple[int, Flight]) -> None:
+        """A broadcast cannot be taken back: it keeps its memory, and the arena gives that slot up."""
+
+
+def bounce_for(messages: Mapping[int, Sequence[Bucket]]) -> torch.Tensor:
+    """Memory for the largest of `messages` that does not go straight to the slot."""
+    sizes = (bucket.ranges[0].nbytes for buckets in messages.values() for bucket in buckets if bucket.scatter)
+    return torch.zeros(max(sizes, default=0), dtype=torch.uint8)

@@ -1,0 +1,22 @@
+"""Names and addresses of this host's network interfaces."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from verl.utils.config import ConfigError
+
+
+def interface_of(address: str) -> str:
+    """The network interface with the IPv4 or IPv6 `address`. Raises ConfigError that lists what there is."""
+    interfaces: dict[str, list[str]] = {
+        name: [one.address for one in addresses] for name, addresses in psutil.net_if_addrs().items()
+    }
+    for name, addresses in interfaces.items():
+        if address in addresses:
+            return name
+    raise ConfigError(
+        f"no network interface of {socket.gethostname()} has the address {address}; there are {interfaces}"
+    )

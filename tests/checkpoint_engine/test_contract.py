@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint_engine.backends import BACKENDS, PACKAGES, QUICK, SLOW, nbytes_moved, using
+from tests.checkpoint_engine.backends import BACKENDS, QUICK, SLOW, nbytes_moved, using
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, arenas_in
 
 BLOCK_KB = 4

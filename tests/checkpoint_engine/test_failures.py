@@ -146,7 +146,7 @@ async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_le
             await fleet.sync(version)
             fleet.assert_serves(version)
         await assert_nothing_leaks(fleet, before)
-    assert not arenas_in(tmp_path)
+    assert soon(lambda: not arenas_in(tmp_path)), arenas_in(tmp_path)
     assert soon(lambda: not processes_of(tmp_path)), processes_of(tmp_path)
 
 

@@ -79,7 +79,7 @@ def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class PackedRegion:
-    """The memory behind a `Packing`. Private to this process; it goes with it, or with `close`."""
+    """The memory behind a `Packing`. Private to this process; it goes with the last tensor that borrows it."""
 
     def __init__(self, plan: SyncPlan, owner: int) -> None:
         import torch

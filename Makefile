@@ -5,6 +5,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # What the job, or pytest, gets on its command line: make run ARGS="trainer.total_training_steps=5"
 ARGS ?=
+# Test files run in so many processes, each file in one of them, in the order of their names.
+WORKERS ?= 2
 
 .PHONY: help install run test lint style types imports format lock clean distclean
 
@@ -17,8 +19,8 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install ## the whole test suite; options for pytest in ARGS="..."
-	@$(BIN)/python -m pytest $(ARGS)
+test: install ## the whole test suite, two files at a time (WORKERS=0: one); options for pytest in ARGS="..."
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: style types imports ## everything below that only reads the code
 

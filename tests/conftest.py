@@ -1,11 +1,40 @@
-"""Fixtures that several packages of tests share."""
+"""What several packages of tests share: a Ray, and turns for tests that need the machine for themselves."""
 
+import fcntl
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Called for each of several test processes, in the one that started them: they take turns in a directory."""
+    if TURNS not in node.config.stash:
+        node.config.stash[TURNS] = tempfile.TemporaryDirectory(prefix="verl-tests-")
+        node.config.add_cleanup(node.config.stash[TURNS].cleanup)
+    node.workerinput["turns"] = node.config.stash[TURNS].name
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """A test marked `alone` waits until no other runs, and others wait for it: it measures what a user waits for."""
+    turns = getattr(item.config, "workerinput", {}).get("turns")
+    if turns is None:
+        return (yield)
+    with Path(turns, "queue").open("w") as queue, Path(turns, "machine").open("w") as machine:
+        fcntl.flock(queue, fcntl.LOCK_EX)  # so that one that wants to be alone is not overtaken for ever
+        fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(machine, fcntl.LOCK_UN)  # said, because a forked child may have the file open, too
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ def assert_ends_in_one_line(job, interrupt):
     assert "Traceback" not in job.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("line", "wait_s", "interrupt"),
     [
@@ -74,6 +75,7 @@ def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrup
     assert_ends_in_one_line(job, interrupt)
 
 
+@pytest.mark.alone
 @pytest.mark.vllm
 def test_an_interrupt_while_vllm_starts_ends_it_too(start):
     job = start("actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=1")
@@ -81,6 +83,7 @@ def test_an_interrupt_while_vllm_starts_ends_it_too(start):
     assert_ends_in_one_line(job, ctrl_c)
 
 
+@pytest.mark.alone
 def test_an_interrupt_during_generation_ends_the_run(start):
     job = start("trainer.n_gpus_per_node=1", *LONG_RESPONSES)
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
@@ -88,6 +91,7 @@ def test_an_interrupt_during_generation_ends_the_run(start):
     assert_ends_in_one_line(job, sigterm)
 
 
+@pytest.mark.alone
 def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, tmp_path):
     job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
@@ -95,6 +99,7 @@ def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, 
     assert_ends_in_one_line(job, impatient)
 
 
+@pytest.mark.alone
 def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path):
     job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")

@@ -243,6 +243,43 @@ async def test_without_verification_nothing_is_digested_on_the_node(tmp_path: Pa
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 
+async def test_replicas_keep_their_version_until_the_boundary_however_long_the_new_one_is_there(
+    tmp_path: Path,
+):
+    async with Fleet(weights(1), tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.set_weights(weights(2))
+        verified, boundary = asyncio.Event(), asyncio.Event()
+        fleet.nodes[0].after["verify"] = verified.set
+        syncing = asyncio.create_task(fleet.manager.update_weights(2, boundary=boundary.wait))
+        await verified.wait()
+        await asyncio.sleep(0.1)
+        assert fleet.nodes[0].calls[-1] == "verify"
+        assert fleet.replicas[0].version == 1
+        assert not fleet.replicas[0].paused
+        boundary.set()
+        report = await syncing
+        assert fleet.replicas[0].version == 2
+        assert report.phase_s["wait"] >= 0.1
+        assert sum(report.phase_s.values()) == pytest.approx(report.total_s)
+
+
+async def test_cancelling_before_the_boundary_drops_what_was_staged(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        verified = asyncio.Event()
+        fleet.nodes[0].after["verify"] = verified.set
+        syncing = asyncio.create_task(fleet.manager.update_weights(2, boundary=asyncio.Event().wait))
+        await verified.wait()
+        await asyncio.sleep(0.1)
+        syncing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await syncing
+        assert fleet.nodes[0].calls[-1] == "drop"
+        assert (await fleet.manager.update_weights(3)).outcome == "committed"
+        assert fleet.replicas[0].version == 3
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_a_commit_that_fails_on_one_node_is_undone_on_the_other(failing: int, tmp_path: Path):
     async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:

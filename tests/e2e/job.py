@@ -17,7 +17,7 @@ import psutil
 from verl import envs
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
-from verl.trainer.ppo.ray_trainer import TrainingResult
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.run import train
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -161,8 +161,10 @@ def within(seconds: float, what: str) -> Iterator[None]:
     assert took <= seconds, f"{what} took {took:.1f} s, not {seconds} s"
 
 
-def in_process(directory: Path, *overrides: str) -> TrainingResult:
-    """A quick run with this process as its driver, on the Ray that it is connected to."""
-    config = load_config([*QUICK, f"trainer.default_local_dir={directory / 'out'}", *overrides])
+def in_process(
+    directory: Path, *overrides: str, trainer_class: type[RayPPOTrainer] = RayPPOTrainer, **where: object
+) -> TrainingResult:
+    """A quick run with this process as its driver, on the Ray that it is connected to. `where`: as in `load_config`."""
+    config = load_config([*QUICK, f"trainer.default_local_dir={directory / 'out'}", *overrides], **where)
     validate(config)
-    return train(config)
+    return train(config, trainer_class)

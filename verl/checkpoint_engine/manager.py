@@ -26,7 +26,7 @@ from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import TOPOLOGIES
-from verl.checkpoint_engine.transaction import Fleet, Stopwatch, SyncTransaction
+from verl.checkpoint_engine.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,11 @@ class CheckpointEngineManager:
         """Replicas out of service: paused, of unknown version, or dead. `add_replicas` brings one back."""
         return list(self._quarantined.values())
 
-    async def update_weights(self, global_steps: int) -> SyncReport:
+    async def update_weights(self, global_steps: int, *, boundary: Boundary | None = None) -> SyncReport:
         """Bring the trainer's present weights to every replica as version `global_steps`.
+
+        `boundary` returns when rollouts may get new weights; it ends by itself, and does not raise. What comes before
+        `commit` happens meanwhile. The trainer must keep its weights as they are until this method returns.
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
         and the next call plans and connects anew, so that members may have been replaced meanwhile.
@@ -99,7 +102,7 @@ class CheckpointEngineManager:
                 reconnect=lambda: self._connect(plan),
                 elastic=self._engine_class.capabilities.elastic,
             )
-            transaction = SyncTransaction(global_steps, fleet, self._config, clock)
+            transaction = SyncTransaction(global_steps, fleet, self._config, clock, boundary=boundary)
             try:
                 report = await transaction.run()
             except (SyncAborted, asyncio.CancelledError) as exc:

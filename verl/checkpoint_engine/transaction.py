@@ -3,6 +3,7 @@
 What a failure leads to stands next to what failed:
 
     publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted
+    wait                      nothing fails here; a member that dies meanwhile is missed at commit
     commit                    nodes that committed roll back, the others drop; SyncAborted
     activate, some replicas   those are quarantined: paused, out of service; the version stands
     activate, every replica   the nodes roll back and the replicas load the previous version again; SyncAborted
@@ -43,6 +44,9 @@ from verl.checkpoint_engine.types import PHASES, SyncReport
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Boundary = Callable[[], Awaitable[object]]
+"""Returns when rollouts may get new weights."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class SyncTransaction:
     fleet: Fleet
     config: CheckpointEngineConfig
     clock: Stopwatch
+    boundary: Boundary | None = None
+    """Awaited between verify and commit."""
     retries: int = 0
     nbytes_moved: int = 0
     trainer_blocked_s: float = 0.0
@@ -100,6 +106,8 @@ class SyncTransaction:
     async def run(self) -> SyncReport:
         """Raises SyncAborted, its cause being the first failure, when the fleet stays on the previous version."""
         digests = await self._move_with_retries()
+        if self.boundary is not None:
+            await self._wait(self.boundary)
         await self._commit(digests)
         await self._activate()
         return self.report("committed")
@@ -184,6 +192,14 @@ class SyncTransaction:
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
         return digests
+
+    async def _wait(self, boundary: Boundary) -> None:
+        try:
+            with self.clock.phase("wait"):
+                await boundary()
+        except asyncio.CancelledError:
+            await self._drop()
+            raise
 
     def _staging(self) -> dict[str, Awaitable[int]]:
         """What every node does, and every trainer rank where senders take part."""

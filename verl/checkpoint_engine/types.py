@@ -100,8 +100,9 @@ class Member:
         return f"{self.role}-{self.index}"
 
 
-PHASES = ("prepare", "publish", "stage", "verify", "commit", "activate", "resume")
-"""The phases of a sync in order. `prepare` is zero except when shards, nodes or layout are new."""
+PHASES = ("prepare", "publish", "stage", "verify", "wait", "commit", "activate", "resume")
+"""The phases of a sync in order. `prepare` is zero except when shards, nodes or layout are new; `wait` is for rollouts
+to come to a boundary, after which they may get new weights, and zero where nothing generates during a sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

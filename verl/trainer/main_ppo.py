@@ -12,11 +12,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.signals import sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.workers.config import PPOConfig
 
 INTERRUPTED = 130
@@ -24,11 +27,16 @@ logger = logging.getLogger("verl")
 
 
 def main() -> None:
+    run(run_ppo)
+
+
+def run(trainer: Callable[[PPOConfig], None], **defaults: Any) -> None:
+    """Run `trainer` as the command line says, and end the process as promised above. `defaults`: as in `run_hydra`."""
     sigterm_as_ctrl_c()
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
-        run_hydra(run_ppo)
+        run_hydra(trainer, **defaults)
     except KeyboardInterrupt as exc:
         sys.stderr.write(f"stopped{exc}\n")
         sys.stderr.flush()
@@ -37,8 +45,11 @@ def main() -> None:
         os._exit(INTERRUPTED)
 
 
-def run_ppo(config: PPOConfig) -> None:
-    """One training run, on this process as the driver. Raises ConfigError before anything is started."""
+def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None) -> None:
+    """One training run, on this process as the driver. Raises ConfigError before anything is started.
+
+    `trainer_class` brings the loop; by default that of hybrid mode.
+    """
     from verl.utils.console import log_to_console
 
     log_to_console()
@@ -49,9 +60,10 @@ def run_ppo(config: PPOConfig) -> None:
         config.trainer.output_dir,
     )
     try:
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.run import train
 
-        train(config)
+        train(config, trainer_class or RayPPOTrainer)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}") from None
 

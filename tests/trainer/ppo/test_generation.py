@@ -45,6 +45,23 @@ def test_a_batch_whose_engine_died_is_generated_again_on_the_restarted_one():
     assert rollouts.servers == ["second"]
 
 
+def test_what_is_generated_in_the_background_is_healed_by_whoever_asks_for_it():
+    rollouts = Rollouts(failures=1)
+    generation = HealingRollouts(rollouts, Engines(1), max_restarts=2).start(PROMPTS)
+    with pytest.raises(RuntimeError, match="first"):
+        generation.future.result(timeout=10)
+    assert rollouts.servers == ["first"]
+    assert generation.result() is PROMPTS
+    assert rollouts.batches == 2
+    assert rollouts.servers == ["second"]
+
+
+def test_what_was_generated_in_the_background_is_not_generated_again():
+    rollouts = Rollouts(failures=0)
+    assert HealingRollouts(rollouts, Engines(), max_restarts=2).start(PROMPTS).result() is PROMPTS
+    assert rollouts.batches == 1
+
+
 def test_a_failure_of_another_kind_is_raised_at_once():
     rollouts = Rollouts(failures=1)
     with pytest.raises(RuntimeError, match="first"):

@@ -4,10 +4,12 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
+    compute_staleness_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
     process_validation_metrics,
 )
+from verl.workers.rollout.records import NO_VERSION
 
 
 @pytest.fixture
@@ -76,6 +78,21 @@ def test_seconds_are_reported_per_phase_and_per_token_of_what_the_phase_works_on
             "timing_per_token_ms/update_actor": 500.0,  # 8 attended tokens
         }
     )
+
+
+def test_staleness_is_how_many_versions_the_trainer_is_ahead_of_the_one_that_sampled_a_token(batch):
+    batch.batch["rollout_versions"] = torch.tensor([[5, NO_VERSION, 6], [4, 0, 0], [0, 0, 0]])
+    assert compute_staleness_metrics(batch, trainer_version=6) == {
+        "training/staleness/mean": 1.0,
+        "training/staleness/max": 2.0,
+        "training/staleness/min": 0.0,
+    }
+
+
+def test_tokens_of_weights_without_a_version_have_no_staleness(batch):
+    assert compute_staleness_metrics(batch, trainer_version=6) == {}
+    batch.batch["rollout_versions"] = torch.full((3, 3), NO_VERSION)
+    assert compute_staleness_metrics(batch, trainer_version=6) == {}
 
 
 def test_throughput_is_tokens_per_second_and_rank(batch):

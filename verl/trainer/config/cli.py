@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,15 +22,23 @@ USAGE_ERROR = 2
 """Exit code for what the user wrote; anything else that goes wrong in a run has a traceback and exit code 1."""
 
 
-def run_hydra(main: Callable[[PPOConfig], None], argv: Sequence[str] | None = None) -> None:
+def run_hydra(
+    main: Callable[[PPOConfig], None],
+    argv: Sequence[str] | None = None,
+    *,
+    config_path: str | Path | None = None,
+    config_name: str = DEFAULT_NAME,
+) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
     starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
     traceback. Supports --help, --cfg job, --package, --resolve, --config-name, --config-path and --config-dir as Hydra
-    does; leaves no output directory behind.
+    does; `config_path` and `config_name` are their defaults. Leaves no output directory behind.
     """
-    arguments = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    parser.set_defaults(config_path=config_path, config_name=config_name)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.help:
         print_help()
         return
@@ -62,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn", default=DEFAULT_NAME)
+    parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     return parser
 

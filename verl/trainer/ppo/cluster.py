@@ -8,6 +8,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -105,21 +106,30 @@ class Cluster:
         in_service = {replica.name for replica in self._manager.replicas}
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 
-    def update_weights(self, version: int) -> SyncReport:
+    def update_weights(self, version: int, generating: Future[Any] | None = None) -> SyncReport:
         """One transaction; then bring back what it quarantined, where that works.
 
-        A sync that failed is tried once more if it was because of replicas that could be restarted. Raises SyncAborted.
+        While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
+        whatever way. A sync that failed is tried once more if it was because of replicas that could be restarted.
+        Raises SyncAborted.
         """
         try:
-            report = self.run(self._manager.update_weights(version))
+            report = self.run(self._update_weights(version, generating))
         except SyncAborted as exc:
             if not self.heal():
                 raise
             logger.warning("syncing again after: %s", exc)
-            report = self.run(self._manager.update_weights(version))
+            report = self.run(self._update_weights(version, generating))
         if self._manager.quarantined:
             self.heal()
         return report
+
+    async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
+        if generating is None:
+            return await self._manager.update_weights(version)
+        return await self._manager.update_weights(
+            version, boundary=lambda: asyncio.wait([asyncio.wrap_future(generating)])
+        )
 
     def free_rollout_memory(self) -> None:
         """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from verl.protocol import DataProto
@@ -35,6 +38,19 @@ class Engines(Protocol):
         """Restart what died; how many are back in service. Raises if none is in service."""
 
 
+@dataclass(frozen=True)
+class Generation:
+    """A batch that is being generated."""
+
+    future: Future[DataProto]
+    """Done when nothing of the batch generates any more."""
+    _healed: Callable[[], DataProto]
+
+    def result(self) -> DataProto:
+        """Wait for it. What `generate_sequences` would return, or raise, healing dead engines likewise."""
+        return self._healed()
+
+
 class HealingRollouts:
     """`Rollouts` that has dead engines restarted and then generates the batch again, whole.
 
@@ -46,18 +62,28 @@ class HealingRollouts:
         self._rollouts = rollouts
         self._engines = engines
         self._max_restarts = max_restarts
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="generation")
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Raises what the last attempt raised, or at once if no engine had died: it was not for that reason then."""
+        return self._healing(prompts, partial(self._rollouts.generate_sequences, prompts))
+
+    def start(self, prompts: DataProto) -> Generation:
+        """Generate in the background, one batch at a time. Only the batch's `result` heals, on the caller's thread."""
+        future = self._background.submit(self._rollouts.generate_sequences, prompts)
+        return Generation(future, partial(self._healing, prompts, future.result))
+
+    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto]) -> DataProto:
         for _ in range(self._max_restarts):
             try:
-                return self._rollouts.generate_sequences(prompts)
+                return attempt()
             except Exception:
                 if not self._engines.heal():
                     raise
                 self._rollouts.set_servers(self._engines.server_handles)
                 logger.warning("generating the batch of %d samples again", len(prompts))
-        return self._rollouts.generate_sequences(prompts)
+            attempt = partial(self._rollouts.generate_sequences, prompts)
+        return attempt()
 
     def set_servers(self, server_handles: Sequence[Any]) -> None:
         self._rollouts.set_servers(server_handles)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, tensors_of
+from verl.workers.rollout.records import NO_VERSION
 
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
@@ -49,6 +50,25 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         turns = torch.from_numpy(batch.non_tensor_batch["__num_turns__"].astype(np.float32))
         metrics |= _spread("num_turns", turns)
     return metrics
+
+
+def compute_staleness_metrics(batch: DataProto, *, trainer_version: int) -> dict[str, float]:
+    """How old the policy was that sampled each token: versions behind the one that the trainer updates.
+
+    Empty for a batch without `rollout_versions`, or whose tokens come from weights that have no version.
+    """
+    tensors = tensors_of(batch)
+    if "rollout_versions" not in tensors:
+        return {}
+    versions = tensors["rollout_versions"][tensors["response_mask"].bool()]
+    staleness = (trainer_version - versions[versions != NO_VERSION]).float()
+    if not len(staleness):
+        return {}
+    return {
+        "training/staleness/mean": staleness.mean().item(),
+        "training/staleness/max": staleness.max().item(),
+        "training/staleness/min": staleness.min().item(),
+    }
 
 
 def compute_timing_metrics(batch: DataProto, timings: Mapping[str, float]) -> dict[str, float]:

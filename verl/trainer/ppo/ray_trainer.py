@@ -20,9 +20,10 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.ppo.cluster import Cluster
-from verl.trainer.ppo.generation import Rollouts
+from verl.trainer.ppo.generation import Generation, HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
+    compute_staleness_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
 )
@@ -71,7 +72,7 @@ class RayPPOTrainer:
         *,
         config: PPOConfig,
         cluster: Cluster,
-        rollouts: Rollouts,
+        rollouts: HealingRollouts,
         reward_manager: NaiveRewardManager,
         train_dataloader: StatefulDataLoader,
         validator: Validator,
@@ -94,6 +95,10 @@ class RayPPOTrainer:
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
+    @classmethod
+    def check_config(cls, config: PPOConfig) -> None:
+        """Raise ConfigError for what this loop cannot do. Called before anything is started."""
+
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
         start = self.load_checkpoint(resume_from) if resume_from else 0
@@ -105,25 +110,38 @@ class RayPPOTrainer:
                 with now.timed("gen"):
                     batch = self.generate(prompts, now)
                     self.cluster.free_rollout_memory()
-                with now.timed("reward"):
-                    batch = self.score(batch, now)
-                with now.timed("old_log_prob"):
-                    batch = self.add_old_log_probs(batch, now)
-                with now.timed("ref"):
-                    batch = self.add_reference_log_probs(batch)
-                with now.timed("adv"):
-                    batch = self.add_advantages(batch, now)
-                with now.timed("update_actor"):
-                    self.update_actor(batch, now)
+                batch = self.learn(batch, now)
                 with now.timed("update_weights"):
                     self.update_weights(now)
-                if step == self.total_steps or _every(self.config.trainer.test_freq, step):
-                    with now.timed("testing"):
-                        self.validate(now)
-                if self.is_checkpoint_due(step):
-                    with now.timed("save_checkpoint"):
-                        self.save_checkpoint(step)
+                self.test_and_save(now, self.train_dataloader.state_dict())
             self.report(now, batch)
+        return self.result(step)
+
+    def learn(self, batch: DataProto, now: Step) -> DataProto:
+        """One update of the actor; the batch with everything that it took."""
+        now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
+        with now.timed("reward"):
+            batch = self.score(batch, now)
+        with now.timed("old_log_prob"):
+            batch = self.add_old_log_probs(batch, now)
+        with now.timed("ref"):
+            batch = self.add_reference_log_probs(batch)
+        with now.timed("adv"):
+            batch = self.add_advantages(batch, now)
+        with now.timed("update_actor"):
+            self.update_actor(batch, now)
+        return batch
+
+    def test_and_save(self, now: Step, dataloader_state: dict[str, Any]) -> None:
+        """Validate and write a checkpoint, where this step has to; a run that resumes from it draws from that state."""
+        if now.number == self.total_steps or _every(self.config.trainer.test_freq, now.number):
+            with now.timed("testing"):
+                self.validate(now)
+        if self.is_checkpoint_due(now.number):
+            with now.timed("save_checkpoint"):
+                self.save_checkpoint(now.number, dataloader_state)
+
+    def result(self, step: int) -> TrainingResult:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(Step(step))
         return TrainingResult(step, self.rewards_before, self.rewards_after)
@@ -153,7 +171,9 @@ class RayPPOTrainer:
                     return
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        generated = self.rollouts.generate_sequences(prompts)
+        return self.joined(prompts, self.rollouts.generate_sequences(prompts), now)
+
+    def joined(self, prompts: DataProto, generated: DataProto, now: Step) -> DataProto:
         now.metrics |= generated.meta_info.pop("timing", {})
         return prompts.union(generated)
 
@@ -216,9 +236,9 @@ class RayPPOTrainer:
     def update_actor(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_actor(batch)[0]
 
-    def update_weights(self, now: Step) -> None:
-        """The trainer's weights become version `now.number` of every rollout engine."""
-        report = self.cluster.update_weights(now.number)
+    def update_weights(self, now: Step, generation: Generation | None = None) -> None:
+        """The trainer's weights become version `now.number` of every rollout engine, once `generation` is done."""
+        report = self.cluster.update_weights(now.number, generation.future if generation else None)
         now.metrics |= report.metrics()
         self.rollouts.set_servers(self.cluster.server_handles)
 
@@ -226,8 +246,8 @@ class RayPPOTrainer:
         now.metrics |= self.validator.validate(now.number)
         self.rewards_after = validation_rewards(now.metrics)
 
-    def save_checkpoint(self, step: int) -> None:
-        state = TrainerState(step, self.train_dataloader.state_dict(), self.kl_ctrl.value, self.rewards_before)
+    def save_checkpoint(self, step: int, dataloader_state: dict[str, Any]) -> None:
+        state = TrainerState(step, dataloader_state, self.kl_ctrl.value, self.rewards_before)
         with self.checkpoints.writing(state) as actor_directory:
             self.cluster.actor.save_checkpoint(str(actor_directory))
 

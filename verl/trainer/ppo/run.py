@@ -43,10 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def train(config: PPOConfig) -> TrainingResult:
-    """Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
+def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> TrainingResult:
+    """One run with the loop of `trainer_class`.
+
+    Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
+    trainer_class.check_config(config)
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     output_dir = _writable(Path(config.trainer.output_dir))
@@ -94,7 +97,7 @@ def train(config: PPOConfig) -> TrainingResult:
         validator = Validator(
             config=config, rollouts=rollouts, reward_manager=reward_manager, dataloader=loaders["val"]
         )
-        trainer = RayPPOTrainer(
+        trainer = trainer_class(
             config=config,
             cluster=cluster,
             rollouts=rollouts,

@@ -1,0 +1,1 @@
+"""One-step-off-policy training: see `trainer.py`."""

@@ -29,6 +29,7 @@ GROUPS = {
     "custom_reward_function": "custom_reward_function/custom_reward_function",
     "reward_model": "reward_model/reward_model",
     "checkpoint_engine": "checkpoint_engine/checkpoint_engine",
+    "async_training": "async_training/async_training",
     "trainer": "trainer/trainer",
     "ray_kwargs": "ray_kwargs/ray_kwargs",
 }

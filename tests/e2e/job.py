@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_ppo` as a user runs it, watched from outside."""
+"""`python -m verl.trainer.main_ppo`, and its like, as a user runs them, watched from outside."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.run import train
+from verl.utils.tracking import read_metrics
 
 PR_SET_CHILD_SUBREAPER = 36
 STARTUP_S = 150.0
@@ -42,7 +43,7 @@ class Job:
     """One run in a session of its own. While it is watched, whatever it orphans becomes this process's child, so that
     `processes` sees everything that the run ever started. A context manager; leaving it ends what is left."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
+    def __init__(self, directory: Path, *overrides: str, module: str = "verl.trainer.main_ppo") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.output_dir = directory / "out"
@@ -54,7 +55,7 @@ class Job:
                 [
                     sys.executable,
                     "-m",
-                    "verl.trainer.main_ppo",
+                    module,
                     f"trainer.default_local_dir={self.output_dir}",
                     *overrides,
                 ],
@@ -100,6 +101,14 @@ class Job:
 
     def wait_for_line(self, text: str) -> None:
         self.wait_for(lambda: text in self.stderr or text in self.stdout, repr(text))
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Until the checkpoint of `step` is there, and its metrics, which come next."""
+        pointer, metrics = self.output_dir / "latest_checkpointed_iteration.txt", self.output_dir / "metrics.jsonl"
+        self.wait_for(lambda: pointer.exists() and int(pointer.read_text()) >= step, f"checkpoint {step}")
+        self.wait_for(
+            lambda: any(record["step"] == step for record in read_metrics(metrics)), f"metrics of step {step}"
+        )
 
     def wait(self, timeout_s: float = STARTUP_S) -> int:
         """The exit code."""

@@ -361,8 +361,7 @@ def resumed(ray_cluster, tmp_path_factory, repeatable):
     overrides = (*repeatable, f"trainer.rollout_data_dir={directory / 'samples'}")
     out = directory / "out"
     with Job(directory, *QUICK, *overrides) as job:
-        pointer = out / "latest_checkpointed_iteration.txt"
-        job.wait_for(lambda: pointer.exists() and pointer.read_text() == "2", "the second checkpoint")
+        job.wait_for_checkpoint(2)
         job.driver.kill()
         job.wait()
         left = job.left(10.0)

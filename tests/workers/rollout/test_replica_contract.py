@@ -170,6 +170,21 @@ async def test_kept_requests_go_on_with_the_new_version_and_say_where_it_begins(
     assert any(len(output.weight_versions) == 2 for output in outputs)
 
 
+async def test_requests_that_come_while_weights_change_wait_and_get_the_new_version(served: Served):
+    await served.replica.pause("abort")
+    served.trainer.commit(2)
+    activating = asyncio.ensure_future(served.replica.activate(served.trainer.arena_path, 2))
+    asked = []
+    while not activating.done():
+        asked.append(served.submit(max_tokens=2, ignore_eos=True))
+        await asyncio.sleep(0.005)
+    await activating
+    await served.replica.resume()
+    outputs = await asyncio.wait_for(asyncio.gather(*asked), 30)
+    assert outputs
+    assert {output.weight_versions for output in outputs} == {(WeightVersionSpan(0, 2, 2),)}
+
+
 async def test_control_calls_are_answered_while_hundreds_of_requests_are_parked(served: Served):
     await served.replica.pause("abort")
     parked = [served.submit(max_tokens=2, ignore_eos=True) for _ in range(300)]

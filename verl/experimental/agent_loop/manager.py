@@ -90,6 +90,11 @@ class AgentLoopManager:
         batch.meta_info["timing"] = _summary(metrics) | {"agent_loop/total_s": time.monotonic() - started}
         return batch
 
+    @property
+    def workers(self) -> list[Any]:
+        """The actors; see `AgentLoopWorker.generate_sequences`."""
+        return list(self._workers)
+
     def set_servers(self, server_handles: Sequence[Any]) -> None:
         """Use these servers from the next batch on."""
         servers = list(server_handles)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
     """`RayPPOTrainer` with another order of things. Engines must not have to make room for the trainer."""
 
     @classmethod
-    def check_config(cls, config: PPOConfig) -> None:
+    def adapted(cls, config: PPOConfig) -> PPOConfig:
         if config.trainer.placement != "separate":
             raise ConfigError(
                 f"trainer.placement={config.trainer.placement}: engines that generate while the trainer trains need "
                 "trainer.placement=separate; for engines that share the trainer's devices use verl.trainer.main_ppo"
             )
+        return config
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         step = self.load_checkpoint(resume_from) if resume_from else 0
@@ -59,12 +61,12 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
                 upcoming = self.start_next(batches)
                 batch = self.learn(batch, now)
                 with now.timed("update_weights"):
-                    self.update_weights(now, upcoming.generation if upcoming else None)
+                    self.update_weights(now, upcoming.generation.future if upcoming else None)
                 # What was left of the generation when its successor's weights were ready is no part of the sync.
                 waited_s = now.metrics["checkpoint_engine/wait_s"]
                 now.seconds["gen"] += waited_s
                 now.seconds["update_weights"] -= waited_s
-                self.test_and_save(now, self.state_before(upcoming))
+                self.test_and_save(now, partial(self.state_before, upcoming))
             self.report(now, batch)
         return self.result(step)
 

@@ -29,13 +29,13 @@ VERL_KEYS: dict[str, str] = {
     f"{_CORRECTION}.rollout_rs": f"the nearest is {_CORRECTION}.rollout_is",
     f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
     f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
-    "data.gen_batch_size": "prompts are generated one training batch at a time; the nearest is data.train_batch_size",
+    "data.gen_batch_size": "main_ppo generates a training batch at a time, fully_async_main a prompt at a time",
     "algorithm.lam": _NO_CRITIC,
     "algorithm.filter_groups.*": "no groups are filtered out of a batch",
     "critic.*": _NO_CRITIC,
     "trainer.critic_warmup": _NO_CRITIC,
     "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",
-    "async_training.*": "training is synchronous here",
+    "async_training.use_trainer_do_validate": "the rollout engines validate",
 }
 
 

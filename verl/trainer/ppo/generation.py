@@ -26,6 +26,10 @@ class Rollouts(Protocol):
     def set_servers(self, server_handles: Sequence[Any]) -> None:
         """Use these servers from the next batch on."""
 
+    @property
+    def workers(self) -> list[Any]:
+        """Actors with `generate_sequences`, which take any part of a batch."""
+
 
 class Engines(Protocol):
     """The rollout engines of a run; `Cluster` is one."""
@@ -67,6 +71,11 @@ class HealingRollouts:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Raises what the last attempt raised, or at once if no engine had died: it was not for that reason then."""
         return self._healing(prompts, partial(self._rollouts.generate_sequences, prompts))
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors behind the rollouts, for those who hand out samples themselves."""
+        return self._rollouts.workers
 
     def start(self, prompts: DataProto) -> Generation:
         """Generate in the background, one batch at a time. Only the batch's `result` heals, on the caller's thread."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.ppo.cluster import Cluster
-from verl.trainer.ppo.generation import Generation, HealingRollouts
+from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_staleness_metrics,
@@ -96,8 +97,9 @@ class RayPPOTrainer:
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
-    def check_config(cls, config: PPOConfig) -> None:
-        """Raise ConfigError for what this loop cannot do. Called before anything is started."""
+    def adapted(cls, config: PPOConfig) -> PPOConfig:
+        """What this loop makes of `config`, before anything is started. Raises ConfigError for what it cannot do."""
+        return config
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
@@ -113,7 +115,7 @@ class RayPPOTrainer:
                 batch = self.learn(batch, now)
                 with now.timed("update_weights"):
                     self.update_weights(now)
-                self.test_and_save(now, self.train_dataloader.state_dict())
+                self.test_and_save(now, self.train_dataloader.state_dict)
             self.report(now, batch)
         return self.result(step)
 
@@ -132,14 +134,14 @@ class RayPPOTrainer:
             self.update_actor(batch, now)
         return batch
 
-    def test_and_save(self, now: Step, dataloader_state: dict[str, Any]) -> None:
-        """Validate and write a checkpoint, where this step has to; a run that resumes from it draws from that state."""
+    def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
+        """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
         if now.number == self.total_steps or _every(self.config.trainer.test_freq, now.number):
             with now.timed("testing"):
                 self.validate(now)
         if self.is_checkpoint_due(now.number):
             with now.timed("save_checkpoint"):
-                self.save_checkpoint(now.number, dataloader_state)
+                self.save_checkpoint(now.number, prompts_state())
 
     def result(self, step: int) -> TrainingResult:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
@@ -236,9 +238,9 @@ class RayPPOTrainer:
     def update_actor(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_actor(batch)[0]
 
-    def update_weights(self, now: Step, generation: Generation | None = None) -> None:
-        """The trainer's weights become version `now.number` of every rollout engine, once `generation` is done."""
-        report = self.cluster.update_weights(now.number, generation.future if generation else None)
+    def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
+        """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
+        report = self.cluster.update_weights(now.number, generating)
         now.metrics |= report.metrics()
         self.rollouts.set_servers(self.cluster.server_handles)
 
@@ -246,8 +248,8 @@ class RayPPOTrainer:
         now.metrics |= self.validator.validate(now.number)
         self.rewards_after = validation_rewards(now.metrics)
 
-    def save_checkpoint(self, step: int, dataloader_state: dict[str, Any]) -> None:
-        state = TrainerState(step, dataloader_state, self.kl_ctrl.value, self.rewards_before)
+    def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
+        state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
         with self.checkpoints.writing(state) as actor_directory:
             self.cluster.actor.save_checkpoint(str(actor_directory))
 
@@ -256,10 +258,14 @@ class RayPPOTrainer:
         logger.info("resuming from %s", path)
         state = self.checkpoints.read(path)
         self.cluster.actor.load_checkpoint(str(path / "actor"))
-        self.train_dataloader.load_state_dict(state.dataloader)
+        self.restore_prompts(state.dataloader)
         self.kl_ctrl.value = state.kl_coef
         self.rewards_before = state.rewards_before
         return state.step
+
+    def restore_prompts(self, state: dict[str, Any]) -> None:
+        """Go on with the prompts that come after those of a checkpoint."""
+        self.train_dataloader.load_state_dict(state)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Every `save_freq` steps, and at the end of a run that saves at all."""

@@ -49,7 +49,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
-    trainer_class.check_config(config)
+    config = trainer_class.adapted(config)
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     output_dir = _writable(Path(config.trainer.output_dir))

@@ -9,6 +9,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.utils.config import ConfigError, option, section
 from verl.workers.config.actor import ActorConfig, RefConfig
 from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.config.async_training import AsyncTrainingConfig
 from verl.workers.config.data import DataConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.rollout import RolloutConfig
@@ -102,5 +103,6 @@ class PPOConfig:
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     ray_kwargs: RayConfig = section(RayConfig)

@@ -12,6 +12,7 @@ the engine loop, and both groups cross over with `EngineLoop.run`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -71,7 +72,7 @@ class RolloutServer:
 
     @ray.method(concurrency_group="generate")
     async def generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
-        """Sample one response to `prompt_ids`. While paused, the call waits for `resume`.
+        """Sample one response to `prompt_ids`. While paused, or while weights change, the call waits.
 
         Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
         `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
@@ -80,6 +81,8 @@ class RolloutServer:
 
     async def _generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
         name, timeout_s = self._spec.name, self._spec.config.generate_timeout_s
+        if self._version is None:
+            await self._end_of_change(timeout_s)
         if self._version is None:
             raise NoWeights(f"{name} cannot generate: no version of the weights is active; sync the weights first")
         if not 0 < len(prompt_ids) < self._spec.max_model_len:
@@ -94,6 +97,13 @@ class RolloutServer:
             raise ReplicaTimeout(
                 f"{name}: request {request_id} not finished within rollout.generate_timeout_s={timeout_s}"
             ) from exc
+
+    async def _end_of_change(self, timeout_s: float) -> None:
+        """Until an activation that is under way, if any, is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changing.acquire()
+                self._changing.release()
 
     # -- group control: called by the replica -----------------------------------------------------------------------
 

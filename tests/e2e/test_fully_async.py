@@ -1,0 +1,176 @@
+"""Fully asynchronous runs: the same as hybrid ones where nothing may be stale, and sound where it may."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.e2e.job import QUICK, Job, in_process
+from tests.e2e.test_training import REWARD, Run
+from verl.experimental.fully_async_policy import fully_async_main
+from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
+from verl.utils.config import ConfigError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+STEPS = 4
+PROMPTS = 2
+"""Of a step."""
+ON_POLICY = ("async_training.staleness_threshold=0", "async_training.trigger_parameter_sync_step=1")
+STALE = ("async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=1")
+LONG_RESPONSES = ("data.max_response_length=60", "actor_rollout_ref.rollout.ignore_eos=true")
+
+
+def fully_async(directory, *overrides):
+    where = {"config_path": fully_async_main.CONFIG_DIR, "config_name": fully_async_main.CONFIG_NAME}
+    overrides = (f"trainer.rollout_data_dir={directory / 'samples'}", *overrides)
+    return Run(directory, in_process(directory, *overrides, trainer_class=FullyAsyncTrainer, **where))
+
+
+@pytest.fixture(scope="module")
+def repeatable(tmp_path_factory, tiny_model):
+    """Overrides of a run whose every number is decided by its seed: greedy, float32, a reward that varies."""
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    return (
+        f"actor_rollout_ref.model.path={tiny_model}",
+        f"custom_reward_function.path={reward}",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.do_sample=false",
+        "actor_rollout_ref.rollout.n=1",
+        f"trainer.total_training_steps={STEPS}",
+    )
+
+
+def test_without_staleness_it_is_hybrid_training(ray_cluster, tmp_path, repeatable):
+    batch = f"data.train_batch_size={PROMPTS}"
+    samples = f"trainer.rollout_data_dir={tmp_path / 'hybrid/samples'}"
+    hybrid = Run(tmp_path / "hybrid", in_process(tmp_path / "hybrid", *repeatable, batch, samples))
+    ours = fully_async(
+        tmp_path / "async",
+        *repeatable,
+        *ON_POLICY,
+        "algorithm.rollout_correction.rollout_is=null",
+        "checkpoint_engine.backend=gloo",
+    )
+    assert [report["version"] for report in ours.reports] == [report["version"] for report in hybrid.reports]
+    for step in range(1, STEPS + 1):
+        assert ours.questions(step) == hybrid.questions(step)
+        assert ours.metrics[step]["training/staleness/max"] == 0
+        for name in ("critic/score/mean", "actor/grad_norm", "actor/lr", "actor/pg_loss", "response_length/mean"):
+            expected = hybrid.metrics[step][name]
+            assert ours.metrics[step][name] == pytest.approx(expected, rel=1e-3, abs=1e-6), (step, name)
+
+
+def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(ray_cluster, tmp_path, repeatable):
+    run = fully_async(
+        tmp_path,
+        *repeatable,
+        *STALE,
+        *LONG_RESPONSES,
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+        "checkpoint_engine.backend=gloo",
+    )
+    metrics = list(run.metrics.values())
+    assert sum(step["fully_async/partial/total_partial_num"] for step in metrics) > 0
+    assert max(step["fully_async/partial/max_partial_span"] for step in metrics) >= 2
+    assert all(0 <= step["training/staleness/min"] <= step["training/staleness/max"] <= 2 for step in metrics)
+    assert max(step["training/staleness/max"] for step in metrics) >= 1
+    assert {step["response_length/min"] for step in metrics} == {60}  # the budget, no more and no less
+    assert all(step["fully_async/count/staleness_samples"] <= 2 * PROMPTS for step in metrics)
+
+
+def test_responses_are_completed_before_a_sync_where_they_must_not_be_interrupted(ray_cluster, tmp_path, repeatable):
+    run = fully_async(
+        tmp_path,
+        *repeatable,
+        *STALE,
+        *LONG_RESPONSES,
+        "async_training.partial_rollout=false",
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+        "checkpoint_engine.backend=naive",
+    )
+    metrics = list(run.metrics.values())
+    assert {step["fully_async/partial/total_partial_num"] for step in metrics} == {0}
+    assert max(step["training/staleness/max"] for step in metrics) >= 1
+    assert max(step["checkpoint_engine/wait_s"] for step in metrics) > 0
+
+
+@pytest.fixture(scope="module")
+def resumed(ray_cluster, tmp_path_factory, repeatable):
+    """A run that is killed after its second step, and the same command again."""
+    directory = tmp_path_factory.mktemp("resumed")
+    overrides = (
+        *repeatable,
+        *STALE,
+        *LONG_RESPONSES,
+        "trainer.save_freq=1",
+        f"trainer.rollout_data_dir={directory / 'samples'}",
+    )
+    with Job(directory, *QUICK, *overrides, module=fully_async_main.__name__) as job:
+        job.wait_for_checkpoint(2)
+        job.driver.kill()
+        job.wait()
+        left = job.left(10.0)
+    assert left == []
+    return fully_async(directory, *overrides)
+
+
+def test_no_prompt_is_lost_or_trained_twice_when_a_run_is_killed_and_resumed(resumed, tmp_path, repeatable):
+    assert list(resumed.metrics) == list(range(1, STEPS + 1))
+    trained = [question for step in range(1, STEPS + 1) for question in resumed.questions(step)]
+    drawn = Run(tmp_path, in_process(tmp_path, *repeatable, f"data.train_batch_size={PROMPTS}", _samples(tmp_path)))
+    expected = [question for step in range(1, STEPS + 1) for question in drawn.questions(step)]
+    assert sorted(trained) == sorted(expected)
+
+
+def _samples(directory):
+    return f"trainer.rollout_data_dir={directory / 'samples'}"
+
+
+@pytest.mark.vllm
+def test_vllm_knows_the_version_of_every_token(ray_cluster, tmp_path):
+    run = fully_async(
+        tmp_path,
+        *STALE,
+        "checkpoint_engine.backend=" + ("mooncake" if find_spec("mooncake") else "gloo"),
+        "trainer.total_training_steps=4",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.cpu_kvcache_gib=0.1",
+    )
+    assert run.metrics[1]["training/rollout_probs_diff_mean"] < 0.02
+    assert all(0 <= metrics["training/staleness/max"] <= 2 for metrics in run.metrics.values())
+    assert [report["version"] for report in run.reports] == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(tmp_path, tiny_model):
+    (tmp_path / "loop.py").write_text(
+        "from verl.experimental.agent_loop import AgentLoopBase\n\n\n"
+        "class Broken(AgentLoopBase):\n"
+        "    async def run(self, sampling_params, **row):\n"
+        "        raise ValueError('the loop is broken')\n"
+    )
+    (tmp_path / "loops.yaml").write_text(f"- {{name: broken, _target_: '{tmp_path / 'loop.py'}:Broken'}}\n")
+    job = Job(
+        tmp_path / "job",
+        *QUICK,
+        f"actor_rollout_ref.model.path={tiny_model}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=broken",
+        module=fully_async_main.__name__,
+    )
+    with job:
+        assert job.wait() == 1
+        assert job.left() == []
+    assert "the loop is broken" in job.stderr
+
+
+def test_engines_on_the_trainers_devices_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="trainer.placement=colocated.*need trainer.placement=separate"):
+        fully_async(tmp_path, "trainer.placement=colocated")

@@ -1,0 +1,176 @@
+"""The rollouter and a trainer that takes from its queue, in one process; agent loops answer when they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from verl.experimental.fully_async_policy.message_queue import MessageQueue
+from verl.experimental.fully_async_policy.rollouter import Rollouter
+from verl.protocol import DataProto
+from verl.trainer.config.loader import load_config
+from verl.workers.config.async_training import AsyncTrainingConfig
+
+N = 2
+PROMPTS = 24
+
+
+class Remote:
+    """An object whose methods are called as those of a Ray actor."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def __getattr__(self, name):
+        method = getattr(self.actor, name)
+
+        class Call:
+            @staticmethod
+            def remote(*arguments):
+                return asyncio.ensure_future(method(*arguments))
+
+        return Call
+
+
+class AgentLoops:
+    """Answer in an order that is not that of the prompts; fail where they are told to."""
+
+    def __init__(self):
+        self.started: list[int] = []
+        self.failing: set[int] = set()
+        self.held: asyncio.Event | None = None
+
+    async def generate_sequences(self, samples, first_index):
+        index = first_index // N
+        self.started.append(index)
+        await asyncio.sleep(0.002 * (index % 3))
+        if self.held is not None:
+            await self.held.wait()
+        if index in self.failing:
+            self.failing.discard(index)
+            raise ValueError(f"prompt {index} failed")
+        return DataProto.from_dict(tensors={"responses": torch.full((N, 1), index)}, non_tensors={})
+
+
+class Job:
+    def __init__(self, required=2, *, state=None, max_in_flight=100, **settings):
+        config = load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true"])
+        self.required, self.settings = required, AsyncTrainingConfig(**settings)
+        self.limit = self.settings.max_outstanding(required)
+        self.loops, self.queue = AgentLoops(), MessageQueue(self.limit)
+        self.rollouter = Rollouter(
+            config=config,
+            dataset=[{"raw_prompt": str(index)} for index in range(PROMPTS)],
+            workers=[Remote(self.loops)],
+            queue=Remote(self.queue),
+            total_prompts=PROMPTS,
+            limit=self.limit,
+            max_in_flight=max_in_flight,
+        )
+
+    @asynccontextmanager
+    async def running(self):
+        task = asyncio.create_task(self.rollouter.run())
+        yield task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def outstanding(self):
+        """In flight or queued."""
+        state = await self.rollouter.state()
+        return len(state.in_flight) + len(state.queued)
+
+    async def step(self):
+        taken = await asyncio.wait_for(self.queue.take(self.required), 10)
+        return sorted(sample.index for sample in taken)
+
+
+REGIMES = {
+    "on policy": {"staleness_threshold": 0, "trigger_parameter_sync_step": 1},
+    "streaming": {"staleness_threshold": 0, "trigger_parameter_sync_step": 3},
+    "stale": {"staleness_threshold": 0.5, "trigger_parameter_sync_step": 2, "partial_rollout": False},
+    "stale with partial rollouts": {"staleness_threshold": 1, "trigger_parameter_sync_step": 1},
+}
+
+
+@pytest.mark.parametrize("settings", REGIMES.values(), ids=REGIMES)
+async def test_what_is_in_flight_or_queued_keeps_its_bound_and_every_prompt_is_trained_once(settings):
+    job, trained, at_sync = Job(**settings), [], 0
+    async with job.running():
+        for step in range(1, PROMPTS // job.required + 1):
+            trained += await job.step()
+            await asyncio.sleep(0.02)  # the trainer works; the rollouter may go as far as it can
+            assert await job.outstanding() <= job.limit
+            assert len(job.loops.started) - at_sync <= job.limit
+            if step % job.settings.trigger_parameter_sync_step == 0:
+                if not job.settings.partial_rollout:
+                    await job.rollouter.drain()
+                    assert not (await job.rollouter.state()).in_flight
+                at_sync = len(job.loops.started) - await job.outstanding()
+                await job.rollouter.synced()
+    assert sorted(trained) == list(range(PROMPTS))
+
+
+async def test_without_staleness_a_step_is_trained_on_what_was_started_after_the_last_sync():
+    job = Job(**REGIMES["on policy"])
+    async with job.running():
+        for step in range(3):
+            assert await job.step() == [2 * step, 2 * step + 1]
+            await asyncio.sleep(0.02)
+            assert len(job.loops.started) == 2 * (step + 1)
+            metrics = await job.rollouter.synced()
+            assert metrics["fully_async/count/staleness_samples"] == 0
+            assert metrics["fully_async/rollouter/idle_ratio"] > 0.2
+
+
+async def test_no_more_prompts_are_in_flight_than_the_replicas_may_have():
+    job = Job(staleness_threshold=3, max_in_flight=3)
+    job.loops.held = asyncio.Event()
+    async with job.running():
+        await asyncio.sleep(0.05)
+        assert len(job.loops.started) == 3
+        job.loops.held.set()
+        await asyncio.sleep(0.1)
+        assert len(job.loops.started) == PROMPTS
+
+
+async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_is_generated_again_in_the_next():
+    job = Job(staleness_threshold=3)
+    job.loops.failing = {5}
+    with pytest.raises(ValueError, match="prompt 5 failed"):
+        await job.rollouter.run()
+    await job.rollouter.drain()  # nobody waits for what has failed
+    await job.rollouter.synced()
+    trained = []
+    async with job.running():
+        for _ in range(PROMPTS // job.required):
+            trained += await job.step()
+            await job.rollouter.synced()
+    assert sorted(trained) == list(range(PROMPTS))
+
+
+async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_then_what_comes_next():
+    first = Job(staleness_threshold=1, trigger_parameter_sync_step=2)
+    async with first.running():
+        trained = await first.step()
+        first.loops.held = asyncio.Event()
+        await first.rollouter.synced()
+        await asyncio.sleep(0.02)
+        state = await first.rollouter.state()
+    assert state.in_flight
+    assert state.queued
+
+    second = Job(staleness_threshold=1, trigger_parameter_sync_step=2)
+    await second.rollouter.restore(state)
+    prompts = {}
+    async with second.running():
+        for _ in range((PROMPTS - len(trained)) // second.required):
+            for sample in await asyncio.wait_for(second.queue.take(second.required), 10):
+                trained.append(sample.index)
+                prompts[sample.index] = sample.batch.non_tensor_batch["raw_prompt"][0]
+            await second.rollouter.synced()
+    assert sorted(trained) == list(range(PROMPTS))
+    assert len(set(prompts.values())) == len(prompts)  # the data goes on where it was

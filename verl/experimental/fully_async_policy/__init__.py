@@ -1,0 +1,1 @@
+"""Fully asynchronous training: see `trainer.py`."""

@@ -1,0 +1,72 @@
+"""What the rollouter has finished and the trainer has not taken yet: an actor between the two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.utils.lifetime import end_with_raylet
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its `rollout.n` responses: what `AgentLoopWorker` returns, joined with the prompt's columns."""
+
+    index: int
+    """Its place in the order in which prompts were drawn."""
+    batch: DataProto
+
+
+class MessageQueue:
+    """A Ray actor. Bounded: when it is full, `put` waits, which is counted; nothing is ever dropped.
+
+    One producer, the rollouter; one consumer, the trainer.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        end_with_raylet()
+        self._capacity = capacity
+        self._samples: deque[Sample] = deque()
+        self._changed = asyncio.Condition()
+        self._waits = 0
+
+    async def put(self, sample: Sample) -> None:
+        async with self._changed:
+            if len(self._samples) >= self._capacity:
+                self._waits += 1
+                await self._changed.wait_for(lambda: len(self._samples) < self._capacity)
+            self._samples.append(sample)
+            self._changed.notify_all()
+
+    async def take(self, count: int) -> list[Sample]:
+        """Wait for `count` samples, the oldest first; all or none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._samples) >= count)
+            taken = [self._samples.popleft() for _ in range(count)]
+            self._changed.notify_all()
+            return taken
+
+    async def restore(self, samples: list[Sample]) -> None:
+        """Begin with the content of an earlier queue."""
+        async with self._changed:
+            self._samples = deque(samples)
+            self._changed.notify_all()
+
+    async def content(self) -> list[Sample]:
+        """A copy; the samples stay."""
+        return list(self._samples)
+
+    async def metrics(self) -> dict[str, float]:
+        return {
+            "fully_async/count/queue_size": float(len(self._samples)),
+            "fully_async/count/full_queue_waits": float(self._waits),
+            "fully_async/count/dropped_stale_samples": 0.0,
+        }
+
+
+def options_of_actor() -> dict[str, Any]:
+    """Ray's, for the two actors of this package: they wait more than they compute."""
+    return {"num_cpus": 0, "max_restarts": 0}

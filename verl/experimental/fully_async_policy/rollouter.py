@@ -1,0 +1,185 @@
+"""Draws prompts and keeps the rollout engines busy with them, as far as the budget allows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from verl.experimental.fully_async_policy.budget import StalenessBudget
+from verl.experimental.fully_async_policy.message_queue import Sample
+from verl.protocol import DataProto
+from verl.utils.dataset import build_dataloader
+from verl.utils.lifetime import end_with_raylet
+from verl.workers.config import PPOConfig
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, `rollout.n` times under one uid."""
+
+    index: int
+    rows: DataProto
+
+
+@dataclass(frozen=True)
+class RollouterState:
+    """Everything that a later rollouter needs to generate what this one would have."""
+
+    dataloader: dict[str, Any]
+    drawn: int
+    in_flight: tuple[Prompt, ...]
+    queued: tuple[Sample, ...]
+
+
+class Rollouter:
+    """A Ray actor. The driver is its only caller; `workers` are the agent loops' actors, `queue` a `MessageQueue`."""
+
+    def __init__(
+        self,
+        *,
+        config: PPOConfig,
+        dataset: Dataset[dict[str, Any]],
+        workers: Sequence[Any],
+        queue: Any,
+        total_prompts: int,
+        limit: int,
+        max_in_flight: int,
+    ) -> None:
+        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`."""
+        end_with_raylet()
+        self._config = config
+        self._dataloader = build_dataloader(dataset, config.data, batch_size=1, shuffle=config.data.shuffle)
+        self._rows = self._epochs()
+        self._workers = itertools.cycle(workers)
+        self._queue = queue
+        self._total_prompts = total_prompts
+        self._max_in_flight = max_in_flight
+        self._budget = StalenessBudget(limit)
+        self._in_flight: dict[int, Prompt] = {}
+        """Drawn, and not in the queue yet."""
+        self._drawn = 0
+        self._queued_before = 0
+        self._draining = False
+        self._running = False
+        self._handing_over = asyncio.Lock()
+        """Held while a sample goes from `_in_flight` to the queue: it is in one of them at any other time."""
+        self._changed = asyncio.Condition()
+        self._began_s = time.monotonic()
+        self._idle_s = 0.0
+        self._idle_since_s: float | None = None
+        """When nothing was in flight any more, and nothing might be started."""
+
+    async def restore(self, state: RollouterState) -> None:
+        """Go on where another one was. Called before `run`."""
+        await self._queue.restore.remote(list(state.queued))
+        self._dataloader.load_state_dict(state.dataloader)
+        self._rows = self._epochs()
+        self._drawn = state.drawn
+        self._in_flight = {prompt.index: prompt for prompt in state.in_flight}
+        self._budget.synced(len(state.in_flight) + len(state.queued))
+
+    async def state(self) -> RollouterState:
+        """A consistent copy, while generation goes on. Nobody may take from the queue meanwhile."""
+        async with self._handing_over:
+            queued = await self._queue.content.remote()
+            return RollouterState(
+                self._dataloader.state_dict(), self._drawn, tuple(self._in_flight.values()), tuple(queued)
+            )
+
+    async def run(self) -> None:
+        """Until every prompt of the run is in the queue. Raises the first failure of a sample; called again, it begins
+        with what was in flight then."""
+        async with self._handing_over:
+            unfinished = list(self._in_flight.values())
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as samples:
+                for prompt in unfinished:
+                    samples.create_task(self._generate(prompt))
+                while self._drawn < self._total_prompts:
+                    await self._may_start()
+                    self._budget.start()
+                    prompt = self._draw()
+                    self._in_flight[prompt.index] = prompt
+                    samples.create_task(self._generate(prompt))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self._running = False
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Start nothing until `synced`; return when nothing is in flight any more, or `run` has failed."""
+        self._draining = True
+        async with self._changed:
+            await self._changed.wait_for(lambda: not (self._in_flight and self._running))
+
+    async def synced(self) -> dict[str, float]:
+        """The engines have a new version. What happened since the last time, as metrics."""
+        async with self._handing_over:
+            queue: dict[str, float] = await self._queue.metrics.remote()
+            outstanding = len(self._in_flight) + int(queue["fully_async/count/queue_size"])
+        now = time.monotonic()
+        if self._idle_since_s is not None:
+            self._idle_s += now - self._idle_since_s
+            self._idle_since_s = now
+        elapsed_s = max(now - self._began_s, 1e-9)
+        metrics = {
+            "fully_async/rollouter/idle_ratio": self._idle_s / elapsed_s,
+            "fully_async/rollouter/active_time": elapsed_s - self._idle_s,
+            "fully_async/rollouter/version_time": elapsed_s,
+            "fully_async/count/total_generated_samples": float(self._drawn - len(self._in_flight)),
+            "fully_async/count/staleness_samples": float(outstanding),
+        }
+        self._began_s, self._idle_s = now, 0.0
+        self._budget.synced(outstanding)
+        self._draining = False
+        async with self._changed:
+            self._changed.notify_all()
+        return queue | metrics
+
+    async def _may_start(self) -> None:
+        def allowed() -> bool:
+            return not (self._draining or self._budget.is_spent or len(self._in_flight) >= self._max_in_flight)
+
+        async with self._changed:
+            while not allowed():
+                if not self._in_flight and self._idle_since_s is None:
+                    self._idle_since_s = time.monotonic()
+                await self._changed.wait()
+        if self._idle_since_s is not None:
+            self._idle_s += time.monotonic() - self._idle_since_s
+            self._idle_since_s = None
+
+    async def _generate(self, prompt: Prompt) -> None:
+        columns = prompt.rows.non_tensor_batch
+        samples = DataProto(None, columns, {"validate": False})
+        generated = await next(self._workers).generate_sequences.remote(samples, prompt.index * len(samples))
+        # Not given up half way, when another sample fails.
+        await asyncio.shield(self._hand_over(Sample(prompt.index, prompt.rows.union(generated))))
+
+    async def _hand_over(self, sample: Sample) -> None:
+        async with self._handing_over:
+            await self._queue.put.remote(sample)
+            del self._in_flight[sample.index]
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _draw(self) -> Prompt:
+        rows = DataProto.from_dict(non_tensors=next(self._rows))
+        rows.non_tensor_batch["uid"] = np.array([uuid.uuid4().hex], dtype=object)
+        self._drawn += 1
+        return Prompt(self._drawn - 1, rows.repeat(self._config.actor_rollout_ref.rollout.n, interleave=True))
+
+    def _epochs(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield from self._dataloader

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from verl.utils.config import ConfigError, option, section
 from verl.workers.config.optim import OptimizerConfig
 
-STRATEGIES = ("fsdp2",)
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """How torch FSDP2 shards and computes."""
+    """How torch FSDP shards and computes."""
 
     param_offload: bool = option(False, "keep parameters in host memory between steps (accelerators)")
     optimizer_offload: bool = option(False, "keep optimizer state in host memory between steps (accelerators)")
@@ -48,7 +47,7 @@ class CheckpointConfig:
 class ActorConfig:
     """Training of the policy."""
 
-    strategy: str = option("fsdp2", "training engine", choices=STRATEGIES)
+    strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, or a registered one (verl: fsdp)")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step, each with rollout.n responses (verl: 256)")
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz"

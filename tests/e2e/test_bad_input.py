@@ -74,6 +74,8 @@ MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
     (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
+    (["actor_rollout_ref.actor.strategy=fdsp"], ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2"]),
+    (["actor_rollout_ref.actor.strategy=megatron"], ["strategy='megatron'. Known: fsdp, fsdp2."]),
     (["trainer.device=gpu"], ["trainer.device", "gpu", "cpu", "cuda", "npu"]),
     (["trainer.logger=[tensorbord]"], ["tensorbord", "tensorboard"]),
     (["actor_rollout_ref.model.path=/no/model"], ["/no/model", "is not a directory"]),

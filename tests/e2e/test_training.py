@@ -281,6 +281,36 @@ def test_the_default_algorithm_on_fsdp1_with_a_reference_policy(ray_cluster, tmp
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
 
 
+CRITIC = ("algorithm.adv_estimator=gae", "algorithm.lam=0.95", "trainer.critic_warmup=1", "trainer.save_freq=2")
+
+
+def test_ppo_with_a_critic_that_warms_up_and_is_saved_and_resumed(ray_cluster, tmp_path, tiny_model, own_reward):
+    overrides = (
+        f"actor_rollout_ref.model.path={tiny_model}",
+        own_reward,
+        *CRITIC,
+        "critic.ppo_mini_batch_size=2",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    run = Run(tmp_path, in_process(tmp_path, *overrides, "trainer.total_training_steps=2"))
+    first, second = run.metrics[1], run.metrics[2]
+    assert "actor/grad_norm" not in first  # only the critic learns
+    assert second["actor/grad_norm"] > 0
+    assert first["critic/values/max"] == first["critic/values/min"] == 0.0  # the head starts at zero
+    assert second["critic/values/max"] > second["critic/values/min"]
+    for metrics in (first, second):
+        names = ("vf_loss", "vf_clipfrac", "vpred_mean", "vf_explained_var", "grad_norm", "lr")
+        assert [name for name in names if f"critic/{name}" not in metrics] == []
+        assert metrics["critic/grad_norm"] > 0
+        assert metrics["timing_s/values"] > 0
+        assert metrics["timing_s/update_critic"] > 0
+    in_process(tmp_path, *overrides, "trainer.total_training_steps=3")
+    assert list(run.metrics) == [1, 2, 3]
+    assert run.metrics[3]["critic/vf_loss"] < first["critic/vf_loss"]  # not a critic that begins again
+    assert (run.out / "global_step_3/critic/.metadata").exists()
+
+
 LOOP = """
 from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
 from verl.experimental.agent_loop.tools import ToolCall

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.utils.config import ConfigError, option, section
 from verl.workers.config.optim import OptimizerConfig
 
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -63,7 +64,7 @@ class ActorConfig:
     loss_agg_mode: str = option(
         "token-mean",
         "how token losses become one number",
-        choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+        choices=LOSS_AGG_MODES,
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")

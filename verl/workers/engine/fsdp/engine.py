@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.checkpoint import load_training_state, save_traini
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.hf_export import export_hf
 from verl.workers.engine.fsdp.mesh import DTYPES
-from verl.workers.engine.fsdp.model import build_model
+from verl.workers.engine.fsdp.model import CAUSAL_LM, Head, build_model
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -41,6 +41,7 @@ class FSDPEngine:
     """
 
     sharding: ClassVar[Sharding]
+    head: ClassVar[Head] = CAUSAL_LM
 
     def __init__(
         self,
@@ -64,7 +65,9 @@ class FSDPEngine:
 
     def build(self) -> None:
         trainable = self._optim_config is not None
-        self.model = build_model(self._model_config, self._fsdp_config, self.device, self.sharding, trainable=trainable)
+        self.model = build_model(
+            self._model_config, self._fsdp_config, self.device, self.sharding, trainable=trainable, head=self.head
+        )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(),
@@ -85,9 +88,7 @@ class FSDPEngine:
         log_probs = torch.zeros(tensors_of(data)["responses"].shape, dtype=torch.float32)
         entropies = torch.zeros_like(log_probs) if calculate_entropy else None
         for indices in self._micro_batches(data, limits):
-            log_prob, entropy = response_log_probs(
-                model, self._take(data, indices), temperature=temperature, calculate_entropy=calculate_entropy
-            )
+            log_prob, entropy = self._forward(self._take(data, indices), temperature, calculate_entropy)
             log_probs[indices] = log_prob.cpu()
             if entropies is not None and entropy is not None:
                 entropies[indices] = entropy.cpu()
@@ -112,9 +113,7 @@ class FSDPEngine:
         sums: dict[str, float] = {}
         for indices in self._micro_batches(data, limits):
             micro_batch = self._take(data, indices)
-            log_prob, entropy = response_log_probs(
-                model, micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
-            )
+            log_prob, entropy = self._forward(micro_batch, temperature, calculate_entropy)
             loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             torch.autograd.backward(loss * dist.get_world_size())
@@ -192,6 +191,14 @@ class FSDPEngine:
         return FSDPWeightSource(self.sharding.held(self._built()), rollout_dtype=rollout_dtype)
 
     # ---- helpers
+
+    def _forward(
+        self, micro_batch: DataProto, temperature: float, calculate_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What losses are made of, float32 [b, R]."""
+        return response_log_probs(
+            self._built(), micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
+        )
 
     def _built(self) -> nn.Module:
         if self.model is None:

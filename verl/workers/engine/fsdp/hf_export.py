@@ -92,7 +92,7 @@ def _write_config(directory: Path, model: Any, model_config: HFModelConfig, dtyp
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(directory)
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
     tokenizer_path = Path(model_config.tokenizer_path or model_config.path)
     if (tokenizer_path / "tokenizer_config.json").is_file():

@@ -1,15 +1,22 @@
-"""A Hugging Face causal LM, sharded before any weight exists, then filled with what each rank holds."""
+"""A Hugging Face model, sharded before any weight exists, then filled with what each rank holds."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError, did_you_mean
@@ -26,20 +33,50 @@ from verl.workers.engine.fsdp.tensors import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a model computes from its last hidden states."""
+
+    auto: Any
+    """The class of transformers that builds such a model."""
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    new: frozenset[str] = frozenset()
+    """Tensors that the checkpoint need not have: they start at zero."""
+    unused: frozenset[str] = frozenset()
+    """Tensors that the checkpoint may have and the model has not."""
+
+
+CAUSAL_LM = Head(auto=AutoModelForCausalLM)
+TOKEN_VALUES = Head(
+    auto=AutoModelForTokenClassification,
+    config_fields={"num_labels": 1, "classifier_dropout": 0.0},
+    new=frozenset({"score.weight", "score.bias"}),
+    unused=frozenset({"lm_head.weight"}),
+)
+"""One number for every token. A directory of the policy will do, and so will an export of a critic."""
+
+
 def build_model(
-    model_config: HFModelConfig, fsdp_config: FSDPConfig, device: torch.device, sharding: Sharding, *, trainable: bool
+    model_config: HFModelConfig,
+    fsdp_config: FSDPConfig,
+    device: torch.device,
+    sharding: Sharding,
+    *,
+    trainable: bool,
+    head: Head = CAUSAL_LM,
 ) -> nn.Module:
     """The model on `device`, sharded over the default process group, with the weights of its directory. A collective.
 
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
     of its checkpoint differ.
     """
-    auto: Any = AutoModelForCausalLM
     directory = Path(model_config.path)
     hf_config = load_hf_config(model_config)
+    for name, value in head.config_fields.items():
+        setattr(hf_config, name, value)
     with HFCheckpoint(directory) as checkpoint:
         with torch.device("meta"):
-            model: PreTrainedModel = auto.from_config(
+            model: PreTrainedModel = head.auto.from_config(
                 hf_config,
                 dtype=DTYPES[fsdp_config.model_dtype],
                 attn_implementation="sdpa",
@@ -47,11 +84,12 @@ def build_model(
             )
         model.requires_grad_(trainable)
         names = [name for name, _ in (*named_parameters(model), *persistent_buffers(model))]
-        check_names(names, checkpoint.names, tied_aliases(model), type(model).__name__)
+        new = head.new - checkpoint.names
+        check_names(set(names) - new, checkpoint.names, tied_aliases(model) | head.unused, type(model).__name__)
         if trainable and model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         sharded = sharding.shard(model, fsdp_config, device)
-        _load(sharding.held(sharded), checkpoint)
+        _load(sharding.held(sharded), checkpoint, new)
     _compute_buffers(model, device)
     return sharded
 
@@ -75,18 +113,21 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _load(tensors: Mapping[str, HeldTensor], checkpoint: HFCheckpoint) -> None:
-    """Fill what this rank holds of every parameter and persistent buffer, cast to the model's dtype."""
+def _load(tensors: Mapping[str, HeldTensor], checkpoint: HFCheckpoint, new: Collection[str]) -> None:
+    """Fill what this rank holds of every parameter and persistent buffer, cast to the model's dtype; `new` with 0."""
     wrong = [
         f"{name}: {tensor.shape} in the model, {checkpoint.shape(name)} in the checkpoint"
         for name, tensor in tensors.items()
-        if tensor.shape != checkpoint.shape(name)
+        if name not in new and tensor.shape != checkpoint.shape(name)
     ]
     if wrong:
         raise PlanError(f"shapes differ; {'; '.join(wrong)}")
     for name, tensor in tensors.items():
         for part in tensor.parts:
-            part.values().copy_(checkpoint.read(name, part.box))
+            if name in new:
+                part.values().zero_()
+            else:
+                part.values().copy_(checkpoint.read(name, part.box))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Implements `verl.workers.engine.base.TrainEngine` and, for the checkpoint engine
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 from verl.protocol import DataProto, tensors_of
-from verl.workers.config import HFModelConfig, OptimizerConfig
+from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import LossFunction
 from verl.workers.engine.fsdp.forward import response_log_probs
+from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.micro_batches import MicroBatchLimits, partition, sequence_widths
+from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.losses import LossTotals
 
@@ -45,11 +48,22 @@ class WholeModelSource:
         destination.copy_(self._tensors[shard.name][part])  # casts on the way
 
 
+@TrainEngineRegistry.register("single_rank")
 class SingleRankEngine:
-    """See `TrainEngine`: here every method is a collective of one."""
+    """See `TrainEngine`: here every method is a collective of one. On the CPU, in float32, whatever it is told."""
 
-    def __init__(self, *, model_config: HFModelConfig, optim_config: OptimizerConfig, grad_clip: float = 1.0) -> None:
-        self._model_config, self._optim_config, self._grad_clip = model_config, optim_config, grad_clip
+    def __init__(
+        self,
+        *,
+        model_config: HFModelConfig,
+        fsdp_config: FSDPConfig | None = None,
+        optim_config: OptimizerConfig | None = None,
+        grad_clip: float = 1.0,
+        device: torch.device | None = None,
+        seed: int = 1,
+    ) -> None:
+        self._model_config, self._grad_clip = model_config, grad_clip
+        self._optim_config = optim_config or OptimizerConfig()  # a reference policy is never trained
         self._lr_step = 0
 
     def build(self) -> None:
@@ -125,8 +139,9 @@ class SingleRankEngine:
         if "extra" in contents:
             self._lr_step = state["extra"]
 
-    def export_hf(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
+    def export_hf(self, directory: Path, dtype: str | None = None) -> None:
+        model = self.model if dtype is None else copy.deepcopy(self.model).to(DTYPES[dtype])
+        model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self._model_config.path).save_pretrained(directory)
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> WholeModelSource:

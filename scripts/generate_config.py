@@ -25,6 +25,7 @@ GROUPS = {
     "actor_rollout_ref.actor": "actor/dp_actor",
     "actor_rollout_ref.ref": "ref/dp_ref",
     "actor_rollout_ref.rollout": "rollout/rollout",
+    "critic": "critic/dp_critic",
     "algorithm": "algorithm/algorithm",
     "custom_reward_function": "custom_reward_function/custom_reward_function",
     "reward_model": "reward_model/reward_model",

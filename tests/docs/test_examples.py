@@ -23,9 +23,11 @@ from verl.trainer.config.validate import validate
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.tokenizer import build_tokenizer
+from verl.utils.config import ConfigError
 from verl.utils.reward_score import load_reward_function
 from verl.workers.config import AlgorithmConfig, HFModelConfig, OptimizerConfig, PPOConfig, RolloutConfig
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.rollout.engine import EngineSpec
 from verl.workers.rollout.errors import NoWeights
 from verl.workers.rollout.records import SamplingOptions, TokenOutput, WeightVersionSpan
@@ -287,6 +289,17 @@ def test_the_training_engine_computes_log_probs_and_learns_in_any_micro_batches(
     after, entropies = train_engine.compute_log_prob(data, temperature=1.0, limits=limits, calculate_entropy=True)
     assert after.mean() > before.mean()
     assert entropies is not None and (entropies > 0).all()
+
+
+def test_the_training_engine_is_found_by_name(train_engine: Any):
+    config = configured(
+        "actor_rollout_ref.model.external_lib=examples.custom_train_engine",
+        "actor_rollout_ref.actor.strategy=single_rank",
+        "trainer.n_gpus_per_node=1",
+    )
+    assert TrainEngineRegistry.get(config.actor_rollout_ref.actor.strategy) is type(train_engine)
+    with pytest.raises(ConfigError, match="already registered as 'fsdp'"):
+        TrainEngineRegistry.register("fsdp")(type(train_engine))
 
 
 def test_the_training_engine_goes_on_from_its_checkpoint(train_engine: Any, tmp_path: Path):

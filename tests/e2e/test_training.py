@@ -252,6 +252,65 @@ def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qw
     assert run.result.rewards_after == {"builtin/arithmetic": pytest.approx(_mean_score(run.samples(2, "held-out")))}
 
 
+def test_the_default_algorithm_on_fsdp1_with_a_reference_policy(ray_cluster, tmp_path, tiny_model, own_reward):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            f"actor_rollout_ref.model.path={tiny_model}",
+            own_reward,
+            "actor_rollout_ref.actor.strategy=fsdp",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=2",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        ),
+    )
+    assert list(run.metrics) == [1, 2]
+    assert max(metrics["training/rollout_probs_diff_mean"] for metrics in run.metrics.values()) < 0.02
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in run.metrics.values())
+    assert run.metrics[1]["actor/kl_loss"] == 0  # not a step away from the reference yet
+    assert run.metrics[2]["actor/kl_loss"] > 0
+    assert [(report["version"], report["outcome"]) for report in run.reports] == [
+        (version, "committed") for version in range(3)
+    ]
+    assert all(report["nbytes_moved"] == report["nbytes_needed"] > 0 for report in run.reports)
+    trained = AutoModelForCausalLM.from_pretrained(run.out / "global_step_2/actor/huggingface")
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
+
+
+CRITIC = ("algorithm.adv_estimator=gae", "algorithm.lam=0.95", "trainer.critic_warmup=1", "trainer.save_freq=2")
+
+
+def test_ppo_with_a_critic_that_warms_up_and_is_saved_and_resumed(ray_cluster, tmp_path, tiny_model, own_reward):
+    overrides = (
+        f"actor_rollout_ref.model.path={tiny_model}",
+        own_reward,
+        *CRITIC,
+        "critic.ppo_mini_batch_size=2",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    run = Run(tmp_path, in_process(tmp_path, *overrides, "trainer.total_training_steps=2"))
+    first, second = run.metrics[1], run.metrics[2]
+    assert "actor/grad_norm" not in first  # only the critic learns
+    assert second["actor/grad_norm"] > 0
+    assert first["critic/values/max"] == first["critic/values/min"] == 0.0  # the head starts at zero
+    assert second["critic/values/max"] > second["critic/values/min"]
+    for metrics in (first, second):
+        names = ("vf_loss", "vf_clipfrac", "vpred_mean", "vf_explained_var", "grad_norm", "lr")
+        assert [name for name in names if f"critic/{name}" not in metrics] == []
+        assert metrics["critic/grad_norm"] > 0
+        assert metrics["timing_s/values"] > 0
+        assert metrics["timing_s/update_critic"] > 0
+    in_process(tmp_path, *overrides, "trainer.total_training_steps=3")
+    assert list(run.metrics) == [1, 2, 3]
+    assert run.metrics[3]["critic/vf_loss"] < first["critic/vf_loss"]  # not a critic that begins again
+    assert (run.out / "global_step_3/critic/.metadata").exists()
+
+
 LOOP = """
 from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
 from verl.experimental.agent_loop.tools import ToolCall

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from tests.weight_sync.replicas import InspectedVLLMReplica
-from tests.weight_sync.trainers import FSDP2Trainer, LocalTrainer
+from tests.weight_sync.trainers import FSDPTrainer, LocalTrainer
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
@@ -40,7 +40,7 @@ CASES = {
 class Line:
     """One model from the trainer to the engine."""
 
-    trainer: LocalTrainer | FSDP2Trainer
+    trainer: LocalTrainer | FSDPTrainer
     replica: InspectedVLLMReplica
     config: PretrainedConfig
 
@@ -89,36 +89,41 @@ def llama(model_paths: dict[str, Path], shm_dir: Path) -> Iterator[LocalTrainer]
     asyncio.run(trainer.close())
 
 
-@pytest.fixture(scope="session")
-def qwen2(model_paths: dict[str, Path], shm_dir: Path) -> Iterator[LocalTrainer]:
-    trainer = LocalTrainer(model_paths["qwen2"], CASES["qwen2"].dtype, shm_dir / "qwen2")
+@contextmanager
+def fsdp_trainer(name: str, strategy: str, path: Path, shm_dir: Path, export: Path) -> Iterator[FSDPTrainer]:
+    trainer = FSDPTrainer(path, strategy, CASES[name].dtype, shm_dir / name, export)
     yield trainer
     asyncio.run(trainer.close())
+
+
+@pytest.fixture(scope="session")
+def qwen2(
+    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FSDPTrainer]:
+    with fsdp_trainer("qwen2", "fsdp", model_paths["qwen2"], shm_dir, tmp_path_factory.mktemp("qwen2")) as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="session")
 def qwen3(
     ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FSDP2Trainer]:
-    trainer = FSDP2Trainer(
-        model_paths["qwen3"], CASES["qwen3"].dtype, shm_dir / "qwen3", tmp_path_factory.mktemp("export") / "qwen3"
-    )
-    yield trainer
-    asyncio.run(trainer.close())
+) -> Iterator[FSDPTrainer]:
+    with fsdp_trainer("qwen3", "fsdp2", model_paths["qwen3"], shm_dir, tmp_path_factory.mktemp("qwen3")) as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="session")
 def lines(
     ray_cluster: None,
     model_paths: dict[str, Path],
-    qwen2: LocalTrainer,
-    qwen3: FSDP2Trainer,
+    qwen2: FSDPTrainer,
+    qwen3: FSDPTrainer,
     llama: LocalTrainer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Line]]:
     """Every case with its engine running, and in the service of the case's trainer. All start at the same time."""
     served = tmp_path_factory.mktemp("served")
-    trainers: dict[str, LocalTrainer | FSDP2Trainer] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+    trainers: dict[str, LocalTrainer | FSDPTrainer] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
     made = {
         name: Line(
             trainer=trainers[name],

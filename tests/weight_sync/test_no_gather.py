@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.weight_sync.trainers import CONFIG, NUM_RANKS, FSDP2Trainer
+from tests.weight_sync.trainers import CONFIG, NUM_RANKS, FSDPTrainer
 from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.rank_pool import RankPool
 from verl.checkpoint_engine.arena import NodeArena
@@ -30,46 +30,51 @@ M_MMAP_THRESHOLD = -3
 """glibc's number for the size from which memory is taken from and given back to the kernel."""
 
 
-async def test_a_sync_from_fsdp2_ranks_starts_no_collective_and_gathers_nothing(qwen3: FSDP2Trainer, tmp_path: Path):
-    await qwen3.sync()
-    qwen3.group.watch()
-    qwen3.train()
-    for collectives, _ in qwen3.group.watched():
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"], ids=["fsdp", "fsdp2"])
+async def test_a_sync_starts_no_collective_and_gathers_nothing(
+    request: pytest.FixtureRequest, name: str, tmp_path: Path
+):
+    trainer: FSDPTrainer = request.getfixturevalue(name)
+    await trainer.sync()
+    trainer.group.watch()
+    trainer.train()
+    for collectives, _ in trainer.group.watched():
         assert collectives > 0
-    qwen3.group.watch()
-    qwen3.group.export_hf(str(tmp_path), "float32")
-    for _, gathers in qwen3.group.watched():
+    trainer.group.watch()
+    trainer.group.export_hf(str(tmp_path), "float32")
+    for _, gathers in trainer.group.watched():
         assert gathers
 
-    qwen3.group.watch()
-    report = await qwen3.sync()
-    assert qwen3.group.watched() == [(0, {})] * NUM_RANKS
+    trainer.group.watch()
+    report = await trainer.sync()
+    assert trainer.group.watched() == [(0, {})] * NUM_RANKS
     assert report.nbytes_moved == report.nbytes_needed > 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rank_pool() -> Iterator[RankPool]:
     pool = RankPool(NUM_RANKS)
     yield pool
     pool.close()
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_publishing_takes_no_memory_beside_the_slot_but_a_few_blocks(
-    rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path
+    rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path, strategy: str
 ):
     """The kernel refuses more. Measured on the host, where shared memory does not count; a device is not looked at."""
     path = make_tiny_model(tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=2048, layers=4)
-    for own_nbytes, refused in rank_pool.run(publish_under_a_limit, NUM_RANKS, path, own_shm_dir):
+    for own_nbytes, refused in rank_pool.run(publish_under_a_limit, NUM_RANKS, path, strategy, own_shm_dir):
         assert own_nbytes > 5 * ALLOWANCE  # a copy of the rank's own shards would not have fitted, let alone the model
         assert refused, "the limit had no force"
 
 
-def publish_under_a_limit(path: Path, shm_dir: Path) -> tuple[int, bool]:
+def publish_under_a_limit(path: Path, strategy: str, shm_dir: Path) -> tuple[int, bool]:
     """On every rank: the bytes of its own shards at the rollout dtype, and whether a copy of them was refused."""
     ctypes.CDLL(None).mallopt(
         M_MMAP_THRESHOLD, 64 * 1024
     )  # what is freed is given back, and not there to be used again
-    rank, source = dist.get_rank(), make_engine(path).weight_source("bfloat16")
+    rank, source = dist.get_rank(), make_engine(path, strategy=strategy).weight_source("bfloat16")
     layout = Layout.of(source.specs())
     tables = [ShardTable.decode(table) for table in everywhere(ShardTable.of(layout, source.shards()).encode())]
     plan = make_plan(layout, tables, block_nbytes=CONFIG.block_nbytes)

@@ -81,17 +81,22 @@ class LocalTrainer(Trainer):
         return {name: parameter.detach().to(dtype, copy=True) for name, parameter in self.model.named_parameters()}
 
 
-class FSDP2Trainer(Trainer):
-    """Actor workers of the project on Ray: FSDP2 over gloo, a rollout node in its own process."""
+class FSDPTrainer(Trainer):
+    """Actor workers of the project on Ray: FSDP over gloo, a rollout node in its own process."""
 
-    def __init__(self, path: Path, dtype: str, shm_dir: Path, scratch: Path) -> None:
+    def __init__(self, path: Path, strategy: str, dtype: str, shm_dir: Path, scratch: Path) -> None:
         shm_dir.mkdir()
         self._dtype, self._scratch = dtype, scratch
         config = from_mapping(
             ActorRolloutRefConfig,
             {
                 "model": {"path": str(path)},
-                "actor": {"ppo_mini_batch_size": 8, "optim": {"lr": 1e-2}, "fsdp_config": {"dtype": "float32"}},
+                "actor": {
+                    "strategy": strategy,
+                    "ppo_mini_batch_size": 8,
+                    "optim": {"lr": 1e-2},
+                    "fsdp_config": {"dtype": "float32"},
+                },
                 "rollout": {"n": 2, "dtype": dtype},
             },
         )

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,8 @@ GATHERING: tuple[tuple[Any, str], ...] = (
     (DTensor, "full_tensor"),
     (DTensor, "redistribute"),
     (FSDPModule, "unshard"),
+    (FullyShardedDataParallel, "summon_full_params"),
+    (FlatParamHandle, "unshard"),
     (torch.nn.Module, "state_dict"),
     (dcp_state_dict, "get_model_state_dict"),
 )

@@ -17,9 +17,9 @@ from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import distributed_backend, local_device, peak_memory_gib, resolve_device, seed_everything
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorRolloutRefConfig
-from verl.workers.engine.base import LossFunction
-from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
 from verl.workers.weight_sync.publisher import WeightPublisher
 
@@ -53,6 +53,7 @@ class ActorRolloutRefWorker(WeightPublisher):
             importlib.import_module(config.model.external_lib)
         if role not in ROLES:
             raise ConfigError(f"unknown role {role!r}.{did_you_mean(role, ROLES)}")
+        TrainEngineRegistry.require(config.actor.strategy)
         if config.rollout.temperature <= 0:
             raise ConfigError(f"training needs rollout.temperature above 0, not {config.rollout.temperature}")
         self.config = config
@@ -70,8 +71,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._timeout_s = timeout_s
         self._owns_process_group = False
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
-        self._actor: FSDPEngine | None = None
-        self._ref: FSDPEngine | None = None
+        self._actor: TrainEngine | None = None
+        self._ref: TrainEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def missing_files(self, paths: list[str]) -> list[str]:
@@ -93,8 +94,9 @@ class ActorRolloutRefWorker(WeightPublisher):
             self._owns_process_group = True
         seed_everything(self._seed + self.rank)
         config = self.config
+        make_engine = TrainEngineRegistry.get(config.actor.strategy)
         if self._has_actor:
-            self._actor = FSDPEngine(
+            self._actor = make_engine(
                 model_config=config.model,
                 fsdp_config=config.actor.fsdp_config,
                 optim_config=config.actor.optim,
@@ -104,16 +106,16 @@ class ActorRolloutRefWorker(WeightPublisher):
             )
             self._actor.build()
         if self._has_ref:
-            self._ref = FSDPEngine(model_config=config.model, fsdp_config=config.ref.fsdp_config, device=device)
+            self._ref = make_engine(model_config=config.model, fsdp_config=config.ref.fsdp_config, device=device)
             self._ref.build()
 
     @property
-    def actor(self) -> FSDPEngine:
+    def actor(self) -> TrainEngine:
         """The policy's engine. Raises RuntimeError in a group without one, and before `init_model`."""
         return _present(self._actor, "actor")
 
     @property
-    def ref(self) -> FSDPEngine:
+    def ref(self) -> TrainEngine:
         return _present(self._ref, "reference policy")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -215,7 +217,7 @@ def _actor_metric(name: str) -> str:
     return name if "/" in name else f"actor/{name}"
 
 
-def _present(engine: FSDPEngine | None, what: str) -> FSDPEngine:
+def _present(engine: TrainEngine | None, what: str) -> TrainEngine:
     if engine is None:
         raise RuntimeError(f"this worker group has no {what}, or init_model has not been called")
     return engine

@@ -1,4 +1,4 @@
-"""The order in which an actor rank walks through its part of a batch."""
+"""The order in which a trainer rank walks through its part of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, CriticConfig
 
 
 def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size: int) -> int:
@@ -16,14 +16,14 @@ def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size
     sequences = prompts * responses_per_prompt
     if sequences % world_size:
         raise ConfigError(
-            f"actor.ppo_mini_batch_size={prompts} x rollout.n={responses_per_prompt} = {sequences} sequences "
+            f"ppo_mini_batch_size={prompts} x rollout.n={responses_per_prompt} = {sequences} sequences "
             f"do not divide over {world_size} trainer ranks"
         )
     return sequences // world_size
 
 
 def iterate_mini_batches(
-    data: DataProto, config: ActorConfig, *, size: int, generator: torch.Generator
+    data: DataProto, config: ActorConfig | CriticConfig, *, size: int, generator: torch.Generator
 ) -> Iterator[DataProto]:
     """`ppo_epochs` passes over `data` in mini-batches of `size` sequences, in order unless `shuffle`.
 

@@ -31,7 +31,7 @@ def test_main_gets_the_configuration_once():
         ["trainer.nnodes"],
         ["trainer.nnodes=x"],
         ["data.truncation=lefty"],
-        ["critic.optim.lr=1"],
+        ["critic.model.lora_rank=1"],
         ["--config-name=nothing"],
         ["--multirun"],
         ["--cfg=everything"],

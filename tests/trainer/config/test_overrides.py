@@ -32,7 +32,7 @@ from verl.utils.config import ConfigError
         ("data=foo", "Could not find 'data/foo' Available options in 'data': legacy_data"),
         ("data.seed=${foo}", "data.seed: Interpolation key 'foo' not found"),
         ("data.seed=???", "data.seed"),
-        ("critic.optim.lr=1", "verl key 'critic.optim.lr' is not supported here: there is no critic"),
+        ("critic.model.lora_rank=8", "verl key 'critic.model.lora_rank' is not supported here: the whole model is"),
         ("actor_rollout_ref.model.lora_rank=8", "verl key 'actor_rollout_ref.model.lora_rank' is not supported here"),
         ("async_training.staleness_threshold=1", "verl key 'async_training.staleness_threshold' is not supported here"),
         ("algorithm.rollout_correction.rollout_rs=token", "the nearest is algorithm.rollout_correction.rollout_is"),

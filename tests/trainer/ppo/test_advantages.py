@@ -112,3 +112,44 @@ def test_a_name_belongs_to_one_function():
 def test_group_ids_must_match_the_sequences():
     with pytest.raises(ValueError, match="1 group ids for 2 sequences"):
         first_column("grpo", [1.0, 2.0], uids("a"))
+
+
+def gae(rewards, values, mask, **options):
+    rewards, values = torch.tensor(rewards), torch.tensor(values)
+    estimate = get_adv_estimator_fn("gae")
+    return estimate(rewards, torch.tensor(mask), uids(*range(len(rewards))), AlgorithmConfig(**options), values=values)
+
+
+REWARDS = [[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]]
+VALUES = [[0.5, 0.25, 0.5], [1.0, 1.0, 9.0]]
+MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "advantages"),
+    [
+        # Surprises r + gamma * V' - V of the first row: 0 + 0.25 - 0.5, 0 + 0.5 - 0.25, 1 - 0.5; of the second: 0, 1.
+        (1.0, 0.0, [[-0.25, 0.25, 0.5], [0.0, 1.0, 0.0]]),
+        (1.0, 1.0, [[0.5, 0.75, 0.5], [1.0, 1.0, 0.0]]),
+        # -0.25 + 0.5 * (0.25 + 0.5 * 0.5), 0.25 + 0.5 * 0.5, 0.5; 0 + 0.5 * 1, 1.
+        (1.0, 0.5, [[0.0, 0.5, 0.5], [0.5, 1.0, 0.0]]),
+        # Surprises -0.375, 0, 0.5; -0.5, 1. Then each the next but a quarter of it.
+        (0.5, 0.5, [[-0.34375, 0.125, 0.5], [-0.25, 1.0, 0.0]]),
+    ],
+)
+def test_gae_follows_its_recursion_within_each_sequence(gamma, lam, advantages):
+    whitened, returns = gae(REWARDS, VALUES, MASK, gamma=gamma, lam=lam)
+    mask = torch.tensor(MASK).bool()
+    expected = torch.tensor(advantages)
+    torch.testing.assert_close(returns, torch.where(mask, expected + torch.tensor(VALUES), 0.0))
+    counted = expected[mask]
+    torch.testing.assert_close(whitened[mask], (counted - counted.mean()) / counted.std(), rtol=1e-4, atol=1e-5)
+    assert (whitened[~mask] == 0).all()
+
+
+def test_gae_passes_over_the_tokens_of_a_tool_and_keeps_the_reward_that_stands_on_one():
+    turns, _ = gae([[0.0, 7.0, 0.0, 1.0]], [[0.5, 3.0, 0.25, 9.0]], [[1, 0, 1, 0]], gamma=0.5, lam=0.5)
+    together, returns = gae([[7.0, 1.0]], [[0.5, 0.25]], [[1, 1]], gamma=0.5, lam=0.5)
+    assert turns[0, [0, 2]].tolist() == pytest.approx(together[0].tolist())
+    assert turns[0, [1, 3]].tolist() == [0.0, 0.0]
+    assert returns[0].tolist() == pytest.approx([7.0 + 0.5 * 0.25 + 0.25 * 0.75, 1.0])

@@ -18,9 +18,9 @@ def state(step):
 
 def save(config, *steps):
     for step in steps:
-        with CheckpointDirectory(config).writing(state(step)) as actor:
-            actor.mkdir()
-            (actor / "weights").write_text(f"of step {step}")
+        with CheckpointDirectory(config).writing(state(step)) as directory:
+            (directory / "actor").mkdir()
+            (directory / "actor/weights").write_text(f"of step {step}")
 
 
 def names(config):
@@ -40,9 +40,9 @@ def test_a_save_that_does_not_get_to_its_end_leaves_the_last_one_in_force(config
     save(config, 1)
     with (
         pytest.raises(RuntimeError),
-        CheckpointDirectory(config).writing(state(2)) as actor,
+        CheckpointDirectory(config).writing(state(2)) as directory,
     ):
-        actor.mkdir()
+        (directory / "actor").mkdir()
         raise RuntimeError("disk full")
     assert names(config) == [".global_step_2.partial", "global_step_1", LATEST]
     assert CheckpointDirectory(config).find().name == "global_step_1"

@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.losses import LossTotals
 
 NUM_PROMPT, NUM_RESPONSE = 7, 5
@@ -48,17 +49,19 @@ def batch(num_sequences: int, seed: int = 0) -> DataProto:
 
 
 def make_engine(path: Path, **options) -> FSDPEngine:
-    """A built engine that computes in float32, so that it can be compared exactly."""
+    """A built engine of `strategy` that computes in float32, so that it can be compared exactly."""
+    make = TrainEngineRegistry.get(options.pop("strategy", "fsdp2"))
     fsdp = {"dtype": "float32"} | options.pop("fsdp", {})
     model = options.pop("model", {})
     optim = {"lr": LEARNING_RATE} | options.pop("optim", {})
-    engine = FSDPEngine(
+    engine = make(
         model_config=HFModelConfig(path=str(path), **model),
         fsdp_config=FSDPConfig(**fsdp),
         optim_config=OptimizerConfig(**optim),
         **options,
     )
     engine.build()
+    assert isinstance(engine, FSDPEngine)
     return engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         # The processes are forked from one that has done the imports, once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["verl.workers.engine.fsdp.engine"])
+        context.set_forkserver_preload(["verl.workers.engine.fsdp.fsdp1", "verl.workers.engine.fsdp.fsdp2"])
         self._connections: list[Connection] = []
         self._processes = []
         for _ in range(size):
@@ -62,6 +63,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as pytest has it in its own process
     while True:
         try:
             rank, world_size, store, function, arguments = connection.recv()

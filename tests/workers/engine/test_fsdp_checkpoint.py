@@ -32,9 +32,9 @@ def train(engine, first_seed, steps):
         engine.step_lr()
 
 
-def save_and_go_on(path, directory, contents):
+def save_and_go_on(path, directory, contents, strategy="fsdp2"):
     torch.manual_seed(dist.get_rank())
-    engine = make_engine(path, optim=OPTIM)
+    engine = make_engine(path, optim=OPTIM, strategy=strategy)
     train(engine, 0, 2)
     engine.save_checkpoint(directory, contents)
     drawn = torch.rand(3)
@@ -43,8 +43,8 @@ def save_and_go_on(path, directory, contents):
     return saved, held_parts(engine), drawn
 
 
-def load_and_go_on(path, directory, contents):
-    engine = make_engine(path, optim=OPTIM)
+def load_and_go_on(path, directory, contents, strategy="fsdp2"):
+    engine = make_engine(path, optim=OPTIM, strategy=strategy)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -59,11 +59,14 @@ def load_and_go_on(path, directory, contents):
     return loaded, held_parts(engine), drawn, [record.getMessage() for record in records]
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_a_loaded_run_goes_on_bit_for_bit(ranks, models, tmp_path, architecture, tied):
+@pytest.mark.parametrize(
+    ("architecture", "tied", "strategy"),
+    [("qwen2", True, "fsdp2"), ("qwen3", False, "fsdp2"), ("qwen2", True, "fsdp"), ("qwen3", False, "fsdp")],
+)
+def test_a_loaded_run_goes_on_bit_for_bit(ranks, models, tmp_path, architecture, tied, strategy):
     path, directory = models(architecture, tied), tmp_path / "step"
-    saved = ranks.run(save_and_go_on, 2, path, directory, CONTENTS)
-    loaded = ranks.run(load_and_go_on, 2, path, directory, CONTENTS)
+    saved = ranks.run(save_and_go_on, 2, path, directory, CONTENTS, strategy)
+    loaded = ranks.run(load_and_go_on, 2, path, directory, CONTENTS, strategy)
     for (saved_parts, final_parts, drawn), (loaded_parts, same_final_parts, same_drawn, log) in zip(
         saved, loaded, strict=True
     ):
@@ -74,11 +77,23 @@ def test_a_loaded_run_goes_on_bit_for_bit(ranks, models, tmp_path, architecture,
     assert not torch.equal(saved[0][2], saved[1][2]), "every rank has random numbers of its own"
 
 
-@pytest.mark.parametrize(("world_size", "new_world_size"), [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks, models, tmp_path, world_size, new_world_size):
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "new_world_size", "new_strategy"),
+    [
+        (2, "fsdp2", 1, "fsdp2"),
+        (1, "fsdp2", 3, "fsdp2"),
+        (2, "fsdp", 1, "fsdp"),
+        (1, "fsdp", 3, "fsdp"),
+        (3, "fsdp", 2, "fsdp2"),
+        (2, "fsdp2", 3, "fsdp"),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_ranks_or_another_strategy(
+    ranks, models, tmp_path, world_size, strategy, new_world_size, new_strategy
+):
     path, directory = models("qwen3"), tmp_path / "step"
-    saved = ranks.run(save_and_go_on, world_size, path, directory, CONTENTS)
-    loaded = ranks.run(load_and_go_on, new_world_size, path, directory, CONTENTS)
+    saved = ranks.run(save_and_go_on, world_size, path, directory, CONTENTS, strategy)
+    loaded = ranks.run(load_and_go_on, new_world_size, path, directory, CONTENTS, new_strategy)
     at_save, at_load = assemble([result[0] for result in saved]), assemble([result[0] for result in loaded])
     assert all(torch.equal(at_save[name], at_load[name]) for name in at_save)
     # Two more steps agree only if moments and learning rate came along, too.
@@ -116,8 +131,8 @@ def test_a_directory_that_cannot_be_loaded_or_saved_to_is_named_with_the_reason(
     assert "already holds a checkpoint" in ranks.run(error_of_saving, 1, path, directory)[0]
 
 
-def train_and_export(path, directory, dtype):
-    engine = make_engine(path, optim=OPTIM)
+def train_and_export(path, directory, dtype, strategy="fsdp2", fsdp_size=-1):
+    engine = make_engine(path, optim=OPTIM, strategy=strategy, fsdp={"fsdp_size": fsdp_size})
     train(engine, 0, 1)
     engine.save_checkpoint(directory, ("hf_model",))
     engine.export_hf(directory / "cast", dtype)
@@ -125,10 +140,18 @@ def train_and_export(path, directory, dtype):
     return held_parts(engine)
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, architecture, tied):
+@pytest.mark.parametrize(
+    ("architecture", "tied", "strategy", "fsdp_size"),
+    [
+        ("qwen2", True, "fsdp2", -1),
+        ("qwen3", False, "fsdp2", -1),
+        ("qwen2", True, "fsdp", -1),
+        ("qwen3", False, "fsdp", 1),
+    ],
+)
+def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, architecture, tied, strategy, fsdp_size):
     path = models(architecture, tied)
-    weights = assemble(ranks.run(train_and_export, 2, path, tmp_path, "bfloat16"))
+    weights = assemble(ranks.run(train_and_export, 2, path, tmp_path, "bfloat16", strategy, fsdp_size))
     for name in ("huggingface", "split"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == torch.float32

@@ -24,33 +24,46 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 
 SMALL = MicroBatchLimits(max_tokens=24)
 WHOLE = MicroBatchLimits(max_sequences=100)
+FSDP1 = {"strategy": "fsdp"}
+GATHERED = {"reshard_after_forward": False, "forward_prefetch": True}
+RECOMPUTED = {"model": {"enable_gradient_checkpointing": True}, "fsdp": {"optimizer_offload": True}}
 
 
 def own_rows(data):
     return data.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def log_probs(path, data, limits, fsdp=None):
-    engine = make_engine(path, fsdp=fsdp or {})
+def log_probs(path, data, limits, strategy="fsdp2", fsdp=None):
+    engine = make_engine(path, strategy=strategy, fsdp=fsdp or {})
     return engine.compute_log_prob(own_rows(data), temperature=0.7, limits=limits, calculate_entropy=True)
 
 
-@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+@pytest.mark.parametrize(
+    ("architecture", "tied", "strategy"),
+    [
+        ("qwen2", True, "fsdp2"),
+        ("qwen3", False, "fsdp2"),
+        ("llama", False, "fsdp2"),
+        ("qwen2", True, "fsdp"),
+        ("qwen3", False, "fsdp"),
+    ],
+)
 def test_log_probs_and_entropies_equal_those_of_each_sequence_alone_and_keep_their_order(
-    ranks, models, architecture, tied
+    ranks, models, architecture, tied, strategy
 ):
     path, data = models(architecture, tied), batch(8)
     with torch.no_grad():
         expected = reference_log_probs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), data, 0.7)
-    results = ranks.run(log_probs, 2, path, data, SMALL)
+    results = ranks.run(log_probs, 2, path, data, SMALL, strategy)
     for place in (0, 1):
         torch.testing.assert_close(torch.cat([result[place] for result in results]), expected[place])
 
 
-def test_half_precision_computes_from_full_precision_parameters(ranks, models):
+@pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 1), ("fsdp", 1), ("fsdp", 2)])
+def test_half_precision_computes_from_full_precision_parameters(ranks, models, strategy, world_size):
     path, data = models("qwen2"), batch(4)
-    exact, _ = ranks.run(log_probs, 1, path, data, WHOLE)[0]
-    rough, _ = ranks.run(log_probs, 1, path, data, WHOLE, {"dtype": "bfloat16"})[0]
+    exact, _ = ranks.run(log_probs, world_size, path, data, WHOLE, strategy)[0]
+    rough, _ = ranks.run(log_probs, world_size, path, data, WHOLE, strategy, {"dtype": "bfloat16"})[0]
     assert rough.dtype == torch.float32
     assert not torch.equal(exact, rough)
     torch.testing.assert_close(rough, exact, atol=0.05, rtol=0.0)
@@ -77,6 +90,12 @@ def train(path, data, limits, options, steps=1):
         pytest.param("llama", False, 2, SMALL, {"fsdp": {"forward_prefetch": True}}, id="prefetched"),
         pytest.param("qwen2", True, 2, SMALL, {"model": {"enable_gradient_checkpointing": True}}, id="recomputed"),
         pytest.param("qwen2", True, 2, SMALL, {"fsdp": {"optimizer_offload": True}}, id="offloaded optimizer"),
+        pytest.param("qwen2", True, 1, WHOLE, FSDP1, id="fsdp1: one rank"),
+        pytest.param("qwen2", True, 2, MicroBatchLimits(max_sequences=1), FSDP1, id="fsdp1: single sequences"),
+        pytest.param("qwen3", False, 3, SMALL, FSDP1, id="fsdp1: ranges that end inside a row"),
+        pytest.param("llama", True, 2, SMALL, FSDP1 | {"fsdp": {"fsdp_size": 1}}, id="fsdp1: replicated"),
+        pytest.param("llama", False, 2, SMALL, FSDP1 | {"fsdp": GATHERED}, id="fsdp1: kept gathered, prefetched"),
+        pytest.param("qwen2", True, 2, SMALL, FSDP1 | RECOMPUTED, id="fsdp1: recomputed, offloaded optimizer"),
     ],
 )
 def test_steps_equal_those_of_one_process_that_sees_the_whole_mini_batch(
@@ -112,12 +131,12 @@ def test_ranks_with_sequences_of_different_length_make_the_same_number_of_passes
     assert results[0][0] > 1
 
 
-def train_on_nan(path):
+def train_on_nan(path, strategy):
     def broken(log_prob, entropy, micro_batch, totals):
         loss, metrics = weighted_loss(log_prob, entropy, micro_batch, totals)
         return loss * (float("nan") if dist.get_rank() == 0 else 1.0), metrics
 
-    engine = make_engine(path)
+    engine = make_engine(path, strategy=strategy)
     before = held_parts(engine)
     bad = engine.train_mini_batch(own_rows(batch(4)), broken, temperature=1.0, limits=WHOLE)
     between = held_parts(engine)
@@ -125,8 +144,11 @@ def train_on_nan(path):
     return before, bad, between, good
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_the_next_one_works(ranks, models):
-    for before, bad, between, good in ranks.run(train_on_nan, 2, models("qwen2")):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_and_the_next_one_works(
+    ranks, models, strategy
+):
+    for before, bad, between, good in ranks.run(train_on_nan, 2, models("qwen2"), strategy):
         assert bad["skipped_steps"] == 1.0
         assert all(torch.equal(old[2], new[2]) for old, new in zip(before, between, strict=True))
         assert good["skipped_steps"] == 0.0

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 from tests.workers.engine.engine_cases import assemble, batch, held_parts, make_engine, weighted_loss
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Box, Shard
-from verl.workers.engine.fsdp.weight_source import FSDP2WeightSource
+from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
+from verl.workers.engine.fsdp.tensors import check_names
+from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -28,15 +30,17 @@ def how_often_each_element_is_held(specs, parts_by_rank):
     return counts
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)]
+)
 @pytest.mark.parametrize(
     ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("llama", False)]
 )
 def test_the_shards_of_all_ranks_are_the_cast_checkpoint_without_gap_or_overlap(
-    ranks, models, architecture, tied, world_size
+    ranks, models, architecture, tied, strategy, world_size
 ):
     path = models(architecture, tied)
-    results = ranks.run(specs_and_parts, world_size, path, {})
+    results = ranks.run(specs_and_parts, world_size, path, {"strategy": strategy})
     specs = results[0][0]
     assert all(other == specs for other, _ in results)
 
@@ -61,16 +65,27 @@ def test_a_rank_without_rows_of_a_tensor_declares_no_shard_of_it(ranks, models):
     assert [norm in names for names in holders] == [True, True, False]
 
 
-def test_ranks_that_replicate_each_other_declare_the_same_shards(ranks, models):
-    (specs, first), (_, second) = ranks.run(specs_and_parts, 2, models("llama"), {"fsdp": {"fsdp_size": 1}})
+def test_a_flat_range_begins_and_ends_inside_rows_and_leaves_tensors_out(ranks, models):
+    results = ranks.run(specs_and_parts, 3, models("qwen3"), {"strategy": "fsdp"})
+    shapes = {spec.name: spec.shape for spec in results[0][0]}
+    held = [{(name, box) for name, box, _ in parts} for _, parts in results]
+    cut = [name for name, box in set().union(*held) if len(box.start) == 2 and box.shape[1] < shapes[name][1]]
+    assert cut
+    assert all({name for name, _ in boxes} < shapes.keys() for boxes in held)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_ranks_that_replicate_each_other_declare_the_same_shards(ranks, models, strategy):
+    options = {"strategy": strategy, "fsdp": {"fsdp_size": 1}}
+    (specs, first), (_, second) = ranks.run(specs_and_parts, 2, models("llama"), options)
     assert [part[:2] for part in first] == [part[:2] for part in second]
     counts = how_often_each_element_is_held(specs, [first, second])
     assert all(bool((count == 2).all()) for count in counts.values())
 
 
-def use_alone(path):
+def use_alone(path, strategy):
     """Rank 0 uses its source while rank 1 does nothing: a collective would wait for rank 1 and time out."""
-    engine = make_engine(path)
+    engine = make_engine(path, strategy=strategy)
     result = None
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patches, CommDebugMode() as communication:
@@ -82,8 +97,9 @@ def use_alone(path):
     return result
 
 
-def test_nothing_communicates_or_gathers(ranks, models):
-    count, num_parts = ranks.run(use_alone, 2, models("qwen2"))[0]
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_nothing_communicates_or_gathers(ranks, models, strategy):
+    count, num_parts = ranks.run(use_alone, 2, models("qwen2"), strategy)[0]
     assert count == 0
     assert num_parts > 0
 
@@ -114,9 +130,9 @@ def test_a_part_of_a_shard_is_copied_into_strided_memory_and_what_is_not_held_is
     assert "no.such.weight" in errors[1]
 
 
-def follow_training(path):
+def follow_training(path, strategy):
     """Gathered parameters are kept after forward: the source must not see them."""
-    engine = make_engine(path, fsdp={"reshard_after_forward": False})
+    engine = make_engine(path, strategy=strategy, fsdp={"reshard_after_forward": False})
     source = engine.weight_source("float32")
     shard = source.shards()[0]
     before, after = torch.empty(shard.box.shape), torch.empty(shard.box.shape)
@@ -132,8 +148,9 @@ def follow_training(path):
     return again.shards() == source.shards(), before, after, fresh
 
 
-def test_a_source_sees_every_later_step_whatever_is_gathered(ranks, models):
-    for same_shards, before, after, fresh in ranks.run(follow_training, 2, models("qwen2")):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_a_source_sees_every_later_step_whatever_is_gathered(ranks, models, strategy):
+    for same_shards, before, after, fresh in ranks.run(follow_training, 2, models("qwen2"), strategy):
         assert same_shards
         assert not torch.equal(before, after)
         assert torch.equal(after, fresh)
@@ -141,7 +158,7 @@ def test_a_source_sees_every_later_step_whatever_is_gathered(ranks, models):
 
 def test_a_model_that_is_not_sharded_is_held_whole_and_its_persistent_buffers_keep_their_dtype():
     model = torch.nn.BatchNorm1d(3)
-    source = FSDP2WeightSource(model=model, rollout_dtype="bfloat16")
+    source = FSDPWeightSource(FSDP2Sharding().held(model), rollout_dtype="bfloat16")
     assert {spec.name: (spec.shape, spec.dtype) for spec in source.specs()} == {
         "weight": ((3,), "bfloat16"),
         "bias": ((3,), "bfloat16"),
@@ -156,6 +173,5 @@ def test_a_model_that_is_not_sharded_is_held_whole_and_its_persistent_buffers_ke
 
 
 def test_every_name_that_differs_from_the_checkpoint_is_listed():
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(PlanError, match=r"model only: bias; .*checkpoint only: scale, zero"):
-        FSDP2WeightSource(model=model, rollout_dtype="float32", checkpoint_names=["weight", "zero", "scale"])
+    with pytest.raises(PlanError, match=r"of Linear .*model only: bias; .*checkpoint only: scale, zero"):
+        check_names(["weight", "bias"], ["weight", "zero", "scale", "tied"], ["tied"], "Linear")

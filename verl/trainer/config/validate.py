@@ -129,6 +129,38 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _critic(config: PPOConfig) -> Iterator[str]:
+    """Runs after `_user_modules`, which may have registered the estimator."""
+    from verl.trainer.ppo.core_algos import needs_values
+
+    critic, name, ranks = config.critic, config.algorithm.adv_estimator, config.trainer.world_size
+    if not needs_values(name):
+        if critic.enable:
+            yield f"critic.enable=true, but algorithm.adv_estimator={name} uses no critic; gae does"
+        if config.trainer.critic_warmup:
+            yield f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; adv_estimator={name} has none"
+        return
+    if critic.enable is False:
+        yield f"algorithm.adv_estimator={name} needs a critic, and critic.enable=false"
+    mini = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.data.train_batch_size % mini:
+        yield f"critic.ppo_mini_batch_size={mini} does not divide data.train_batch_size={config.data.train_batch_size}"
+    if (mini * config.actor_rollout_ref.rollout.n) % ranks:
+        yield (
+            f"critic.ppo_mini_batch_size={mini} * actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} "
+            f"cannot be divided by {ranks} trainer ranks"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest:
+        yield (
+            f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu} is less than one sequence: "
+            f"data.max_prompt_length + data.max_response_length = {longest}"
+        )
+    size = critic.fsdp.fsdp_size
+    if size != -1 and (size <= 0 or ranks % size):
+        yield f"critic.fsdp.fsdp_size={size} does not divide {ranks} trainer ranks"
+
+
 def _ranks(config: PPOConfig) -> Iterator[str]:
     """Sharding groups are made of the trainer's ranks; so, on accelerators, are replicas that are not separate."""
     from verl.utils.device import resolve_device
@@ -192,11 +224,13 @@ def _user_modules(config: PPOConfig) -> Iterator[str]:
 def _registered_names(config: PPOConfig) -> Iterator[str]:
     """Names that registries know. Runs after `_user_modules`, which may have added some."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.workers.engine.registry import TrainEngineRegistry
     from verl.workers.rollout.registry import RolloutReplicaRegistry
 
     lookups: list[tuple[Callable[[str], object], str]] = [
         (get_adv_estimator_fn, config.algorithm.adv_estimator),
         (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        (TrainEngineRegistry.require, config.actor_rollout_ref.actor.strategy),
         (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
     ]
     for look_up, name in lookups:
@@ -239,5 +273,6 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _files,
     _user_modules,
     _registered_names,
+    _critic,
     _checkpoint_engine,
 )

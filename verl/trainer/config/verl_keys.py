@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _POLICY = "actor_rollout_ref"
 _NO_LORA = "the whole model is trained; there is no LoRA"
-_NO_CRITIC = "there is no critic; algorithm.adv_estimator grpo, rloo and reinforce_plus_plus need none"
 _WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -18,8 +17,8 @@ VERL_KEYS: dict[str, str] = {
     f"{_POLICY}.model.lora_alpha": _NO_LORA,
     f"{_POLICY}.model.target_modules": _NO_LORA,
     f"{_POLICY}.model.lora.*": _NO_LORA,
-    f"{_POLICY}.actor.megatron.*": f"the training engine is FSDP2; see {_POLICY}.actor.fsdp_config",
-    f"{_POLICY}.ref.megatron.*": f"the training engine is FSDP2; see {_POLICY}.ref.fsdp_config",
+    f"{_POLICY}.actor.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.actor.fsdp_config",
+    f"{_POLICY}.ref.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.ref.fsdp_config",
     f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
     f"{_POLICY}.ref.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.ref.log_prob_max_token_len_per_gpu",
     f"{_POLICY}.actor.checkpoint.async_save": "checkpoints are written before the next step begins",
@@ -30,10 +29,10 @@ VERL_KEYS: dict[str, str] = {
     f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
     f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
     "data.gen_batch_size": "main_ppo generates a training batch at a time, fully_async_main a prompt at a time",
-    "algorithm.lam": _NO_CRITIC,
     "algorithm.filter_groups.*": "no groups are filtered out of a batch",
-    "critic.*": _NO_CRITIC,
-    "trainer.critic_warmup": _NO_CRITIC,
+    "critic.megatron.*": "the critic's training engine is FSDP2; see critic.fsdp",
+    "critic.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} critic.ppo_max_token_len_per_gpu",
+    "critic.model.lora_rank": _NO_LORA,
     "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",
     "async_training.use_trainer_do_validate": "the rollout engines validate",
 }

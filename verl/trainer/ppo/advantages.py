@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,17 +31,51 @@ class AdvantageEstimator(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-ESTIMATORS: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator")
+class ValueAdvantageEstimator(Protocol):
+    """As `AdvantageEstimator`, for one that needs a critic: `values` float32 [B, R], before each token."""
+
+    def __call__(
+        self,
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        index: np.ndarray,
+        config: AlgorithmConfig,
+        *,
+        values: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def register_adv_est(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Decorator that makes an `AdvantageEstimator` available as `algorithm.adv_estimator=name`."""
-    return ESTIMATORS.register(name)
+Estimator = TypeVar("Estimator", bound=Callable[..., tuple[torch.Tensor, torch.Tensor]])
+ESTIMATORS: Registry[Any] = Registry("algorithm.adv_estimator")
+_NEED_VALUES: set[str] = set()
 
 
-def get_adv_estimator_fn(name: str) -> AdvantageEstimator:
-    """Raises ConfigError for a name that nobody registered."""
+def register_adv_est(name: str, *, needs_values: bool = False) -> Callable[[Estimator], Estimator]:
+    """Decorator that makes an `AdvantageEstimator` available as `algorithm.adv_estimator=name`.
+
+    With `needs_values` it is a `ValueAdvantageEstimator`, and a run that names it has a critic.
+    """
+    register: Callable[[Estimator], Estimator] = ESTIMATORS.register(name)
+
+    def add(estimator: Estimator) -> Estimator:
+        register(estimator)
+        if needs_values:
+            _NEED_VALUES.add(name)
+        return estimator
+
+    return add
+
+
+def get_adv_estimator_fn(name: str) -> Any:
+    """An `AdvantageEstimator`, or if `needs_values(name)` a `ValueAdvantageEstimator`.
+
+    Raises ConfigError for a name that nobody registered.
+    """
     return ESTIMATORS.get(name)
+
+
+def needs_values(name: str) -> bool:
+    return name in _NEED_VALUES
 
 
 @register_adv_est("grpo")
@@ -94,6 +128,36 @@ def compute_reinforce_plus_plus_outcome_advantage(
         returns[:, position] = running
     returns = torch.where(mask, returns, 0.0)
     return masked_whiten(returns, mask), returns
+
+
+@register_adv_est("gae", needs_values=True)
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig,
+    *,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantages (arXiv:1506.02438), whitened over all tokens of the batch; returns are those plus values.
+
+    d_t = r_t + gamma * V_(t+1) - V_t and A_t = d_t + gamma * lam * A_(t+1), where t + 1 is the next token of the
+    policy: a tool's output between two turns is passed over, and a reward that stands on it counts for the token
+    before it. Nothing follows the last token.
+    """
+    mask = response_mask.bool()
+    rewards, values = token_level_rewards.float(), values.float()
+    advantages = torch.zeros_like(rewards)
+    following, advantage, passed_over = (torch.zeros_like(rewards[:, 0]) for _ in range(3))
+    for position in reversed(range(rewards.shape[1])):
+        own, reward, value = mask[:, position], rewards[:, position] + passed_over, values[:, position]
+        surprise = reward + config.gamma * following - value
+        advantage = torch.where(own, surprise + config.gamma * config.lam * advantage, advantage)
+        following = torch.where(own, value, following)
+        passed_over = torch.where(own, 0.0, reward)
+        advantages[:, position] = torch.where(own, advantage, 0.0)
+    returns = torch.where(mask, advantages + values, 0.0)
+    return masked_whiten(advantages, mask), returns
 
 
 class _Groups:

@@ -2,6 +2,7 @@
 
     global_step_40/
         actor/            what the training engine writes (torch distributed checkpoint, huggingface/)
+        critic/           the same of the critic, if there is one
         data.pt           position of the data loader
         trainer.json      step, KL coefficient, held-out rewards so far
     latest_checkpointed_iteration.txt
@@ -74,13 +75,13 @@ class CheckpointDirectory:
 
     @contextmanager
     def writing(self, state: TrainerState) -> Iterator[Path]:
-        """A directory for the actor to write to; the checkpoint appears when the block ends without an error."""
+        """A directory for the trainer ranks; the checkpoint appears when the block ends without an error."""
         self.root.mkdir(parents=True, exist_ok=True)
         final = self.root / f"global_step_{state.step}"
         partial = self.root / f".global_step_{state.step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        yield partial / "actor"
+        yield partial
         torch.save(state.dataloader, partial / "data.pt")
         record = {"step": state.step, "kl_coef": state.kl_coef, "rewards_before": state.rewards_before}
         (partial / "trainer.json").write_text(json.dumps(record))

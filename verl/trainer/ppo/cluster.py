@@ -35,7 +35,8 @@ from verl.trainer.ppo.placement import (
 )
 from verl.trainer.ppo.ray_session import RaySession
 from verl.utils.signals import uninterrupted
-from verl.workers.config import HFModelConfig, PPOConfig, RolloutConfig
+from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
+from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
 from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
@@ -63,10 +64,12 @@ class Cluster:
         replicas: Sequence[RolloutReplica],
         arena_nbytes: int,
         with_reference: bool,
+        critic: CriticConfig | None = None,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
         `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
+        `critic` is for the trainer ranks, too.
         Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config
@@ -82,10 +85,12 @@ class Cluster:
         try:
             self._ray.start(config.ray_kwargs.ray_init)
             require_machines(config, device, self._machines())
-            self._start_trainer(model_path, with_reference)
+            self._start_trainer(model_path, with_reference, critic)
             placement = self._place_rollouts()
             nodes = self._start_nodes(placement)  # while the trainer ranks build their model
             self.actor.init_model()
+            if critic is not None:
+                self.actor.init_critic()
             self._check(nodes, placement, arena_nbytes)
             self._start_rollouts(placement)
             self._join(nodes)
@@ -187,7 +192,7 @@ class Cluster:
         assert self.manager is not None  # __init__ makes it
         return self.manager
 
-    def _start_trainer(self, model_path: Path, with_reference: bool) -> None:
+    def _start_trainer(self, model_path: Path, with_reference: bool, critic: CriticConfig | None) -> None:
         config, trainer = self._config, self._config.trainer
         pool = RayResourcePool(
             process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
@@ -202,18 +207,19 @@ class Cluster:
         self._actor = RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=RayClassWithInitArgs(
-                ActorRolloutRefWorker,
+                ActorRolloutRefWorker if critic is None else ActorCriticWorker,
                 config=policy,
                 role="actor_ref" if with_reference else "actor",
                 device=self._device,
                 checkpoint_engine=config.checkpoint_engine,
                 seed=trainer.seed,
+                **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",
             env_vars=_thread_limits(),
         )
         if trainer.nnodes > 1:
-            self._require_shared_files(model_path)
+            self._require_shared_files(model_path, critic.model.path if critic else None)
 
     def _place_rollouts(self) -> RolloutPlacement:
         processes = self.actor.processes
@@ -236,11 +242,13 @@ class Cluster:
             for node in _ray_nodes().values()
         ]
 
-    def _require_shared_files(self, model_path: Path) -> None:
+    def _require_shared_files(self, model_path: Path, critic_path: str | None) -> None:
         """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
         root = Path(self._config.trainer.output_dir).absolute()
         with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
             keys = {str(model_path): f"actor_rollout_ref.model.path={model_path}"}
+            if critic_path is not None:
+                keys[critic_path] = f"critic.model.path={critic_path}"
             if self._config.trainer.save_freq > 0:
                 keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
             if resume_from := CheckpointDirectory(self._config.trainer).find():

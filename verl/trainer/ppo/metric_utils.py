@@ -40,6 +40,9 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     for key in ("advantages", "returns", "values"):
         if key in tensors:
             metrics |= _spread(f"critic/{key}", tensors[key][generated])
+    if "values" in tensors and generated.sum() > 1:
+        returns, errors = tensors["returns"][generated], (tensors["returns"] - tensors["values"])[generated]
+        metrics["critic/vf_explained_var"] = float(1.0 - errors.var() / (returns.var() + 1e-5))
     metrics |= _spread("response_length", response_length)
     metrics |= _spread("prompt_length", prompt_length)
     if len(response_length):

@@ -1,6 +1,7 @@
 """`RayPPOTrainer`: the training loop. It runs on the driver; `fit` reads as the algorithm, `cluster` computes.
 
-prompts -> rollouts -> rewards -> log-probs -> advantages -> actor update -> weights to the rollout engines -> ...
+prompts -> rollouts -> rewards -> log-probs, values -> advantages -> critic and actor update -> weights to the rollout
+engines -> ...
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TrainingResult:
 
 
 class RayPPOTrainer:
-    """Policy-gradient training without a critic (GRPO, RLOO, REINFORCE++) in hybrid mode.
+    """Policy-gradient training with a critic (GAE) or without one (GRPO, RLOO, REINFORCE++) in hybrid mode.
 
     Everything it needs is given to it, started; it ends nothing.
     """
@@ -93,6 +94,7 @@ class RayPPOTrainer:
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.rewards_before: dict[str, float] = {}
         self.rewards_after: dict[str, float] = {}
+        self.has_critic = needs_critic(config)
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
@@ -120,7 +122,7 @@ class RayPPOTrainer:
         return self.result(step)
 
     def learn(self, batch: DataProto, now: Step) -> DataProto:
-        """One update of the actor; the batch with everything that it took."""
+        """One update of critic and actor; the batch with everything that it took."""
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
             batch = self.score(batch, now)
@@ -128,10 +130,17 @@ class RayPPOTrainer:
             batch = self.add_old_log_probs(batch, now)
         with now.timed("ref"):
             batch = self.add_reference_log_probs(batch)
+        if self.has_critic:
+            with now.timed("values"):
+                batch = batch.union(self.cluster.actor.compute_values(batch))
         with now.timed("adv"):
             batch = self.add_advantages(batch, now)
-        with now.timed("update_actor"):
-            self.update_actor(batch, now)
+        if self.has_critic:
+            with now.timed("update_critic"):
+                self.update_critic(batch, now)
+        if now.number > self.config.trainer.critic_warmup:
+            with now.timed("update_actor"):
+                self.update_actor(batch, now)
         return batch
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
@@ -230,10 +239,14 @@ class RayPPOTrainer:
             )
             now.metrics |= metrics
         tensors["token_level_rewards"] = rewards
+        critic = {"values": tensors["values"]} if self.has_critic else {}
         tensors["advantages"], tensors["returns"] = self._advantages(
-            rewards, tensors["response_mask"], batch.non_tensor_batch["uid"], algorithm
+            rewards, tensors["response_mask"], batch.non_tensor_batch["uid"], algorithm, **critic
         )
         return batch
+
+    def update_critic(self, batch: DataProto, now: Step) -> None:
+        now.metrics |= self.cluster.actor.update_critic(batch)[0]
 
     def update_actor(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_actor(batch)[0]
@@ -250,14 +263,18 @@ class RayPPOTrainer:
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
-        with self.checkpoints.writing(state) as actor_directory:
-            self.cluster.actor.save_checkpoint(str(actor_directory))
+        with self.checkpoints.writing(state) as directory:
+            self.cluster.actor.save_checkpoint(str(directory / "actor"))
+            if self.has_critic:
+                self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
 
     def load_checkpoint(self, path: Path) -> int:
         """The step to continue after."""
         logger.info("resuming from %s", path)
         state = self.checkpoints.read(path)
         self.cluster.actor.load_checkpoint(str(path / "actor"))
+        if self.has_critic:
+            self.cluster.actor.load_critic_checkpoint(str(path / "critic"))
         self.restore_prompts(state.dataloader)
         self.kl_ctrl.value = state.kl_coef
         self.rewards_before = state.rewards_before
@@ -299,6 +316,10 @@ def _every(frequency: int, step: int) -> bool:
 
 def needs_reference(config: PPOConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    return core_algos.needs_values(config.algorithm.adv_estimator)
 
 
 def _means(prefix: str, columns: Mapping[str, list[Any]]) -> Metrics:

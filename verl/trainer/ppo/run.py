@@ -23,7 +23,7 @@ from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_session import starts_locally
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_reference
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
@@ -33,7 +33,7 @@ from verl.utils.device import resolve_device
 from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
-from verl.workers.config import PPOConfig
+from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.reward_manager import NaiveRewardManager
 
@@ -65,6 +65,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     loaders = _dataloaders(config, tokenizer)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
+    critic = _local_critic(config)
     reward_manager = NaiveRewardManager(
         tokenizer,
         load_reward_function(config.custom_reward_function),
@@ -88,6 +89,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
             replicas=replicas,
             arena_nbytes=arena_nbytes,
             with_reference=needs_reference(config),
+            critic=critic,
         ) as cluster,
         manager_class(
             config, cluster.server_handles, config.actor_rollout_ref.model.tokenizer_path or model_path
@@ -111,6 +113,15 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         result = trainer.fit(resume_from)
     _summarise(result, output_dir, time.perf_counter() - began)
     return result
+
+
+def _local_critic(config: PPOConfig) -> CriticConfig | None:
+    """The critic with a local directory in the place of a built-in name; None for a run without one."""
+    if not needs_critic(config):
+        return None
+    model = config.critic.model
+    path = None if model.path is None else str(resolve_model_path(model.path))
+    return replace(config.critic, model=replace(model, path=path))
 
 
 def _agent_loop_manager_class(config: PPOConfig) -> Any:
@@ -159,7 +170,16 @@ def _with_schedule(config: PPOConfig, total_steps: int) -> PPOConfig:
     if optim.total_training_steps <= 0:
         optim = replace(optim, total_training_steps=total_steps)
     policy = replace(config.actor_rollout_ref, actor=replace(actor, optim=optim))
-    return replace(config, actor_rollout_ref=policy)
+    return replace(config, actor_rollout_ref=policy, critic=_scheduled_critic(config, total_steps))
+
+
+def _scheduled_critic(config: PPOConfig, total_steps: int) -> CriticConfig:
+    optim = config.critic.optim
+    if optim.lr is None and builtin.is_builtin(config.critic.model.path or config.actor_rollout_ref.model.path):
+        optim = replace(optim, lr=builtin.CRITIC_LEARNING_RATE)
+    if optim.total_training_steps <= 0:
+        optim = replace(optim, total_training_steps=total_steps)
+    return replace(config.critic, optim=optim)
 
 
 def _require_positions(config: PPOConfig) -> None:

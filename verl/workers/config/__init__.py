@@ -8,6 +8,7 @@ from verl.workers.config.algorithm import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
+from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optim import OptimizerConfig
@@ -18,6 +19,7 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
+    "CriticConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
     "FSDPConfig",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from verl.utils.config import ConfigError, option, section
 from verl.workers.config.optim import OptimizerConfig
 
-STRATEGIES = ("fsdp2",)
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """How torch FSDP2 shards and computes."""
+    """How torch FSDP shards and computes."""
 
     param_offload: bool = option(False, "keep parameters in host memory between steps (accelerators)")
     optimizer_offload: bool = option(False, "keep optimizer state in host memory between steps (accelerators)")
@@ -48,7 +48,7 @@ class CheckpointConfig:
 class ActorConfig:
     """Training of the policy."""
 
-    strategy: str = option("fsdp2", "training engine", choices=STRATEGIES)
+    strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, or a registered one (verl: fsdp)")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step, each with rollout.n responses (verl: 256)")
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz"
@@ -64,7 +64,7 @@ class ActorConfig:
     loss_agg_mode: str = option(
         "token-mean",
         "how token losses become one number",
-        choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+        choices=LOSS_AGG_MODES,
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")

@@ -45,11 +45,17 @@ class AlgorithmConfig:
 
     adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
     gamma: float = option(1.0, "discount factor")
+    lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards")
     norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")
     use_kl_in_reward: bool = option(False, "subtract a KL penalty against the reference policy from token rewards")
     kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

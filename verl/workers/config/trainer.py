@@ -10,6 +10,7 @@ from verl.utils.config import ConfigError, option, section
 from verl.workers.config.actor import ActorConfig, RefConfig
 from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.config.async_training import AsyncTrainingConfig
+from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.rollout import RolloutConfig
@@ -61,6 +62,7 @@ class TrainerConfig:
     )
     resume_from_path: str | None = option(None, "a global_step_N directory")
     default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
+    critic_warmup: int = option(0, "first steps, in which only the critic learns")
     balance_batch: bool = option(True, "give every rank about the same number of tokens")
     log_val_generations: int = option(0, "validation samples shown on the console")
     rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
@@ -72,6 +74,8 @@ class TrainerConfig:
             raise ConfigError(f"trainer.logger: unknown {unknown}; known: {', '.join(LOGGERS)}")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        if self.critic_warmup < 0:
+            raise ConfigError(f"trainer.critic_warmup must not be negative, not {self.critic_warmup}")
         for name in ("nnodes", "n_gpus_per_node"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"trainer.{name} must be positive, not {getattr(self, name)}")
@@ -99,6 +103,7 @@ class PPOConfig:
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)

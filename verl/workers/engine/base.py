@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from verl.checkpoint_engine.ports import WeightSource
     from verl.protocol import DataProto
+    from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
     from verl.workers.engine.micro_batches import MicroBatchLimits
     from verl.workers.losses import LossTotals
 
@@ -69,8 +70,24 @@ class TrainEngine(Protocol):
     def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
         """The inverse, also with another number of ranks."""
 
-    def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face model directory."""
+    def export_hf(self, directory: Path, dtype: str | None = None) -> None:
+        """Write a Hugging Face model directory, at `dtype` or that of the parameters."""
 
-    def weight_source(self) -> WeightSource:
+    def weight_source(self, rollout_dtype: str = "bfloat16") -> WeightSource:
         """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective."""
+
+
+class TrainEngineFactory(Protocol):
+    """What `TrainEngineRegistry` holds: usually a class. Called on every rank; `build` comes later."""
+
+    def __call__(
+        self,
+        *,
+        model_config: HFModelConfig,
+        fsdp_config: FSDPConfig,
+        optim_config: OptimizerConfig | None = None,
+        grad_clip: float = 1.0,
+        device: torch.device | None = None,
+        seed: int = 1,
+    ) -> TrainEngine:
+        """An engine on `device`. Without `optim_config` it is frozen: a reference policy."""

@@ -8,12 +8,14 @@ from verl.workers.losses.policy import (
     get_policy_loss_fn,
     register_policy_loss,
 )
+from verl.workers.losses.value import compute_value_loss
 
 __all__ = [
     "LossTotals",
     "PolicyLoss",
     "agg_loss",
     "compute_policy_loss_vanilla",
+    "compute_value_loss",
     "get_policy_loss_fn",
     "kl_penalty",
     "register_policy_loss",

@@ -1,4 +1,7 @@
-"""Training checkpoints by torch DCP, and export to a Hugging Face directory. Every function is a collective."""
+"""Training checkpoints by torch DCP. Every function is a collective, on a model whose parameters are not gathered.
+
+FSDP1 and FSDP2 write the same files: one continues from the other's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from verl.utils.config import ConfigError
 from verl.utils.device import rng_state, seed_everything, set_rng_state
-from verl.workers.engine.fsdp.tensors import reshard
+from verl.workers.engine.fsdp.mesh import replication_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ RNG_KEY = "extra.rng"
 LR_STEP_KEY = "extra.lr_step"
 
 
+@replication_allowed()
 def save_training_state(
     directory: Path,
     contents: Sequence[str],
@@ -59,6 +63,7 @@ def save_training_state(
     dist.barrier()
 
 
+@replication_allowed()
 def load_training_state(
     directory: Path,
     contents: Sequence[str],
@@ -98,7 +103,6 @@ def load_training_state(
 
 
 def _model_state(contents: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    reshard(model)
     state: dict[str, Any] = {}
     if "model" in contents:
         state["model"] = get_model_state_dict(model)

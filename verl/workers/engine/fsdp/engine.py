@@ -1,4 +1,4 @@
-"""The FSDP2 training engine: build, log-probs, optimizer step."""
+"""The FSDP training engines: build, log-probs, optimizer step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch import nn
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
@@ -19,15 +18,16 @@ from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.hf_export import export_hf
-from verl.workers.engine.fsdp.model import DTYPES, build_model
-from verl.workers.engine.fsdp.tensors import reshard
-from verl.workers.engine.fsdp.weight_source import FSDP2WeightSource
+from verl.workers.engine.fsdp.mesh import DTYPES
+from verl.workers.engine.fsdp.model import CAUSAL_LM, Head, build_model
+from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.losses import LossTotals
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
+    from verl.workers.engine.fsdp.sharding import Sharding
     from verl.workers.engine.micro_batches import MicroBatchLimits
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,11 @@ class FSDPEngine:
     """One causal LM over all ranks of the default process group. Implements `verl.workers.engine.base.TrainEngine`.
 
     Without `optim_config` it is frozen and only computes log-probs (a reference policy). The process group must exist
-    and have a gloo backend for CPU tensors (`verl.utils.device.distributed_backend`).
+    and have a gloo backend for CPU tensors (`verl.utils.device.distributed_backend`). Subclasses say how it is sharded.
     """
+
+    sharding: ClassVar[Sharding]
+    head: ClassVar[Head] = CAUSAL_LM
 
     def __init__(
         self,
@@ -57,12 +60,14 @@ class FSDPEngine:
         self._seed = seed
         self._lr_step = 0
         self.device = device or torch.device("cpu")
-        self.model: PreTrainedModel | None = None
+        self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
     def build(self) -> None:
         trainable = self._optim_config is not None
-        self.model, _ = build_model(self._model_config, self._fsdp_config, self.device, trainable=trainable)
+        self.model = build_model(
+            self._model_config, self._fsdp_config, self.device, self.sharding, trainable=trainable, head=self.head
+        )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(),
@@ -83,13 +88,11 @@ class FSDPEngine:
         log_probs = torch.zeros(tensors_of(data)["responses"].shape, dtype=torch.float32)
         entropies = torch.zeros_like(log_probs) if calculate_entropy else None
         for indices in self._micro_batches(data, limits):
-            log_prob, entropy = response_log_probs(
-                model, self._take(data, indices), temperature=temperature, calculate_entropy=calculate_entropy
-            )
+            log_prob, entropy = self._forward(self._take(data, indices), temperature, calculate_entropy)
             log_probs[indices] = log_prob.cpu()
             if entropies is not None and entropy is not None:
                 entropies[indices] = entropy.cpu()
-        reshard(model)
+        self.sharding.reshard(model)
         return log_probs, entropies
 
     # ---- training
@@ -110,9 +113,7 @@ class FSDPEngine:
         sums: dict[str, float] = {}
         for indices in self._micro_batches(data, limits):
             micro_batch = self._take(data, indices)
-            log_prob, entropy = response_log_probs(
-                model, micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
-            )
+            log_prob, entropy = self._forward(micro_batch, temperature, calculate_entropy)
             loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             torch.autograd.backward(loss * dist.get_world_size())
@@ -132,8 +133,7 @@ class FSDPEngine:
         """Clip, step unless the norm is not finite, clear the gradients; the norm over all ranks before clipping."""
         if self.optimizer is None or self._optim_config is None:
             raise ConfigError("a frozen engine cannot be trained")
-        norm = torch.nn.utils.clip_grad_norm_(self._built().parameters(), self._grad_clip)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = self.sharding.clip_grad_norm(self._built(), self._grad_clip)
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self._lr_step, self._optim_config)
@@ -158,11 +158,10 @@ class FSDPEngine:
     # ---- checkpoints and weights
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        model = self._built()
         save_training_state(
             directory,
             contents,
-            model=model,
+            model=self._resharded(),
             optimizer=self.optimizer,
             lr_step=self._lr_step,
             device=self.device.type,
@@ -175,7 +174,7 @@ class FSDPEngine:
         lr_step = load_training_state(
             directory,
             contents,
-            model=self._built(),
+            model=self._resharded(),
             optimizer=self.optimizer,
             device=self.device.type,
             seed=self._seed,
@@ -185,17 +184,31 @@ class FSDPEngine:
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """At `dtype`, by default that of the sharded parameters."""
-        export_hf(directory, self._built(), self._model_config, dtype=DTYPES[dtype or self._fsdp_config.model_dtype])
+        dtype = dtype or self._fsdp_config.model_dtype
+        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype])
 
-    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDP2WeightSource:
-        return FSDP2WeightSource(model=self._built(), rollout_dtype=rollout_dtype)
+    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
+        return FSDPWeightSource(self.sharding.held(self._built()), rollout_dtype=rollout_dtype)
 
     # ---- helpers
 
-    def _built(self) -> PreTrainedModel:
+    def _forward(
+        self, micro_batch: DataProto, temperature: float, calculate_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What losses are made of, float32 [b, R]."""
+        return response_log_probs(
+            self._built(), micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
+        )
+
+    def _built(self) -> nn.Module:
         if self.model is None:
             raise RuntimeError("build() has not been called")
         return self.model
+
+    def _resharded(self) -> nn.Module:
+        """The model with every parameter as this rank holds it."""
+        self.sharding.reshard(model := self._built())
+        return model
 
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""

@@ -7,24 +7,29 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import INDEX_FILE, SINGLE_FILE
-from verl.workers.engine.fsdp.tensors import checkpoint_tensors, reshard
+from verl.workers.engine.fsdp.mesh import replication_allowed
+from verl.workers.engine.fsdp.tensors import tied_aliases
 
 FILE_NBYTES = 5 * 10**9
 
 
 @torch.no_grad()
+@replication_allowed()
 def export_hf(
     directory: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     model_config: HFModelConfig,
     *,
     dtype: torch.dtype,
@@ -35,8 +40,9 @@ def export_hf(
     A collective: each tensor is gathered on its own, and rank 0 holds no more than one file of about `file_nbytes`.
     Everything is synced to disk when this returns.
     """
-    reshard(model)
-    tensors = checkpoint_tensors(model)
+    aliases = tied_aliases(model)
+    state: dict[str, Any] = get_model_state_dict(model)
+    tensors: dict[str, torch.Tensor] = {name: state[name] for name in state if name not in aliases}
     groups = list(_files(tensors, dtype, file_nbytes))
     is_writer = dist.get_rank() == 0
     if is_writer:
@@ -82,11 +88,11 @@ def _nbytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
 
 
-def _write_config(directory: Path, model: PreTrainedModel, model_config: HFModelConfig, dtype: torch.dtype) -> None:
+def _write_config(directory: Path, model: Any, model_config: HFModelConfig, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(directory)
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
     tokenizer_path = Path(model_config.tokenizer_path or model_config.path)
     if (tokenizer_path / "tokenizer_config.json").is_file():

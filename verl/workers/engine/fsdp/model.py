@@ -1,66 +1,97 @@
-"""A Hugging Face causal LM, sharded by FSDP2 before any weight exists, then filled with each rank's own rows."""
+"""A Hugging Face model, sharded before any weight exists, then filled with what each rank holds."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
-from verl.workers.engine.fsdp.tensors import check_names, checkpoint_tensors, local_part, tied_aliases
+from verl.workers.engine.fsdp.mesh import DTYPES
+from verl.workers.engine.fsdp.sharding import Sharding
+from verl.workers.engine.fsdp.tensors import (
+    HeldTensor,
+    check_names,
+    named_parameters,
+    persistent_buffers,
+    tied_aliases,
+)
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a model computes from its last hidden states."""
+
+    auto: Any
+    """The class of transformers that builds such a model."""
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    new: frozenset[str] = frozenset()
+    """Tensors that the checkpoint need not have: they start at zero."""
+    unused: frozenset[str] = frozenset()
+    """Tensors that the checkpoint may have and the model has not."""
+
+
+CAUSAL_LM = Head(auto=AutoModelForCausalLM)
+TOKEN_VALUES = Head(
+    auto=AutoModelForTokenClassification,
+    config_fields={"num_labels": 1, "classifier_dropout": 0.0},
+    new=frozenset({"score.weight", "score.bias"}),
+    unused=frozenset({"lm_head.weight"}),
+)
+"""One number for every token. A directory of the policy will do, and so will an export of a critic."""
 
 
 def build_model(
-    model_config: HFModelConfig, fsdp_config: FSDPConfig, device: torch.device, *, trainable: bool
-) -> tuple[PreTrainedModel, DeviceMesh]:
+    model_config: HFModelConfig,
+    fsdp_config: FSDPConfig,
+    device: torch.device,
+    sharding: Sharding,
+    *,
+    trainable: bool,
+    head: Head = CAUSAL_LM,
+) -> nn.Module:
     """The model on `device`, sharded over the default process group, with the weights of its directory. A collective.
 
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
     of its checkpoint differ.
     """
-    auto: Any = AutoModelForCausalLM
     directory = Path(model_config.path)
     hf_config = load_hf_config(model_config)
-    mesh = build_mesh(device.type, fsdp_config.fsdp_size)
+    for name, value in head.config_fields.items():
+        setattr(hf_config, name, value)
     with HFCheckpoint(directory) as checkpoint:
         with torch.device("meta"):
-            model: PreTrainedModel = auto.from_config(
+            model: PreTrainedModel = head.auto.from_config(
                 hf_config,
                 dtype=DTYPES[fsdp_config.model_dtype],
                 attn_implementation="sdpa",
                 trust_remote_code=model_config.trust_remote_code,
             )
         model.requires_grad_(trainable)
-        check_names(checkpoint_tensors(model), checkpoint.names, tied_aliases(model), type(model).__name__)
+        names = [name for name, _ in (*named_parameters(model), *persistent_buffers(model))]
+        new = head.new - checkpoint.names
+        check_names(set(names) - new, checkpoint.names, tied_aliases(model) | head.unused, type(model).__name__)
         if trainable and model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        _shard(model, fsdp_config, mesh)
-        # Offloaded parameters live in host memory; FSDP brings them to the device layer by layer.
-        model.to_empty(device="cpu" if _offloads(fsdp_config, device) else device)
-        _load(model, checkpoint)
+        sharded = sharding.shard(model, fsdp_config, device)
+        _load(sharding.held(sharded), checkpoint, new)
     _compute_buffers(model, device)
-    return model, mesh
+    return sharded
 
 
 def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
@@ -81,59 +112,22 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
     return hf_config
 
 
-def build_mesh(device_type: str, fsdp_size: int) -> DeviceMesh:
-    """One dimension over all ranks, or replicas x shards when `fsdp_size` is smaller than the world. A collective."""
-    world_size = dist.get_world_size()
-    if fsdp_size in (-1, world_size):
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    if fsdp_size <= 0 or world_size % fsdp_size:
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the number of trainer ranks, {world_size}"
-        )
-    return init_device_mesh(device_type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-
-
-def _offloads(fsdp_config: FSDPConfig, device: torch.device) -> bool:
-    return fsdp_config.param_offload and device.type != "cpu"
-
-
-def _shard(model: PreTrainedModel, fsdp_config: FSDPConfig, mesh: DeviceMesh) -> None:
-    """One FSDP group per decoder layer, one for the rest: tied embeddings must be gathered together."""
-    layers = list(_decoder_layers(model))
-    offload = CPUOffloadPolicy() if _offloads(fsdp_config, torch.device(mesh.device_type)) else OffloadPolicy()
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": fsdp_config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[fsdp_config.dtype], reduce_dtype=torch.float32),
-        "offload_policy": offload,
-    }
-    sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in layers]
-    fully_shard(model, **options)
-    if fsdp_config.forward_prefetch:
-        for layer, following in pairwise(sharded):
-            layer.set_modules_to_forward_prefetch([following])
-
-
-def _decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    names = set(model._no_split_modules or ())
-    return (module for module in model.modules() if type(module).__name__ in names)
-
-
 @torch.no_grad()
-def _load(model: PreTrainedModel, checkpoint: HFCheckpoint) -> None:
-    """Fill every parameter and persistent buffer with this rank's rows, cast to the model's dtype."""
-    tensors = checkpoint_tensors(model)
+def _load(tensors: Mapping[str, HeldTensor], checkpoint: HFCheckpoint, new: Collection[str]) -> None:
+    """Fill what this rank holds of every parameter and persistent buffer, cast to the model's dtype; `new` with 0."""
     wrong = [
-        f"{name}: {tuple(tensor.shape)} in the model, {checkpoint.shape(name)} in the checkpoint"
+        f"{name}: {tensor.shape} in the model, {checkpoint.shape(name)} in the checkpoint"
         for name, tensor in tensors.items()
-        if tuple(tensor.shape) != checkpoint.shape(name)
+        if name not in new and tensor.shape != checkpoint.shape(name)
     ]
     if wrong:
         raise PlanError(f"shapes differ; {'; '.join(wrong)}")
     for name, tensor in tensors.items():
-        box, local = local_part(tensor)
-        if box.numel:
-            local.copy_(checkpoint.read(name, box))
+        for part in tensor.parts:
+            if name in new:
+                part.values().zero_()
+            else:
+                part.values().copy_(checkpoint.read(name, part.box))
 
 
 @torch.no_grad()

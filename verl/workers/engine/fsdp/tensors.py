@@ -1,56 +1,55 @@
-"""Which tensors of a sharded model make up its checkpoint, and which part of each this rank holds. No collectives."""
+"""Which tensors of a sharded model make up its checkpoint, and which parts of each this rank holds. No collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Box
 
 
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that `named_parameters` yields the sharded ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of one tensor whose elements this rank holds."""
 
-    A forward pass without a backward pass leaves groups gathered (always the root's, if its parameters were not to be
-    freed after forward), and the model then lists plain tensors in their place.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    box: Box
+    values: Callable[[], torch.Tensor]
+    """Its present values, of shape `box.shape`, borrowed. To be called at every use, as loading may replace them."""
 
 
-def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, in the model's order; tied ones once, under their first name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """One tensor of the whole model, and the parts of it that this rank holds: none, one or several."""
 
-    These are what a Hugging Face checkpoint holds. Buffers that are computed from the config (rotary `inv_freq`) are
-    not persistent and belong to neither.
-    """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor, *, is_parameter: bool) -> HeldTensor:
+        """A tensor that every rank has."""
+        shape = tuple(tensor.shape)
+        part = Part(box=Box.whole(shape), values=tensor.detach)
+        return cls(shape=shape, dtype=tensor.dtype, is_parameter=is_parameter, parts=(part,))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Under the names of the checkpoint, whatever wraps the modules; tied ones once, under their first name."""
+    return ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a checkpoint holds. Those that are computed from the config (rotary `inv_freq`) are not persistent."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return tensors
-
-
-def local_part(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """The box of `tensor` that this rank holds (possibly empty) and its values, borrowed."""
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), tensor.detach()
-    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
-        raise PlanError(
-            f"a tensor of shape {tuple(tensor.shape)} with placements {tensor.placements} is no box per rank"
-        )
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    box = Box(tuple(offset), tuple(start + size for start, size in zip(offset, shape, strict=True)))
-    with torch.no_grad():
-        return box, tensor.to_local()
+                yield clean_tensor_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def check_names(model_names: Iterable[str], checkpoint_names: Iterable[str], aliases: Iterable[str], what: str) -> None:
@@ -70,5 +69,6 @@ def check_names(model_names: Iterable[str], checkpoint_names: Iterable[str], ali
 
 def tied_aliases(model: nn.Module) -> frozenset[str]:
     """Names under which a parameter appears again: `lm_head.weight` of a model with tied embeddings."""
-    first = dict(model.named_parameters())
-    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first)
+    first = {name for name, _ in named_parameters(model)}
+    every = {clean_tensor_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return frozenset(every - first)

@@ -1,0 +1,81 @@
+"""The `critic` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.config import ConfigError, option, section
+from verl.workers.config.actor import LOSS_AGG_MODES, CheckpointConfig, FSDPConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.config.optim import OptimizerConfig
+
+DEFAULT_CRITIC_LR = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule."""
+
+    lr: float | None = option(None, "peak learning rate; null: 1e-5, or what suits a built-in model")
+
+    @property
+    def peak_lr(self) -> float:
+        return DEFAULT_CRITIC_LR if self.lr is None else self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig:
+    """What values are computed with."""
+
+    path: str | None = option(
+        None, "local Hugging Face directory, of a policy or of an exported critic; null: the policy's"
+    )
+    trust_remote_code: bool = option(False, "allow code from the model directory")
+    external_lib: str | None = option(None, "module imported before the model is built")
+    override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
+    enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """A model of the policy's kind that learns to predict returns. It shares the trainer's ranks."""
+
+    enable: bool | None = option(None, "null: if algorithm.adv_estimator needs values")
+    strategy: str = option("fsdp2", "training engine", choices=("fsdp2",))
+    model: CriticModelConfig = section(CriticModelConfig)
+    optim: CriticOptimizerConfig = section(CriticOptimizerConfig)
+    fsdp: FSDPConfig = section(FSDPConfig)
+    ppo_mini_batch_size: int | None = option(None, "prompts per optimizer step; null: the actor's")
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        None, "sequences per forward pass and rank; null: use_dynamic_bsz"
+    )
+    use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
+    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank (verl: 32768)")
+    ppo_epochs: int = option(1, "passes over each batch")
+    shuffle: bool = option(False, "shuffle sequences between passes")
+    data_loader_seed: int = option(42, "seed of critic.shuffle")
+    cliprange_value: float = option(0.5, "values may leave those before the update by this much")
+    grad_clip: float = option(1.0, "largest gradient norm")
+    loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        if self.ppo_mini_batch_size is not None and self.ppo_mini_batch_size <= 0:
+            raise ConfigError(f"ppo_mini_batch_size must be positive, not {self.ppo_mini_batch_size}")
+        if self.ppo_epochs <= 0:
+            raise ConfigError(f"ppo_epochs must be positive, not {self.ppo_epochs}")
+        if self.cliprange_value <= 0:
+            raise ConfigError(f"cliprange_value must be positive, not {self.cliprange_value}")
+        if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
+            raise ConfigError("ppo_micro_batch_size_per_gpu must be set when use_dynamic_bsz=false")
+
+    def hf_model(self, policy_path: str) -> HFModelConfig:
+        """The model to load: its own, or that of the policy."""
+        return HFModelConfig(
+            path=self.model.path or policy_path,
+            trust_remote_code=self.model.trust_remote_code,
+            external_lib=self.model.external_lib,
+            override_config=self.model.override_config,
+            enable_gradient_checkpointing=self.model.enable_gradient_checkpointing,
+        )

@@ -1,0 +1,118 @@
+"""A trainer rank that holds a part of the critic beside its part of the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.protocol import DataProto, tensors_of
+from verl.single_controller import Dispatch, register
+from verl.utils.device import local_device
+from verl.workers.config import ActorRolloutRefConfig, CriticConfig
+from verl.workers.engine.fsdp.value import FSDP2ValueEngine
+from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.losses import LossTotals, compute_value_loss
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+
+
+class CriticLoss:
+    """The value loss as a `verl.workers.engine.base.LossFunction`, whose "log-probs" are values.
+
+    Reads `values` (those before the update), `returns` and `response_mask`.
+    """
+
+    def __init__(self, config: CriticConfig) -> None:
+        self._config = config
+
+    def __call__(
+        self, log_prob: torch.Tensor, entropy: torch.Tensor | None, micro_batch: DataProto, totals: LossTotals
+    ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
+        batch = tensors_of(micro_batch)
+        loss, metrics = compute_value_loss(
+            log_prob,
+            batch["values"],
+            batch["returns"],
+            batch["response_mask"],
+            cliprange_value=self._config.cliprange_value,
+            loss_agg_mode=self._config.loss_agg_mode,
+            totals=totals,
+        )
+        return loss, {**metrics, "critic/vf_loss": loss.detach()}
+
+
+class ActorCriticWorker(ActorRolloutRefWorker):
+    """As `ActorRolloutRefWorker`; the methods that name the critic are collectives of the same group."""
+
+    def __init__(self, config: ActorRolloutRefConfig, role: str, *, critic: CriticConfig, **options: Any) -> None:
+        """`critic.model.path` is a Hugging Face directory, or None for the policy's."""
+        super().__init__(config, role, **options)
+        self.critic_config = critic
+        self._critic_mini_batch_size = mini_batch_size_per_rank(
+            critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size
+        )
+        self._critic_loss = CriticLoss(critic)
+        self._critic_shuffle = torch.Generator().manual_seed(critic.data_loader_seed + self.rank)
+        self._critic: FSDP2ValueEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_critic(self) -> None:
+        """After `init_model`: build the critic's engine in the same process group."""
+        critic = self.critic_config
+        self._critic = FSDP2ValueEngine(
+            model_config=critic.hf_model(self.config.model.path),
+            fsdp_config=critic.fsdp,
+            optim_config=critic.optim,
+            grad_clip=critic.grad_clip,
+            device=local_device(self.device_name, self.local_rank),
+            seed=self._seed,
+        )
+        self._critic.build()
+
+    @property
+    def critic(self) -> FSDP2ValueEngine:
+        if self._critic is None:
+            raise RuntimeError("init_critic has not been called")
+        return self._critic
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values`, float32 [B, R]: what is expected before each token of the response."""
+        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data, limits=self._critic_limits())})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        """One training step on the whole batch, as `update_actor` makes one. Metrics are equal on all ranks."""
+        steps = [
+            self.critic.train_mini_batch(mini_batch, self._critic_loss, temperature=1.0, limits=self._critic_limits())
+            for mini_batch in iterate_mini_batches(
+                data, self.critic_config, size=self._critic_mini_batch_size, generator=self._critic_shuffle
+            )
+        ]
+        metrics = {
+            name if "/" in name else f"critic/{name}": sum(step[name] for step in steps) / len(steps)
+            for name in steps[0]
+        }
+        metrics["critic/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
+        metrics["critic/lr"] = self.critic.step_lr()
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_critic_checkpoint(self, path: str) -> None:
+        """Write `critic.checkpoint.save_contents` to the directory `path`, which all ranks share."""
+        self.critic.save_checkpoint(Path(path), self.critic_config.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_critic_checkpoint(self, path: str) -> None:
+        """Load `critic.checkpoint.load_contents` from `path`, with any number of ranks."""
+        self.critic.load_checkpoint(Path(path), self.critic_config.checkpoint.load_contents)
+
+    def _critic_limits(self) -> MicroBatchLimits:
+        critic = self.critic_config
+        return MicroBatchLimits.choose(
+            dynamic=critic.use_dynamic_bsz,
+            max_tokens=critic.ppo_max_token_len_per_gpu,
+            max_sequences=critic.ppo_micro_batch_size_per_gpu,
+        )

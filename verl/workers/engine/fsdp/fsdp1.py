@@ -1,0 +1,136 @@
+"""torch FSDP1: the parameters of a layer laid end to end, of which every rank holds an equal range.
+
+The only file that knows FSDP1. What it needs of flat parameters, torch keeps in attributes with an underscore.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import PreTrainedModel
+
+from verl.checkpoint_engine.shards import flat_range_boxes
+from verl.workers.config import FSDPConfig
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads, replication_allowed
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, persistent_buffers
+
+
+class FSDP1Sharding:
+    """Implements `Sharding` with original parameters, so that an optimizer sees a layer's parameters one by one.
+
+    A rank's range starts and ends anywhere in a parameter, and may leave out some of them altogether. Padding, which
+    makes the ranges equal and aligns parameters, belongs to no parameter and is never held.
+    """
+
+    @replication_allowed()
+    def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
+        """One flat parameter per decoder layer, one for the rest: tied embeddings must be in one."""
+        mesh = build_mesh(device.type, config.fsdp_size)
+        replicated = config.fsdp_size == 1 or mesh.size() == 1
+        names = set(model._no_split_modules or ())
+        layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+        sharded = FullyShardedDataParallel(
+            model,
+            # Groups of one rank would compute without ever summing gradients over their replicas.
+            device_mesh=build_mesh(device.type, -1) if replicated else mesh,
+            sharding_strategy=_strategy(
+                replicated=replicated, hybrid=mesh.ndim == 2, reshard_after_forward=config.reshard_after_forward
+            ),
+            auto_wrap_policy=ModuleWrapPolicy(layers),
+            use_orig_params=True,
+            mixed_precision=MixedPrecision(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32),
+            cpu_offload=CPUOffload(offload_params=offloads(config, device)),
+            forward_prefetch=config.forward_prefetch,
+            device_id=device,
+            param_init_fn=_materialiser(device),
+        )
+        sharded.check_is_root()  # makes the local shards, which otherwise the first forward pass would do
+        return sharded
+
+    def held(self, model: nn.Module) -> dict[str, HeldTensor]:
+        found: dict[str, HeldTensor] = {}
+        for prefix, unit in _units(model):
+            flat: Any = unit._handle.flat_param
+            for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
+                found[clean_tensor_name(f"{prefix}.{name}" if prefix else name)] = HeldTensor(
+                    shape=tuple(shape), dtype=flat.dtype, is_parameter=True, parts=_parts(flat, tuple(shape), info)
+                )
+        tensors = {name: found[name] for name, _ in named_parameters(model)}
+        return tensors | {name: HeldTensor.whole(b, is_parameter=False) for name, b in persistent_buffers(model)}
+
+    def reshard(self, model: nn.Module) -> None:
+        for _, unit in _units(model):
+            if unit._handle.uses_sharded_strategy:
+                _reshard(unit, unit._handle, free_unsharded_flat_param=True)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
+        assert isinstance(model, FullyShardedDataParallel)
+        return float(model.clip_grad_norm_(max_norm))
+
+
+class FSDP1Engine(FSDPEngine):
+    """`strategy=fsdp`."""
+
+    sharding = FSDP1Sharding()
+
+
+def _units(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules that own a flat parameter, by name. The root comes first."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
+    ]
+
+
+def _parts(flat: Any, shape: tuple[int, ...], info: Any) -> tuple[Part, ...]:
+    """The boxes of the range of a parameter's elements that this rank holds; their values lie in a row in `flat`."""
+    if not info.in_shard:
+        return ()
+    parts, offset = [], info.offset_in_shard
+    for box in flat_range_boxes(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1):
+        values = functools.partial(_view, flat, offset, box.numel, box.shape)
+        parts.append(Part(box=box, values=values))
+        offset += box.numel
+    return tuple(parts)
+
+
+def _view(flat: Any, offset: int, numel: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Of the local shard, which is there whether or not the layer is gathered at the moment."""
+    view: torch.Tensor = flat._local_shard.detach()[offset : offset + numel].view(shape)
+    return view
+
+
+def _strategy(*, replicated: bool, hybrid: bool, reshard_after_forward: bool) -> ShardingStrategy:
+    if replicated:
+        return ShardingStrategy.NO_SHARD
+    if hybrid:
+        return ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+
+
+def _materialiser(device: torch.device) -> Callable[[nn.Module], None]:
+    """Gives a module memory, layer by layer, before FSDP flattens it. A tied parameter is made once."""
+    made: dict[torch.Tensor, nn.Parameter] = {}
+
+    def materialise(module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    return materialise

@@ -1,0 +1,77 @@
+"""torch FSDP2: every parameter is a DTensor of which a rank holds some rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.types import Box
+from verl.workers.config import FSDPConfig
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, persistent_buffers
+
+
+class FSDP2Sharding:
+    """Implements `Sharding`. Ranks that replicate each other hold the same boxes."""
+
+    def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
+        """One FSDP group per decoder layer, one for the rest: tied embeddings must be gathered together."""
+        options: dict[str, Any] = {
+            "mesh": build_mesh(device.type, config.fsdp_size),
+            "reshard_after_forward": config.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy(),
+        }
+        names = set(model._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in layers]
+        fully_shard(model, **options)
+        if config.forward_prefetch:
+            for layer, following in pairwise(sharded):
+                layer.set_modules_to_forward_prefetch([following])
+        model.to_empty(device="cpu" if offloads(config, device) else device)
+        return model
+
+    def held(self, model: nn.Module) -> dict[str, HeldTensor]:
+        self.reshard(model)  # a gathered model lists plain tensors in the place of its parameters
+        tensors = {name: _held(parameter) for name, parameter in named_parameters(model)}
+        return tensors | {name: HeldTensor.whole(b, is_parameter=False) for name, b in persistent_buffers(model)}
+
+    def reshard(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class FSDP2Engine(FSDPEngine):
+    """`strategy=fsdp2`."""
+
+    sharding = FSDP2Sharding()
+
+
+def _held(parameter: nn.Parameter) -> HeldTensor:
+    if not isinstance(parameter, DTensor):
+        return HeldTensor.whole(parameter, is_parameter=True)
+    if any(type(placement) not in (Shard, Replicate) for placement in parameter.placements):
+        raise PlanError(
+            f"a tensor of shape {tuple(parameter.shape)} with placements {parameter.placements} is no box per rank"
+        )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    box = Box(tuple(offset), tuple(start + size for start, size in zip(offset, shape, strict=True)))
+    part = Part(box=box, values=lambda: parameter.to_local().detach())
+    return HeldTensor(
+        shape=tuple(parameter.shape), dtype=parameter.dtype, is_parameter=True, parts=(part,) if box.numel else ()
+    )

@@ -1,0 +1,48 @@
+"""The ranks of a trainer as groups that share one copy of the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.utils.config import ConfigError
+from verl.workers.config import FSDPConfig
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def build_mesh(device_type: str, fsdp_size: int) -> DeviceMesh:
+    """One dimension over all ranks, or replicas x shards when `fsdp_size` is smaller than the world. A collective."""
+    world_size = dist.get_world_size()
+    if fsdp_size in (-1, world_size):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    if fsdp_size <= 0 or world_size % fsdp_size:
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the number of trainer ranks, {world_size}"
+        )
+    return init_device_mesh(device_type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def offloads(config: FSDPConfig, device: torch.device) -> bool:
+    """Whether parameters live in host memory, and come to the device layer by layer."""
+    return config.param_offload and device.type != "cpu"
+
+
+@contextmanager
+def replication_allowed() -> Iterator[None]:
+    """Without FSDP1's advice against replicating, which is what a trainer of one rank does whatever it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*`NO_SHARD`.*")
+        yield

@@ -1,0 +1,32 @@
+"""What FSDP1 and FSDP2 do differently; everything else of the engine is the same for both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from verl.workers.config import FSDPConfig
+    from verl.workers.engine.fsdp.tensors import HeldTensor
+
+
+class Sharding(Protocol):
+    """A way to spread a model over the ranks of the default process group."""
+
+    def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
+        """`model`, which is on the meta device, sharded and on `device`, with any values; what to call in its place.
+
+        A collective. Tied parameters stay tied. Raises ConfigError for a `fsdp_size` that does not divide the ranks.
+        """
+
+    def held(self, model: nn.Module) -> dict[str, HeldTensor]:
+        """What this rank holds of every tensor of the checkpoint, in the same order on every rank. No collective."""
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free gathered parameters, which a forward pass without a backward pass leaves behind. No collective."""
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
+        """Scale the gradients to `max_norm`; their norm before, over all ranks. A collective."""

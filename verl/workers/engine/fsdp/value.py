@@ -1,0 +1,26 @@
+"""The critic's engine: FSDP2 under a head that gives every token a value."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.protocol import DataProto
+from verl.workers.engine.fsdp.forward import response_values
+from verl.workers.engine.fsdp.fsdp2 import FSDP2Engine
+from verl.workers.engine.fsdp.model import TOKEN_VALUES
+from verl.workers.engine.micro_batches import MicroBatchLimits
+
+
+class FSDP2ValueEngine(FSDP2Engine):
+    """Where other engines have log-probs, this one has values: losses get them, and no entropy."""
+
+    head = TOKEN_VALUES
+
+    def compute_values(self, data: DataProto, *, limits: MicroBatchLimits) -> torch.Tensor:
+        """Of the state before each token of `responses`: float32 [B, R] on the CPU, 0 on padding. A collective."""
+        return self.compute_log_prob(data, temperature=1.0, limits=limits)[0]
+
+    def _forward(
+        self, micro_batch: DataProto, temperature: float, calculate_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return response_values(self._built(), micro_batch), None

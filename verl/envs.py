@@ -35,3 +35,11 @@ def ps_p2p_store_rdma_devices() -> str:
 def nccl_ib_hca() -> str:
     """`NCCL_IB_HCA`, as NCCL documents it: which RDMA devices to use. Default: all."""
     return os.environ.get("NCCL_IB_HCA", "")
+
+
+def local_rank() -> tuple[int, int]:
+    """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: which of a host's ranks this is, and of how many.
+
+    Default: 0 of 1.
+    """
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

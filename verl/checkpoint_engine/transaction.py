@@ -93,14 +93,16 @@ class SyncTransaction:
     trainer_blocked_s: float = 0.0
     paused_s: dict[str, float] = field(default_factory=dict)
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
+    digests: bytes = b""
+    """Of all pieces, once they are staged."""
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
     _pause_began: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> SyncReport:
         """Raises SyncAborted, its cause being the first failure, when the fleet stays on the previous version."""
-        digests = await self._move_with_retries()
-        await self._commit(digests)
+        self.digests = await self._move_with_retries()
+        await self._commit(self.digests)
         await self._activate()
         return self.report("committed")
 

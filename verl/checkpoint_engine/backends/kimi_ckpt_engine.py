@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,7 +40,12 @@ from verl.checkpoint_engine.base import Capabilities
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks
-from verl.checkpoint_engine.parameter_server.rdma import get_my_rdma_device, get_rdma_devices, list_ib_devices
+from verl.checkpoint_engine.parameter_server.rdma import (
+    INFINIBAND,
+    get_my_rdma_device,
+    get_rdma_devices,
+    list_ib_devices,
+)
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, RangeReader, messages_of, spread_over_bounce
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.topology import MAX_LANES, Topology, p2p_broadcast
@@ -67,6 +73,7 @@ class KimiCkptEngine(OneSidedEngine):
         elastic=False,
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
+        late_nodes=True,
         topologies=("p2p_broadcast",),
     )
 
@@ -312,15 +319,15 @@ def _devices_of(trainers: Sequence[Member]) -> dict[str, str]:
     return devices
 
 
-def _rdma_devices(options: KimiCkptEngineOptions, *, is_rank: bool = False) -> str:
+def _rdma_devices(options: KimiCkptEngineOptions, *, is_rank: bool = False, present_in: Path = INFINIBAND) -> str:
     """Devices for Mooncake, comma-separated; none with TCP. A node's one member uses all, a rank the one that is its.
 
     Raises ConfigError if they are not there, or cannot be divided among the ranks of this host.
     """
     if options.p2p_protocol != "rdma":
         return ""
-    present = list_ib_devices()
-    devices = [name.strip() for name in options.rdma_devices.split(",") if name.strip()] or get_rdma_devices()
+    present = list_ib_devices(present_in)
+    devices = [name.strip() for name in options.rdma_devices.split(",") if name.strip()] or get_rdma_devices(present_in)
     if (missing := [name for name in devices if name not in present]) or not present:
         raise ConfigError(
             f"checkpoint_engine.engine_kwargs.{NAME}: no RDMA device {', '.join(missing) or 'at all'} on "

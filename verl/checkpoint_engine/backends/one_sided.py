@@ -180,6 +180,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         elastic=False,
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
+        late_nodes=True,
         topologies=("direct", "chain"),
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20

@@ -153,7 +153,7 @@ class KimiCkptEngine(OneSidedEngine):
         if self._groups is not None:
             assert self._plan is not None
             self._groups.expect(self._plan, messages)
-            self._meet()
+            self._groups.connect(self._meeting())
 
     def _share_out(self, topology: Topology) -> dict[int, list[Bucket]]:
         """Decide what arrives in which bucket and who pulls it; the buckets of each receiver."""
@@ -186,17 +186,15 @@ class KimiCkptEngine(OneSidedEngine):
         own = self.member.index
         return {owner for (owner, _), receiver in self._receiver_of.items() if receiver == own}
 
-    def _meet(self, timeout_s: float | None = None) -> None:
-        """Build the groups of the receivers, among the nodes, under a name that was not used before."""
-        assert self._groups is not None
+    def _meeting(self) -> Topology:
+        """Of all nodes, for the groups of the receivers, at a place that was not used before."""
         assert self._topology is not None
         first, *others = self._topology.nodes
         store = msgspec.json.decode(first.address, type=NodeAddress).store
         self._meetings += 1
         names = {node.name for node in self._topology.nodes}
         audience = {name: to for name, to in self._topology.audience.items() if name in names}
-        meeting = Topology((replace(first, address=f"{store}-{self._meetings}"), *others), (), audience)
-        self._groups.connect(meeting, timeout_s)
+        return Topology((replace(first, address=f"{store}-{self._meetings}"), *others), (), audience)
 
     # --- a sync -------------------------------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class KimiCkptEngine(OneSidedEngine):
         if self._groups is None or not self._buckets:
             return self._loop(reader, reader, deadline).run(self._buckets)
         if self._options.rebuild_group and not self._groups.is_connected:
-            self._meet(deadline - time.monotonic())
+            self._groups.connect(self._meeting(), deadline - time.monotonic())
         with self._groups.transfer(reader.version):
             self._groups.exchange_headers(reader.version, Deadline(deadline - time.monotonic()))
             slot, bounce = torch.from_numpy(reader.slot), torch.from_numpy(self._bounce)
@@ -212,7 +210,7 @@ class KimiCkptEngine(OneSidedEngine):
             relay = Relay(reader, broadcasts, self.member.index, self._receiver_of)
             nbytes = self._loop(relay, reader, deadline).run(self._buckets)
         if self._options.rebuild_group:
-            self._groups.leave()
+            self._groups.leave_together(self._meeting(), deadline - time.monotonic())
         return nbytes
 
     def _loop(self, reader: RangeReader, pulls: WireReader, deadline: float) -> FetchLoop:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -32,6 +32,8 @@ from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.topology import Topology, lane_of
 from verl.checkpoint_engine.types import Member, Range
+
+T = TypeVar("T")
 
 OWN_SHARE = 0.9
 """Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
@@ -88,23 +90,33 @@ class OwnerGroups:
 
         `timeout_s`: by default what preparing may take.
         """
+        self._members, self._groups = self._meet(
+            topology, timeout_s, lambda members: self._make_groups(members.store, topology)
+        )
+
+    def leave_together(self, topology: Topology, timeout_s: float) -> None:
+        """Leave all groups when every member of `topology` has come here: what is on its way would be lost before."""
+        self._meet(topology, timeout_s, lambda members: None)
+        self.leave()
+
+    def _meet(self, topology: Topology, timeout_s: float | None, work: Callable[[Members], T]) -> tuple[Members, T]:
+        """Do `work` when everybody has come."""
         deadline = Deadline(timeout_s or self._deadlines.prepare_s * OWN_SHARE)
         names = [member.name for member in (*topology.trainers, *topology.nodes)]
         members = Members(self._member.name, names)
 
-        def join() -> dict[int, Any]:
+        def join() -> T:
             host = topology.trainers[0]
             with failures(f"connecting to {host.name} at {host.address}", None, "prepare"):
                 members.join(self._server, host.address, deadline, self._stop)
-                return self._make_groups(members.store, topology)
+                return work(members)
 
         # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
         connecting = Attempt(join)
         while not connecting.done.wait(POLL_S):
             if self._stop.is_set() or deadline.passed:
                 raise members.not_connected(deadline)
-        self._groups = connecting.result()
-        self._members = members
+        return members, connecting.result()
 
     def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
         """One group per owner that has anything to send to this member, or that this member is; all in use once."""

@@ -334,7 +334,7 @@ def _rdma_devices(options: KimiCkptEngineOptions, *, is_rank: bool = False, pres
         )
     if options.rdma_devices or not is_rank:
         return ",".join(devices)
-    local_rank, local_world_size = envs.local_rank()
+    local_rank, local_world_size = envs.place_on_host()
     try:
         return get_my_rdma_device(local_rank, local_world_size, devices)
     except ValueError as exc:

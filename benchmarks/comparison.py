@@ -70,6 +70,7 @@ CONTENDERS = (
     Contender("gloo", {"interface": "lo"}, GlooPair, "gloo broadcast, 64 MiB buckets"),
     Contender("nixl", {}, lambda nbytes: ReadPair("nixl", nbytes), "NIXL read"),
     Contender("mooncake", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
+    Contender("kimi_ckpt_engine", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
 )
 
 

@@ -22,6 +22,24 @@ def raylet_pid() -> int | None:
     return int(pid) if pid else None
 
 
+def place_on_host() -> tuple[int, int]:
+    """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: which of a host's ranks this is, and of how many.
+
+    Default: 0 of 1.
+    """
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def vllm_logging_level(default: str) -> str:
     """`VLLM_LOGGING_LEVEL`, passed on to vLLM's processes."""
     return os.environ.get("VLLM_LOGGING_LEVEL", default)
+
+
+def ps_p2p_store_rdma_devices() -> str:
+    """`PS_P2P_STORE_RDMA_DEVICES`: RDMA devices of P2P stores, comma-separated. Default: none named."""
+    return os.environ.get("PS_P2P_STORE_RDMA_DEVICES", "")
+
+
+def nccl_ib_hca() -> str:
+    """`NCCL_IB_HCA`, as NCCL documents it: which RDMA devices to use. Default: all."""
+    return os.environ.get("NCCL_IB_HCA", "")

@@ -9,10 +9,10 @@ import pytest
 
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 
-PACKAGES = {"naive": (), "gloo": (), "nixl": ("nixl",), "mooncake": ("mooncake",)}
+PACKAGES = {"naive": (), "gloo": (), "nixl": ("nixl",), "mooncake": ("mooncake",), "kimi_ckpt_engine": ("mooncake",)}
 """What each needs. `nccl` and `hccl` take a device per member, so a process: see test_device_collectives.py."""
 QUICK = ("naive", "gloo", "nixl")
-SLOW = ("mooncake",)
+SLOW = ("mooncake", "kimi_ckpt_engine")
 """Mooncake's engine takes a second to end and holds Python's lock meanwhile: its members share fewer tests."""
 
 

@@ -81,8 +81,8 @@ class Rank(_Member, TrainerRank):
 
 
 class Node(_Member, RolloutNode):
-    def __init__(self, config: CheckpointEngineConfig, shm_dir: Path) -> None:
-        super().__init__(0, config, job="test", shm_dir=shm_dir)
+    def __init__(self, index: int, config: CheckpointEngineConfig, shm_dir: Path) -> None:
+        super().__init__(index, config, job="test", shm_dir=shm_dir)
         self.spoil = Spoil()
         spoil_transfers(self._engine, self.spoil)
 
@@ -293,27 +293,32 @@ class MemberProcess:
 
 
 class ProcessFleet:
-    """Two trainer ranks and a node in processes, behind breakable ports; the replica and the manager are here."""
+    """Two trainer ranks and nodes in processes, behind breakable ports; the replica and the manager are here."""
 
-    def __init__(self, config: CheckpointEngineConfig, shm_dir: Path) -> None:
+    def __init__(self, config: CheckpointEngineConfig, shm_dir: Path, *, nodes: int = 1) -> None:
         self.config, self.shm_dir = config, shm_dir
         self.trainers = [Through(self._start(f"trainer-{rank}")) for rank in range(TRAINERS)]
-        self.node = Through(self._start("node-0"))
+        self.nodes = [Through(self._start(f"node-{index}")) for index in range(nodes)]
+        self.node = self.nodes[0]
         self.replica = RecordingReplica()
-        self.manager = CheckpointEngineManager(config=config, trainers=self.trainers, nodes=[self.node])
+        self.manager = CheckpointEngineManager(config=config, trainers=self.trainers, nodes=self.nodes)
 
     def _start(self, name: str) -> MemberProcess:
         role, _, index = name.partition("-")
         if role == "trainer":
             return MemberProcess(name, Rank, int(index), self.config)
-        return MemberProcess(name, Node, self.config, self.shm_dir)
+        return MemberProcess(name, Node, int(index), self.config, self.shm_dir)
+
+    @property
+    def _ports(self) -> list[Through]:
+        return [*self.trainers, *self.nodes]
 
     def __getitem__(self, name: str) -> Through:
-        (port,) = (port for port in (*self.trainers, self.node) if port.name == name)
+        (port,) = (port for port in self._ports if port.name == name)
         return port
 
     def dead(self) -> list[str]:
-        return [port.name for port in (*self.trainers, self.node) if not port.member.is_alive]
+        return [port.name for port in self._ports if not port.member.is_alive]
 
     async def replace(self, name: str) -> None:
         """A new process behind the port `name`."""
@@ -326,7 +331,7 @@ class ProcessFleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self.manager.close()
-        for port in (*self.trainers, self.node):
+        for port in self._ports:
             await port.member.end()
 
     async def sync(self, version: int) -> None:
@@ -334,14 +339,15 @@ class ProcessFleet:
         await self.manager.update_weights(version)
 
     async def resources(self) -> dict[str, dict[str, int]]:
-        return {port.name: await port.member.resources() for port in (*self.trainers, self.node)}
+        return {port.name: await port.member.resources() for port in self._ports}
 
     def assert_serves(self, version: int, *, arena: bool = True) -> None:
-        """The replica has `version`, bit-equal; so has the arena, unless its node was killed."""
+        """The replica has `version`, bit-equal; so has every arena, unless its node was killed."""
         expected = weights(version)
         assert (self.replica.version, self.replica.paused) == (version, False)
         assert all(torch.equal(self.replica.weights[name], tensor) for name, tensor in expected.items())
         if arena:
-            (directory,) = arenas_in(self.shm_dir)
-            for name, tensor in read_committed(str(directory), version):
-                assert torch.equal(tensor, expected[name])
+            assert len(arenas_in(self.shm_dir)) == len(self.nodes)
+            for directory in arenas_in(self.shm_dir):
+                for name, tensor in read_committed(str(directory), version):
+                    assert torch.equal(tensor, expected[name])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint_engine.backends import PACKAGES
 from tests.checkpoint_engine.fakes import arenas_in, soon, spare_slot
 from tests.checkpoint_engine.member_processes import ProcessFleet
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -24,12 +25,15 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "nixl": ("nixl", {}),
     "nixl-tcp": ("nixl", {"ucx_tls": "tcp"}),
     "mooncake": ("mooncake", {"host": "127.0.0.1"}),
+    "kimi_ckpt_engine": ("kimi_ckpt_engine", {"host": "127.0.0.1"}),
 }
+NODES = {"kimi_ckpt_engine": 2}
+"""Where one would not pass anything on to another."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
-POOLED = {"mooncake": 3}
+POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3}
 """Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more."""
 
 
@@ -67,7 +71,7 @@ class Case:
 
 
 def cases() -> Iterator[Any]:
-    for backend, (package, _) in OPTIONS.items():
+    for backend, (name, _) in OPTIONS.items():
         for who, how, when in (
             ("trainer-1", KILL, "publish"),
             ("trainer-1", STOP, "publish"),
@@ -85,12 +89,12 @@ def cases() -> Iterator[Any]:
                 continue  # it has none: publishing writes to the slot
             if backend == "nixl-tcp" and when != "stage":
                 continue  # the transport makes no difference
-            if package in ("nixl", "mooncake") and (how, when) == (STOP, "publish"):
+            if name not in ("naive", "gloo") and (how, when) == (STOP, "publish"):
                 continue  # transports take no part in publishing: as with `gloo`, and it takes until the deadline
             case = Case(backend=backend, who=who, how=how, when=when)
-            missing = package not in ("naive", "gloo") and find_spec(package) is None
+            missing = [package for package in PACKAGES[name] if find_spec(package) is None]
             yield pytest.param(
-                case, id=str(case), marks=pytest.mark.skipif(missing, reason=f"{package} is not installed")
+                case, id=str(case), marks=pytest.mark.skipif(bool(missing), reason=f"{missing} not installed")
             )
 
 
@@ -117,7 +121,7 @@ def flip_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("case", cases())
 async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_left(case: Case, tmp_path: Path):
-    async with ProcessFleet(case.config, tmp_path) as fleet:
+    async with ProcessFleet(case.config, tmp_path, nodes=NODES.get(case.backend, 1)) as fleet:
         await fleet.sync(0)
         await fleet.sync(1)  # now every member has used both slots
         before = await fleet.resources()

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.packed import Packing
-from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, buckets_of, messages_of
+from verl.checkpoint_engine.pipeline import (
+    Bucket,
+    FetchLoop,
+    bounce_nbytes,
+    buckets_of,
+    messages_of,
+    spread_over_bounce,
+)
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
@@ -108,12 +115,20 @@ class MemoryReader:
         self.in_flight.remove((transfer["owner"], transfer["bounce"]))
 
 
-def fetch(plan: SyncPlan, cut: object = messages_of, bucket_nbytes: int = 512, **options: object) -> tuple:
+def fetch(
+    plan: SyncPlan,
+    cut: object = messages_of,
+    bucket_nbytes: int = 512,
+    places: int | None = None,
+    **options: object,
+) -> tuple:
     """(loop, reader, buckets) that will fetch `content(plan)`; `options` of the reader and of the loop."""
     expected = content(plan)
     regions = [pack(plan, owner, expected) for owner in range(plan.num_owners)]
     buckets = [bucket for owner in range(plan.num_owners) for bucket in cut(plan, owner, bucket_nbytes)]
-    bounce = np.zeros(max([part.ranges[0].nbytes for part in buckets if part.scatter], default=0), np.uint8)
+    if places is not None:
+        buckets = spread_over_bounce(buckets, places)
+    bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
     of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
     reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
     arguments = {"version": 7, "timeout_s": 5.0, "poll_s": 0.0001} | options
@@ -168,6 +183,16 @@ def test_no_more_than_the_given_number_fly_and_one_of_them_through_the_bounce_bu
     loop.run(buckets)
     np.testing.assert_array_equal(reader.slot, content(plan))
     assert (reader.most_in_flight, reader.most_bounces) == (3, 1)
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_bounce_buffer_with_several_places_takes_as_many_at_a_time(places: int) -> None:
+    plan = plan_of([(64, 64)] * 8, owners=2, columns=True, block_nbytes=1024)
+    loop, reader, buckets = fetch(plan, bucket_nbytes=4096, places=places, polls=3, interleave=False)
+    assert sum(bool(bucket.scatter) for bucket in buckets) == len(buckets) > places
+    loop.run(buckets)
+    np.testing.assert_array_equal(reader.slot, content(plan))
+    assert reader.most_bounces == places
 
 
 def test_a_deadline_names_the_owners_that_were_waited_for_and_ends_every_transfer() -> None:

@@ -41,7 +41,7 @@ class FleetOnTwoHosts(ProcessFleet):
         role, _, index = name.partition("-")
         if role == "trainer":
             return MemberProcess(name, RankThere, self._hosts[0], int(index), self.config)
-        return MemberProcess(name, NodeThere, self._hosts[1], self.config, self.shm_dir)
+        return MemberProcess(name, NodeThere, self._hosts[1], int(index), self.config, self.shm_dir)
 
 
 @pytest.fixture

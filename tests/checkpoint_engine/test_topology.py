@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, chain, direct, lane_of
+from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, chain, direct, lane_of, p2p_broadcast
 from verl.checkpoint_engine.types import Member
 
 
@@ -25,6 +25,38 @@ def members(role: str, *indices: int) -> list[Member]:
 )
 def test_in_a_chain_owners_send_to_the_first_node_and_every_node_to_the_next(trainers, nodes, audience):
     topology = chain(members("trainer", *trainers), members("node", *nodes))
+    assert topology.audience == audience
+    assert [node.index for node in topology.nodes] == sorted(nodes)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "nodes", "devices", "audience"),
+    [
+        ([0, 1], [0], {}, {"trainer-0": ("node-0",), "trainer-1": ("node-0",), "node-0": ()}),
+        ([0], [1, 0], {}, {"trainer-0": ("node-0",), "node-0": ("node-1",)}),
+        (
+            [0, 1],
+            [2, 0, 1],
+            {},
+            {
+                "trainer-0": ("node-0", "node-1"),
+                "trainer-1": ("node-0", "node-1"),
+                "node-0": ("node-1", "node-2"),
+                "node-1": ("node-0", "node-2"),
+            },
+        ),
+        (
+            [0, 1],
+            [0, 1],
+            {"trainer-0": "host/mlx5_0", "trainer-1": "host/mlx5_0"},
+            {"trainer-0": ("node-0",), "trainer-1": ("node-0",), "node-0": ("node-1",)},
+        ),
+    ],
+)
+def test_as_many_nodes_pull_as_trainers_have_devices_and_each_passes_on_to_all_others(
+    trainers, nodes, devices, audience
+):
+    topology = p2p_broadcast(members("trainer", *trainers), members("node", *nodes), devices)
     assert topology.audience == audience
     assert [node.index for node in topology.nodes] == sorted(nodes)
 

@@ -141,6 +141,11 @@ def test_a_backend_whose_package_is_missing_names_the_extra(refuse, monkeypatch)
             "mooncake",
             ["needs the package 'mooncake", "verl-sync[mooncake]", "apt-get install libibverbs1"],
         ),
+        (
+            "kimi_ckpt_engine",
+            "mooncake",
+            ["needs the package 'mooncake", "verl-sync[kimi]", "apt-get install libibverbs1"],
+        ),
     ],
 )
 def test_a_transport_that_is_not_installed_names_the_extra(refuse, without, backend, library, parts):
@@ -164,18 +169,20 @@ def without(monkeypatch):
         for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, library, module)
-        monkeypatch.delitem(sys.modules, f"verl.checkpoint_engine.backends.{backend}", raising=False)
+        for name in (backend, library):
+            monkeypatch.delitem(sys.modules, f"verl.checkpoint_engine.backends.{name}", raising=False)
 
     return replace
 
 
 @pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
-def test_an_rdma_device_that_does_not_exist_is_told_with_those_that_do(refuse):
+@pytest.mark.parametrize(("backend", "protocol"), [("mooncake", "protocol"), ("kimi_ckpt_engine", "p2p_protocol")])
+def test_an_rdma_device_that_does_not_exist_is_told_with_those_that_do(refuse, backend, protocol):
     (message,) = refuse(
-        "checkpoint_engine.backend=mooncake",
+        f"checkpoint_engine.backend={backend}",
         "trainer.placement=separate",
-        "checkpoint_engine.engine_kwargs.mooncake.protocol=rdma",
-        "checkpoint_engine.engine_kwargs.mooncake.rdma_devices=mlx5_99",
+        f"checkpoint_engine.engine_kwargs.{backend}.{protocol}=rdma",
+        f"checkpoint_engine.engine_kwargs.{backend}.rdma_devices=mlx5_99",
     )
     assert "no RDMA device mlx5_99" in message
     assert "there are: " in message

@@ -7,13 +7,13 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.checkpoint_engine.backends import using
 from tests.e2e.job import QUICK, STARTUP_S, Job, in_process
 from verl.trainer.ppo.ray_trainer import TrainingResult
 from verl.utils.builtin import make_tiny_model
@@ -160,12 +160,12 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
 
 # -- trainer and rollouts on nodes of their own -----------------------------------------------------------------------
 
+SEPARATE = [using(backend) for backend in ("gloo", "nixl", "mooncake", "kimi_ckpt_engine")]
+
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("backend", ["gloo", "nixl", "mooncake"])
+@pytest.mark.parametrize("backend", SEPARATE)
 def test_vllm_on_a_node_of_its_own_has_the_trainers_weights_on_every_step(ray_cluster, tmp_path, backend):
-    if find_spec(backend) is None and backend != "gloo":
-        pytest.skip(f"{backend} is not installed")
     run = Run(
         tmp_path,
         in_process(
@@ -189,6 +189,26 @@ def test_vllm_on_a_node_of_its_own_has_the_trainers_weights_on_every_step(ray_cl
         assert report["nbytes_moved"] == 2 * report["nbytes_needed"] > 0  # into the trainer's copy, and to the node
         assert report["phase_s"]["stage"] > 0
         assert report["paused_s"]["replica-0"] < report["total_s"]
+
+
+@pytest.mark.parametrize("backend", [using("kimi_ckpt_engine")])
+def test_one_of_two_rollout_nodes_may_pull_the_weights_of_both(ray_cluster, tmp_path, backend):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            f"checkpoint_engine.backend={backend}",
+            "trainer.placement=separate",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=1",
+            "actor_rollout_ref.rollout.nnodes=2",
+        ),
+    )
+    assert [report["outcome"] for report in run.reports] == ["committed", "committed"]
+    for report in run.reports:
+        assert report["replicas_updated"] == ["replica-0", "replica-1"]
+        assert 2 * report["nbytes_moved"] == 3 * report["nbytes_needed"] > 0  # the trainer's copy, and two nodes
+    assert run.metrics[1]["training/rollout_probs_diff_max"] < 1e-3
 
 
 # -- algorithms, with models and functions of the user's own ----------------------------------------------------------

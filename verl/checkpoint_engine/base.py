@@ -46,6 +46,8 @@ class Capabilities:
     """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
     """Devices whose memory it can read weights from."""
+    late_nodes: bool = False
+    """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
 

@@ -89,6 +89,41 @@ class MooncakeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KimiCkptEngineOptions:
+    """Options of the backend `kimi_ckpt_engine`. Deadlines are those of `checkpoint_engine.deadlines`."""
+
+    p2p_protocol: str = option("tcp", "wire over which nodes pull from trainer ranks", choices=("tcp", "rdma"))
+    rdma_devices: str = option(
+        "",
+        "RDMA devices of every member, as in `mlx5_0,mlx5_1`; empty: PS_P2P_STORE_RDMA_DEVICES, else NCCL_IB_HCA, else "
+        "all; a trainer rank then takes the one that belongs to its local rank",
+    )
+    bucket_size_megabytes: int = option(
+        64, "most bytes in one pull or broadcast, in MiB; update_weights_bucket_megabytes caps it"
+    )
+    mem_fraction: float = option(
+        0.1, "share of a node's free memory that the bounce buffers may take; buckets are made smaller to fit into it"
+    )
+    in_flight: int = option(4, "buckets that one receiver pulls or passes on at a time")
+    rebuild_group: bool = option(
+        False, "leave the nodes' process groups after each sync and build them anew in the next one"
+    )
+    host: str | None = option(
+        None, "address under which a member is reached; null: that of `interface`, or of the default route"
+    )
+    interface: str | None = option(
+        None, "network interface for pulls and broadcasts; null: the one of the default route"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_size_megabytes", "in_flight"):
+            if getattr(self, name) < 1:
+                raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.mem_fraction <= 1:
+            raise strict.ConfigError(f"mem_fraction must be above 0 and at most 1, not {self.mem_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 
@@ -102,7 +137,7 @@ class CheckpointEngineConfig:
     topology: str = option(
         "auto",
         "who sends to whom: auto leaves it to the backend; chain: each rollout node serves the next (nixl, mooncake)",
-        choices=("auto", "direct", "broadcast", "chain"),
+        choices=("auto", "direct", "broadcast", "chain", "p2p_broadcast"),
     )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")

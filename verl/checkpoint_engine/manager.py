@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -25,15 +27,27 @@ from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.topology import TOPOLOGIES
+from verl.checkpoint_engine.topology import TOPOLOGIES, Topology
 from verl.checkpoint_engine.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What trainer ranks have held since the last version was committed, until they publish the next one."""
+
+    version: int
+    plan: SyncPlan
+    trainers: Sequence[Member]
+    digests: bytes
+
 
 class CheckpointEngineManager:
-    """Runs syncs for one trainer and any number of replicas on a fixed set of rollout nodes."""
+    """Runs syncs for one trainer, and any number of replicas on rollout nodes. Nodes and replicas may join later."""
 
     def __init__(
         self,
@@ -56,6 +70,9 @@ class CheckpointEngineManager:
         self._plan: SyncPlan | None = None
         self._hosts: list[str] = []
         self._arena_paths: dict[int, str] = {}
+        self._node_at: dict[int, NodePort] = {}
+        self._trainer_members: list[Member] = []
+        self._held: Held | None = None
         self._version: int | None = None
         self._lock = asyncio.Lock()
 
@@ -108,15 +125,79 @@ class CheckpointEngineManager:
             except (SyncAborted, asyncio.CancelledError) as exc:
                 self._quarantine(transaction.quarantined)
                 if transaction.committed:
-                    self._version = global_steps
+                    self._committed(transaction, plan)
                 else:
                     self._plan = None
                 self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
-            self._version = global_steps
+            self._committed(transaction, plan)
             self._quarantine(transaction.quarantined)
             self._record(report)
             return report
+
+    def _committed(self, transaction: SyncTransaction, plan: SyncPlan) -> None:
+        self._version = transaction.version
+        self._held = Held(
+            version=transaction.version, plan=plan, trainers=self._trainer_members, digests=transaction.digests
+        )
+
+    async def add_nodes(self, nodes: Iterable[NodePort]) -> None:
+        """Take rollout nodes into the syncs to come; one with the name of a known node takes its place.
+
+        Each gets the version in service first, out of the trainer ranks' memory: the ranks and the other nodes do
+        nothing for it, and replicas go on serving. `add_replicas` then brings replicas on these nodes into service.
+        The next sync plans and connects anew.
+
+        Raises ConfigError, before anything has begun, for a backend whose nodes cannot do that. Raises the error of a
+        node that could not get the version, for instance because the ranks hold another one by now (TransportError);
+        that node is left out and holds nothing, while the others have joined.
+        """
+        async with self._lock:
+            added = list(nodes)
+            failures: dict[str, CheckpointEngineError] = {}
+            if self._version is not None:
+                if not self._engine_class.capabilities.late_nodes:
+                    raise ConfigError(
+                        f"checkpoint_engine.backend={self._config.backend}: a rollout node cannot join after the first "
+                        "sync, because nodes of this backend cannot fetch a version by themselves. Those of nixl, "
+                        "mooncake and kimi_ckpt_engine can"
+                    )
+                calls = {node.name: self._join(node) for node in added}
+                failures = await each_within(
+                    sum(vars(self._config.deadlines).values()), calls, version=self._version, phase="join"
+                )
+            for node in added:
+                if node.name not in failures:
+                    self._nodes = [*(known for known in self._nodes if known.name != node.name), node]
+                    self._plan = None
+            if failures:
+                raise next(iter(failures.values()))
+
+    async def _join(self, node: NodePort) -> None:
+        """Bring the version in service to `node` alone."""
+        held, deadlines = self._held, self._config.deadlines
+        assert held is not None  # a version is in service
+        version = held.version
+
+        async def step(phase: str, timeout_s: float, call: Awaitable[T]) -> T:
+            return (await all_within(timeout_s, {node.name: call}, version=version, phase=phase))[node.name]
+
+        try:
+            member = await step("prepare", deadlines.prepare_s, node.prepare(held.plan.encode()))
+            topology = self._topology(held.trainers, [member])
+            await step("prepare", deadlines.prepare_s, node.connect(topology))
+            await step("stage", deadlines.stage_s, node.begin(version))
+            await step("stage", deadlines.stage_s, node.stage(version))
+            if self._config.verify:
+                await step("verify", deadlines.verify_s, node.verify(version, held.digests))
+            await step("commit", deadlines.commit_s, node.commit(version, held.digests))
+        except BaseException:
+            dropped = {node.name: node.drop()}
+            for error in (await each_within(deadlines.commit_s, dropped, version=version, phase="drop")).values():
+                logger.warning("could not undo: %s", error)
+            raise
+        self._node_at[member.index] = node
+        self._arena_paths[member.index] = member.arena
 
     async def add_replicas(self, replicas: Iterable[Replica]) -> None:
         """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
@@ -210,16 +291,21 @@ class CheckpointEngineManager:
             Member(role="trainer", index=index, host=host, address=addresses[trainer.name])
             for index, (trainer, host) in enumerate(zip(self._trainers, self._hosts, strict=True))
         ]
-        topology = self._engine_class.build_topology(trainers, list(nodes.values()))
-        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
-            topology = TOPOLOGIES[self._config.topology](trainers, list(nodes.values()))
+        topology = self._topology(trainers, list(nodes.values()))
         members = {member.name: member.connect(topology) for member in self._members}
         await all_within(timeout_s, members, version=None, phase="prepare")
         # In place: a sync that connects anew has this mapping.
         self._arena_paths.update({node.index: node.arena for node in nodes.values()})
+        self._node_at = {nodes[node.name].index: node for node in self._nodes}
+        self._trainer_members = trainers
+
+    def _topology(self, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
+            return TOPOLOGIES[self._config.topology](trainers, nodes)
+        return self._engine_class.build_topology(trainers, nodes)
 
     async def _catch_up(self, replica: Replica, version: int) -> None:
-        await self._nodes[replica.node_index].reverify(version)
+        await self._node_at[replica.node_index].reverify(version)
         await replica.pause(self._config.pause_mode)
         await replica.activate(self._arena_paths[replica.node_index], version)
         await replica.resume()

@@ -6,8 +6,8 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.digest import UInt64s, digest_piece
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
@@ -189,6 +190,28 @@ def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
     return buckets
 
 
+def spread_over_bounce(buckets: Sequence[Bucket], parts: int) -> list[Bucket]:
+    """`buckets` of `messages_of`, those that are scattered in turn at one of `parts` places of the bounce buffer. Pure.
+
+    Up to `parts` of them can then be under way at the same time.
+    """
+    stride = align(max((bucket.ranges[0].nbytes for bucket in buckets if bucket.scatter), default=0))
+    spread, turn = [], 0
+    for bucket in buckets:
+        if bucket.scatter:
+            (part,) = bucket.ranges
+            bucket = replace(bucket, ranges=(Range(part.src_offset, turn % parts * stride, part.nbytes),))
+            turn += 1
+        spread.append(bucket)
+    return spread
+
+
+def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
+    """The size of the bounce buffer that `buckets` need."""
+    scattered = (bucket.ranges[0] for bucket in buckets if bucket.scatter)
+    return max((part.dst_offset + part.nbytes for part in scattered), default=0)
+
+
 def _long_runs(packing: Packing) -> Iterator[Range]:
     """The head of the packed region: where each of its runs belongs in the slot."""
     rows = np.flatnonzero(packing.offset < packing.tail_offset)
@@ -233,7 +256,8 @@ class Detour:
         packing = self._packings[bucket.owner]
         pieces = np.asarray(bucket.scatter)
         extents = extents_of(self._plan.layout, self._plan.boxes.take(pieces))
-        positions = packing.offset[pieces - packing.first] - bucket.ranges[0].src_offset
+        message = bucket.ranges[0]
+        positions = packing.offset[pieces - packing.first] - message.src_offset + message.dst_offset
         columns = (positions, *vars(extents).values())
         for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
             part = self._bounce[position : position + rows * run_nbytes]
@@ -275,13 +299,15 @@ class FetchLoop:
     region: npt.NDArray[np.uint8]
     """The slot."""
     bounce: npt.NDArray[np.uint8]
-    """For one strided bucket at a time."""
+    """Where strided buckets arrive: at the `dst_offset` of their range, one at a time at each."""
     version: int
     timeout_s: float
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: give up."""
     max_in_flight: int = 8
     poll_s: float = 0.0002
+    interleave: bool = True
+    """Over the owners. Otherwise buckets are in the order in which they shall travel."""
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
 
@@ -289,7 +315,7 @@ class FetchLoop:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
         reader's TransportError; nothing is in flight then."""
         deadline, detour = time.monotonic() + self.timeout_s, Detour(self.plan, self.bounce)
-        waiting = deque(_interleaved(buckets))
+        waiting = deque(_interleaved(buckets) if self.interleave else buckets)
         flying: list[_Flight] = []
         done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
         try:
@@ -311,14 +337,18 @@ class FetchLoop:
         return sum(done.values())
 
     def _take_off(self, waiting: deque[Bucket], flying: list[_Flight]) -> None:
-        """Start what may be started: there is one bounce buffer, so strided buckets fly alone of their kind.
+        """Start what may be started: no two strided buckets fly to the same place of the bounce buffer.
 
         Never out of order: members of collectives that start them in different orders wait for each other for ever.
         """
-        bounce_free = not any(flight.bucket.scatter for flight in flying)
-        while waiting and len(flying) < self.max_in_flight and (bounce_free or not waiting[0].scatter):
-            bucket = waiting.popleft()
-            bounce_free &= not bucket.scatter
+        taken = {flight.bucket.ranges[0].dst_offset for flight in flying if flight.bucket.scatter}
+        while waiting and len(flying) < self.max_in_flight:
+            bucket = waiting[0]
+            if bucket.scatter:
+                if bucket.ranges[0].dst_offset in taken:
+                    return
+                taken.add(bucket.ranges[0].dst_offset)
+            waiting.popleft()
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
 

@@ -12,6 +12,7 @@ from verl.checkpoint_engine.config import (
     CheckpointEngineConfig,
     GlooOptions,
     HcclOptions,
+    KimiCkptEngineOptions,
     MooncakeOptions,
     NaiveOptions,
     NcclOptions,
@@ -49,6 +50,9 @@ class Backend:
         return engine_class
 
 
+MOONCAKE_LIBRARIES = (
+    "the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)"
+)
 BUILTIN = {
     "naive": Backend("verl.checkpoint_engine.backends.naive:NaiveEngine", options=NaiveOptions),
     "gloo": Backend("verl.checkpoint_engine.backends.collective:GlooEngine", options=GlooOptions),
@@ -59,7 +63,13 @@ BUILTIN = {
         "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",
         extra="mooncake",
         options=MooncakeOptions,
-        system="the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)",
+        system=MOONCAKE_LIBRARIES,
+    ),
+    "kimi_ckpt_engine": Backend(
+        "verl.checkpoint_engine.backends.kimi_ckpt_engine:KimiCkptEngine",
+        extra="kimi",
+        options=KimiCkptEngineOptions,
+        system=MOONCAKE_LIBRARIES,
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -107,9 +107,27 @@ def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
     return Topology(tuple(trainers), tuple(ordered), audience)
 
 
+def p2p_broadcast(
+    trainers: Sequence[Member], nodes: Sequence[Member], device_of: Mapping[str, str] | None = None
+) -> Topology:
+    """Designated receivers pull every trainer rank's pieces; each passes what it pulled on to all other nodes.
+
+    A receiver is a rollout node; the first ones are, by index, as many as there are network devices to pull from.
+    `device_of` names those of trainer ranks; by default each has one of its own. Which bucket goes to which receiver
+    is not said here: see `assign_receiver_ranks`. A single node only pulls.
+    """
+    ordered = sorted(nodes, key=lambda node: node.index)
+    devices = {(device_of or {}).get(trainer.name, trainer.name) for trainer in trainers}
+    receivers = tuple(node.name for node in ordered[: len(devices)])
+    audience = {trainer.name: receivers for trainer in trainers}
+    audience |= {name: tuple(node.name for node in ordered if node.name != name) for name in receivers}
+    return Topology(tuple(trainers), tuple(ordered), audience)
+
+
 TOPOLOGIES: dict[str, Callable[[Sequence[Member], Sequence[Member]], Topology]] = {
     "direct": direct,
     "broadcast": broadcast,
     "chain": chain,
+    "p2p_broadcast": p2p_broadcast,
 }
 """By the name under which `checkpoint_engine.topology` asks for them."""

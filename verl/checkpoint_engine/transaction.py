@@ -99,16 +99,18 @@ class SyncTransaction:
     trainer_blocked_s: float = 0.0
     paused_s: dict[str, float] = field(default_factory=dict)
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
+    digests: bytes = b""
+    """Of all pieces, once they are staged."""
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
     _pause_began: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> SyncReport:
         """Raises SyncAborted, its cause being the first failure, when the fleet stays on the previous version."""
-        digests = await self._move_with_retries()
+        self.digests = await self._move_with_retries()
         if self.boundary is not None:
             await self._wait(self.boundary)
-        await self._commit(digests)
+        await self._commit(self.digests)
         await self._activate()
         return self.report("committed")
 

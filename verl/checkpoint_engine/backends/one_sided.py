@@ -33,8 +33,17 @@ from verl.checkpoint_engine.backends.chain import ChainLink, publication_of
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, Publication, messages_of, publish
+from verl.checkpoint_engine.pipeline import (
+    Bucket,
+    FetchLoop,
+    Publication,
+    RangeReader,
+    bounce_nbytes,
+    messages_of,
+    publish,
+)
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.topology import Topology, direct
@@ -90,6 +99,8 @@ class OwnerAddress(msgspec.Struct, frozen=True):
     region: int
     """Where its packed region begins in its process."""
     stamp: int
+    device: str = ""
+    """The network device behind it, where that is known: ranks of one host may share it."""
 
 
 class Stamp:
@@ -169,6 +180,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         elastic=False,
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
+        late_nodes=True,
         topologies=("direct", "chain"),
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20
@@ -210,15 +222,23 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if arena is None:
             self._address = self._expose(plan)
             return self._address
-        nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
-        self._buckets = [part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)]
-        scattered = [part.ranges[0].nbytes for part in self._buckets if part.scatter]
-        self._bounce = np.zeros(max(scattered, default=0) + plan.num_owners * Stamp.NBYTES, np.uint8)
         self._arena = arena
+        return self._prepare_node(plan)
+
+    def _prepare_node(self, plan: SyncPlan) -> str:
+        """Decide in which buckets bytes arrive; the address under which other nodes reach this one, if they do."""
+        nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
+        self._expect([part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)])
         if self.config.topology != "chain":
             return ""
         self._link = ChainLink(plan, self.open_wire(None), nbytes)
         return self._link.address
+
+    def _expect(self, buckets: list[Bucket]) -> None:
+        """Everything that arrives at this node. Stamps land behind what is scattered."""
+        assert self._plan is not None
+        self._buckets = buckets
+        self._bounce = np.zeros(align(bounce_nbytes(buckets)) + self._plan.num_owners * Stamp.NBYTES, np.uint8)
 
     def _expose(self, plan: SyncPlan) -> str:
         self._region = PackedRegion(plan, self.member.index)
@@ -240,7 +260,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._wire.register(self._bounce)
         if self._link is not None:
             self._link.connect(self._wire, _before(self.config.deadlines.prepare_s))
-        needed = {bucket.owner for bucket in self._buckets}
+        needed = self._owners_to_read()
         for trainer in topology.trainers:
             if trainer.index in needed:
                 owner = msgspec.json.decode(trainer.address, type=OwnerAddress)
@@ -250,6 +270,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
+
+    def _owners_to_read(self) -> set[int]:
+        return {bucket.owner for bucket in self._buckets}
 
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         assert self._plan is not None  # the manager prepares every member before it publishes
@@ -277,22 +300,25 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
-        assert self._plan is not None
-        loop = FetchLoop(
-            reader=reader,
-            plan=self._plan,
-            region=reader.slot,
-            bounce=self._bounce,
-            version=reader.version,
-            timeout_s=deadline - time.monotonic(),
-            stop=self._stop,
-            max_in_flight=self.max_in_flight,
-            on_bucket=lambda _: self._raise_if_stopped(reader.version),
-        )
+        loop = self._loop(reader, reader, deadline)
         if self._link is None:
             return loop.run(self._buckets)
         publication = publication_of(stamps)
         return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
+
+    def _loop(self, reader: RangeReader, pulls: WireReader, deadline: float) -> FetchLoop:
+        assert self._plan is not None
+        return FetchLoop(
+            reader=reader,
+            plan=self._plan,
+            region=pulls.slot,
+            bounce=self._bounce,
+            version=pulls.version,
+            timeout_s=deadline - time.monotonic(),
+            stop=self._stop,
+            max_in_flight=self.max_in_flight,
+            on_bucket=lambda _: self._raise_if_stopped(pulls.version),
+        )
 
     def finalize(self) -> None:
         self._release()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -32,6 +32,8 @@ from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.topology import Topology, lane_of
 from verl.checkpoint_engine.types import Member, Range
+
+T = TypeVar("T")
 
 OWN_SHARE = 0.9
 """Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
@@ -50,7 +52,9 @@ class OwnerGroups:
         options: GlooOptions,
         communicator: Communicator,
         stop: threading.Event,
+        role: str = "trainer",
     ) -> None:
+        """`role` is that of the owners: of trainer ranks, or of nodes that pass on what they have."""
         self.messages: dict[int, list[Bucket]] = {}
         """What each owner whose group this member is in broadcasts, in order."""
         self._member = member
@@ -58,13 +62,14 @@ class OwnerGroups:
         self._options = options
         self._communicator = communicator
         self._stop = stop
+        self._role = role
         self._layout_digest = b""
         self._server: TCPStore | None = None
         self._groups: dict[int, Any] = {}
         self._members: Members | None = None
 
     def host_store(self) -> str:
-        """Open the store over which all members meet; its address. On trainer 0, before anybody connects."""
+        """Open the store over which all members meet; its address. On one member, before anybody connects."""
         host = own_address(self._options.interface)
         with failures(f"opening a store on any free port of {host}", None, "prepare"):
             timeout = timedelta(seconds=self._deadlines.prepare_s)
@@ -76,32 +81,49 @@ class OwnerGroups:
         self._layout_digest = bytes.fromhex(plan.layout.digest)
         self.messages = dict(messages)
 
-    def connect(self, topology: Topology) -> None:
-        """Every member of `topology` calls it. Raises TransportError, naming who did not come."""
-        deadline = Deadline(self._deadlines.prepare_s * OWN_SHARE)
+    @property
+    def is_connected(self) -> bool:
+        return self._members is not None
+
+    def connect(self, topology: Topology, timeout_s: float | None = None) -> None:
+        """Every member of `topology` calls it; they meet at the first one. Raises TransportError naming who is absent.
+
+        `timeout_s`: by default what preparing may take.
+        """
+        self._members, self._groups = self._meet(
+            topology, timeout_s, lambda members: self._make_groups(members.store, topology)
+        )
+
+    def leave_together(self, topology: Topology, timeout_s: float) -> None:
+        """Leave all groups when every member of `topology` has come here: what is on its way would be lost before."""
+        self._meet(topology, timeout_s, lambda members: None)
+        self.leave()
+
+    def _meet(self, topology: Topology, timeout_s: float | None, work: Callable[[Members], T]) -> tuple[Members, T]:
+        """Do `work` when everybody has come."""
+        deadline = Deadline(timeout_s or self._deadlines.prepare_s * OWN_SHARE)
         names = [member.name for member in (*topology.trainers, *topology.nodes)]
         members = Members(self._member.name, names)
 
-        def join() -> dict[int, Any]:
-            address = topology.trainers[0].address
-            with failures(f"connecting to trainer-0 at {address}", None, "prepare"):
-                members.join(self._server, address, deadline, self._stop)
-                return self._make_groups(members.store, topology)
+        def join() -> T:
+            host = topology.trainers[0]
+            with failures(f"connecting to {host.name} at {host.address}", None, "prepare"):
+                members.join(self._server, host.address, deadline, self._stop)
+                return work(members)
 
         # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
         connecting = Attempt(join)
         while not connecting.done.wait(POLL_S):
             if self._stop.is_set() or deadline.passed:
                 raise members.not_connected(deadline)
-        self._groups = connecting.result()
-        self._members = members
+        return members, connecting.result()
 
     def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
         """One group per owner that has anything to send to this member, or that this member is; all in use once."""
         groups = {}
         for owner in sorted(self.messages):
-            names = topology.group_of(f"trainer-{owner}")
-            own = PrefixStore(f"trainer-{owner}", store)
+            names = topology.group_of(self.name_of(owner))
+            own = PrefixStore(names[0], store)
             lane = lane_of(owner, num_owners=len(topology.trainers), num_nodes=len(names) - 1)
             rank = names.index(self._member.name)
             groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
@@ -115,17 +137,27 @@ class OwnerGroups:
         return groups
 
     def is_sender(self, owner: int) -> bool:
-        return self._member.role == "trainer" and owner == self._member.index
+        return self.name_of(owner) == self._member.name
+
+    def name_of(self, owner: int) -> str:
+        return f"{self._role}-{owner}"
 
     def broadcast(self, owner: int, memory: torch.Tensor) -> Flight:
         """Begin to send `memory` (host, uint8) to the owner's group, or to receive into it. Borrowed until done."""
         return self._communicator.broadcast(self._groups[owner], memory, sending=self.is_sender(owner))
 
-    def release(self) -> None:
-        """Leave all groups; close the store if this member hosts it. Idempotent."""
+    def leave(self) -> None:
+        """Leave all groups. Idempotent."""
         self._groups.clear()
         self._communicator.release()
         self._members = None
+
+    def release(self) -> None:
+        """Leave all groups; close the store if this member hosts it. Idempotent."""
+        self.leave()
+        self.close_store()
+
+    def close_store(self) -> None:
         self._server = None
 
     @contextmanager
@@ -178,7 +210,7 @@ class OwnerGroups:
             if not torch.equal(header, self.header(version, owner)):
                 sent = HEADER.unpack(header.numpy().tobytes())[0]
                 what = f"version {sent}" if sent != version else "another layout or other buckets"
-                message = f"trainer-{owner} sends {what} where version {version} is expected"
+                message = f"{self.name_of(owner)} sends {what} where version {version} is expected"
                 raise TransportError(message, version=version, phase="stage")
 
     def wait(self, flights: Mapping[int, Flight], version: int, deadline: Deadline) -> None:
@@ -186,7 +218,7 @@ class OwnerGroups:
         waiting = dict(flights)
         while True:
             for owner, flight in list(waiting.items()):
-                with failures(f"the broadcast of trainer-{owner}", version):
+                with failures(f"the broadcast of {self.name_of(owner)}", version):
                     if flight.is_done():
                         del waiting[owner]
             if not waiting:
@@ -194,7 +226,7 @@ class OwnerGroups:
             if self._stop.is_set():
                 raise TransportError("given up by the manager", version=version, phase="stage")
             if deadline.passed:
-                owners = ", ".join(f"trainer-{owner}" for owner in waiting)
+                owners = ", ".join(map(self.name_of, waiting))
                 message = f"the broadcast of {owners} not done within {deadline.timeout_s:.1f} s"
                 raise TransportTimeout(message, version=version, phase="stage")
             time.sleep(POLL_S)
@@ -238,7 +270,7 @@ class Broadcasts:
 
     def is_done(self, transfer: tuple[int, Flight]) -> bool:
         owner, flight = transfer
-        with failures(f"the broadcast of trainer-{owner}", self.version):
+        with failures(f"the broadcast of {self.groups.name_of(owner)}", self.version):
             return flight.is_done()
 
     def cancel(self, transfer: tuple[int, Flight]) -> None:

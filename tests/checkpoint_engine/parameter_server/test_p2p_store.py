@@ -62,17 +62,14 @@ class Peer:
     def send_signal(self, number: int) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
-        if number == signal.SIGKILL:
-            self._process.join()
 
     def close(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
+        self._process.kill()
         self._process.join()
         self._pipe.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
@@ -154,13 +151,14 @@ def test_a_closed_store_says_so():
         store.batch_transfer_sync_read("127.0.0.1:1", [], [], [], 1.0)
 
 
-def test_a_peer_that_was_killed_is_named_and_others_can_be_read(pair: tuple[P2PStore, P2PStore], peer: Peer):
+def test_a_peer_that_was_killed_is_named_and_others_can_be_read(pair: tuple[P2PStore, P2PStore]):
     other, reader = pair
+    peer = Peer()
     target = torch.zeros(NBYTES // 8, dtype=torch.int64)
     reader.register_named_tensors({"target": target})
     reader.batch_transfer_sync_read(peer.address, [peer.memory], [target.data_ptr()], [NBYTES], 30.0)
     assert torch.equal(target, torch.arange(NBYTES // 8) * 3)
-    peer.send_signal(signal.SIGKILL)
+    peer.close()
     started = time.monotonic()
     with pytest.raises(TransportError, match=f"reading from the P2P store at {peer.address}"):
         reader.batch_transfer_sync_read(peer.address, [peer.memory], [target.data_ptr()], [NBYTES], 60.0)

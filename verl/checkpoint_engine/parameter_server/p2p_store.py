@@ -44,11 +44,9 @@ class P2PStore:
         """
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f"the P2P store's protocol must be tcp or rdma, not {protocol!r}")
-        self._place: dict[str, str] = {
-            "host": host or own_address(None),
-            "protocol": protocol,
-            "devices": rdma_devices if protocol == "rdma" else "",
-        }
+        self._host = host or own_address(None)
+        self._protocol = protocol
+        self._rdma_devices = rdma_devices if protocol == "rdma" else ""
         self._device_id = device_id or ""
         self._server: MooncakeWire | None = self._start()
         self._reader: MooncakeWire | None = None
@@ -67,7 +65,7 @@ class P2PStore:
     @property
     def device(self) -> str:
         """The RDMA device of this rank; with TCP the id of its accelerator, as if each had a network card."""
-        return self._place["devices"].partition(",")[0] or self._device_id
+        return self._rdma_devices.partition(",")[0] or self._device_id
 
     def register_named_tensors(self, named_tensors: Mapping[str, torch.Tensor]) -> None:
         """Let peers read the memory of these contiguous tensors, and reads from peers land in it.
@@ -146,7 +144,7 @@ class P2PStore:
                 f"the P2P store needs Mooncake ({exc}): pip install 'verl-sync[kimi]', and on Debian apt-get install "
                 "libibverbs1 libnuma1 libcurl4"
             ) from exc
-        return MooncakeWire(**self._place)
+        return MooncakeWire(host=self._host, protocol=self._protocol, devices=self._rdma_devices)
 
     def _serving(self) -> MooncakeWire:
         if self._server is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes, pinned_memory, shared_memory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 from verl.checkpoint_engine.parameter_server.safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 from verl.checkpoint_engine.types import ITEMSIZE
@@ -130,31 +129,12 @@ def _nbytes(layout: Sequence[PackedTensor]) -> int:
     return max(align(layout[-1].offset + layout[-1].nbytes), 1)
 
 
-def free_host_nbytes() -> int:
-    """Memory that this process can still get: of the host, or of its control group if that has less."""
-    free: int = psutil.virtual_memory().available
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
-    except OSError:  # no control groups of version 2 here, or no limit to see
-        return free
-    return free if limit == "max" else max(min(free, int(limit) - used + int(cached)), 0)
-
-
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    fd = os.memfd_create("verl-checkpoint", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)  # the pages exist: running out is an error here, not a SIGBUS later
-        memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except OSError as exc:
-        raise ConfigError(f"cannot reserve {nbytes} bytes of host memory: {exc.strerror}") from exc
-    finally:
-        os.close(fd)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+        return pinned_memory(nbytes)
+    memory, fd = shared_memory(nbytes)
+    os.close(fd)
+    return memory
 
 
 def _jobs(destination: torch.Tensor, stored: CheckpointTensor | None, given: torch.Tensor | None) -> Iterator[Job]:

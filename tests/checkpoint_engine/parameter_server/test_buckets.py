@@ -128,7 +128,5 @@ def test_every_tensor_is_in_one_bucket_at_its_place(sizes: list[list[int]], buck
             assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= bucket.nbytes
             found.append((bucket.buffer, bucket.offset + tensor.offset, tensor.name))
     assert found == [
-        (number, tensor.offset, tensor.name)
-        for number, buffer in enumerate(meta.buffers)
-        for tensor in buffer.tensors
+        (number, tensor.offset, tensor.name) for number, buffer in enumerate(meta.buffers) for tensor in buffer.tensors
     ]

@@ -25,3 +25,13 @@ def raylet_pid() -> int | None:
 def vllm_logging_level(default: str) -> str:
     """`VLLM_LOGGING_LEVEL`, passed on to vLLM's processes."""
     return os.environ.get("VLLM_LOGGING_LEVEL", default)
+
+
+def ps_p2p_store_rdma_devices() -> str:
+    """`PS_P2P_STORE_RDMA_DEVICES`: RDMA devices of P2P stores, comma-separated. Default: none named."""
+    return os.environ.get("PS_P2P_STORE_RDMA_DEVICES", "")
+
+
+def nccl_ib_hca() -> str:
+    """`NCCL_IB_HCA`, as NCCL documents it: which RDMA devices to use. Default: all."""
+    return os.environ.get("NCCL_IB_HCA", "")

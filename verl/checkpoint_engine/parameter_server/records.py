@@ -43,3 +43,7 @@ class RankMetas(msgspec.Struct, frozen=True, kw_only=True):
     p2p_address: str
     """`host:port` of the rank's P2P store; empty if it has none."""
     buffers: tuple[BufferMeta, ...]
+    stamp: int = 0
+    """Address of the 24 bytes that say which registration the buffers hold now; 0 if the rank has no P2P store."""
+    incarnation: int = 0
+    """What the stamp begins with for as long as this process lives and holds this registration."""

@@ -1,0 +1,85 @@
+"""Which RDMA devices the P2P stores of this host use, and which one belongs to a rank. No torch, no verbs library."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl import envs
+
+logger = logging.getLogger(__name__)
+
+INFINIBAND = Path("/sys/class/infiniband")
+MAX_DEVICES = 32
+"""NCCL uses no more."""
+
+
+def list_ib_devices(present_in: Path = INFINIBAND) -> list[str]:
+    """The RDMA devices of this host: `mlx5_2` before `mlx5_10`. Empty where the kernel has none."""
+    return sorted((path.name for path in present_in.glob("*")), key=_by_number)
+
+
+def parse_nccl_ib_hca(value: str, available: list[str]) -> list[str]:
+    """The devices of `available`, in its order, that `NCCL_IB_HCA=value` selects; at most 32, perhaps none.
+
+    `mlx5` selects by prefix, `=mlx5_0,mlx5_1` by exact name; `^mlx5_3` and `^=mlx5_3` exclude instead. What follows a
+    colon (ports) is ignored, and so are blanks and empty items. A blank value selects all.
+    """
+    rule = value.strip()
+    excluding = rule.startswith("^")
+    rule = rule.removeprefix("^").lstrip()
+    exact = rule.startswith("=")
+    tokens = [token for item in rule.removeprefix("=").split(",") if (token := item.partition(":")[0].strip())]
+    named: set[str] = set()
+    for token in tokens:
+        matches = {name for name in available if (name == token if exact else name.startswith(token))}
+        if not matches:
+            logger.warning(
+                "NCCL_IB_HCA=%s: %r matches none of this host's RDMA devices (%s)",
+                value,
+                token,
+                ", ".join(available) or "there are none",
+            )
+        named |= matches
+    everything = not value.strip()
+    return [name for name in available if everything or (name in named) != excluding][:MAX_DEVICES]
+
+
+def get_rdma_devices(present_in: Path = INFINIBAND) -> list[str]:
+    """The devices to use on this host: `PS_P2P_STORE_RDMA_DEVICES` as it stands, else what `NCCL_IB_HCA` selects.
+
+    If that selects none, or neither is set: all that the host has.
+    """
+    if chosen := [name for item in envs.ps_p2p_store_rdma_devices().split(",") if (name := item.strip())]:
+        return chosen
+    available = list_ib_devices(present_in)
+    selected = parse_nccl_ib_hca(envs.nccl_ib_hca(), available)
+    if available and not selected:
+        logger.warning("NCCL_IB_HCA=%s selects no RDMA device; using all", envs.nccl_ib_hca())
+    return selected or parse_nccl_ib_hca("", available)
+
+
+def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str]) -> str:
+    """The device of `local_rank`, one of `device_count` ranks on this host. Contiguous blocks of ranks share a device.
+
+    Raises RuntimeError if there is no device, ValueError if ranks cannot be divided evenly among `devices`.
+    """
+    if not devices:
+        raise RuntimeError(
+            "no RDMA device on this host: use TCP, or set PS_P2P_STORE_RDMA_DEVICES to the devices that there are"
+        )
+    if not 0 <= local_rank < device_count:
+        raise ValueError(f"local rank {local_rank} is not one of {device_count} ranks on this host")
+    if len(devices) > device_count or device_count % len(devices):
+        what = "more RDMA devices than local ranks" if len(devices) > device_count else "local ranks do not divide"
+        raise ValueError(
+            f"{what}: {len(devices)} devices ({', '.join(devices)}) for {device_count} ranks. Set "
+            f"PS_P2P_STORE_RDMA_DEVICES (or NCCL_IB_HCA) to a number of devices that divides {device_count}"
+        )
+    return devices[local_rank // (device_count // len(devices))]
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]

@@ -53,14 +53,17 @@ class EngineLink:
         halves: int = 2,
         timeout_s: float,
         device: torch.device | str = "cpu",
+        on_loaded: Callable[[int], None] = lambda index: None,
     ) -> None:
         """`timeout_s` is for the engine to connect. On a `device` other than cpu the halves are that device's memory.
+        `on_loaded` is called, from the thread of the link, with the half that the engine has loaded.
 
         Raises ConfigError if there is no memory for them.
         """
         self.device_id = device_id
         self.bucket_nbytes = bucket_nbytes
         self._timeout_s = timeout_s
+        self._on_loaded = on_loaded
         self._device = torch.device(device)
         self._fds: list[int] = []
         self._halves = [self._allocate() for _ in range(halves)]
@@ -211,6 +214,7 @@ class EngineLink:
             loaded = self._receive(connection, messages.Loaded)
             if loaded is None:
                 return
+            self._on_loaded(loaded.half)
             with self._changed:
                 self._busy.discard(loaded.half)
                 self._changed.notify_all()

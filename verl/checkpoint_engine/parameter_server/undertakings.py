@@ -1,0 +1,117 @@
+"""What several ranks do together: they meet, have a process group, hear of each other's failures, and part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from verl.checkpoint_engine.backends.communicators import Communicator
+from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, open_store
+from verl.checkpoint_engine.parameter_server.progress import FirstFailure
+from verl.checkpoint_engine.parameter_server.roster import Roster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undertaking:
+    roster: Roster
+    group: Group | None
+    """None if there is only one rank."""
+    failure: FirstFailure
+    """Here, or on another rank."""
+    deadline: Deadline
+
+
+class Undertakings:
+    """One rank's store and groups, for one undertaking after the other. Connects when it is first needed."""
+
+    def __init__(
+        self, *, rank: int, world_size: int, kind: str, master: str | None, keep_groups: bool, timeout_s: float
+    ) -> None:
+        """`kind`: of device. `keep_groups`: keep the group of each set of ranks until something of theirs fails."""
+        self._rank, self._world_size = rank, world_size
+        self._kind = kind
+        self._master = master
+        self._keep_groups = keep_groups
+        self._timeout_s = timeout_s
+        self._store: Store | None = None
+        self._communicator: Communicator | None = None
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    @contextmanager
+    def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[Undertaking]:
+        """All of `ranks` call it. What goes wrong inside, on any of them, ends it on all with the first error.
+
+        `keep`: keep the group in any case.
+        """
+        deadline, failure = Deadline(self._timeout_s), FirstFailure()
+        roster = Roster(self._meeting_place(), self._rank, ranks, on_failure=failure.set)
+        try:
+            roster.meet(deadline)
+            group = self._group(roster, ranks, deadline, failure)
+            yield Undertaking(roster=roster, group=group, failure=failure, deadline=deadline)
+            failure.check()
+            roster.part()
+        except BaseException as exc:
+            self._drop(ranks)
+            failure.set(exc if isinstance(exc, Exception) else TransportError("interrupted"))
+            first = failure.error
+            assert first is not None
+            error = roster.fail(first, origin=not _is_echo(first))
+            if error is exc or not isinstance(exc, Exception):
+                raise
+            raise error from exc
+        finally:
+            roster.leave()
+            if not (self._keep_groups or keep):
+                self._drop(ranks)
+
+    def close(self) -> None:
+        for ranks in list(self._groups):
+            self._drop(ranks)
+        self._communicator = None
+        self._store = None
+
+    def _meeting_place(self) -> Store:
+        if self._store is None:
+            alone = self._world_size == 1
+            self._store = HashStore() if alone else open_store(self._rank, self._master, self._timeout_s)
+        return self._store
+
+    def _group(self, roster: Roster, ranks: tuple[int, ...], deadline: Deadline, failure: FirstFailure) -> Group | None:
+        """The group that all ranks have kept, else a new one."""
+        if len(ranks) == 1:
+            return None
+        kept = self._groups.get(ranks)
+        sessions = roster.exchange("process group", kept.session if kept else "", deadline)
+        if kept and set(sessions.values()) == {kept.session}:
+            return kept
+        self._drop(ranks)
+        if self._communicator is None:
+            self._communicator = communicator_for(self._kind)
+        store = self._meeting_place()
+        assert isinstance(store, TCPStore)  # there are several ranks
+        self._groups[ranks] = Group.connect(
+            self._communicator,
+            store,
+            rank=self._rank,
+            ranks=ranks,
+            session=roster.session,
+            deadline=deadline,
+            check=failure.check,
+        )
+        return self._groups[ranks]
+
+    def _drop(self, ranks: tuple[int, ...]) -> None:
+        group = self._groups.pop(ranks, None)
+        if group is not None:
+            group.close()
+
+
+def _is_echo(error: CheckpointEngineError) -> bool:
+    """Whether a connection broke, which tells that something is wrong somewhere, but not what."""
+    return isinstance(error.__cause__, RuntimeError)

@@ -12,7 +12,6 @@ in the order of the endpoints:
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +33,6 @@ from verl.utils.signals import sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine.parameter_server.server import ParameterServer
-
-logger = logging.getLogger("verl.update")
 
 METHODS = ("broadcast", "p2p", "all")
 INDEX = "model.safetensors.index.json"
@@ -147,6 +144,8 @@ def run(options: Options) -> None:
             server.gather_metas(name)
         for method in options.methods if endpoints else ():
             _update(server, name, method, options, endpoints)
+            if method == "p2p" and not metas:
+                server.gather_metas(name)  # a meeting: ranks that are only read from stay until all have read
         if options.save_metas_file is not None:
             _hold(server, name, options)
 
@@ -165,32 +164,27 @@ def _update(server: ParameterServer, name: str, method: str, options: Options, e
         receivers = list(range(options.num_workers)) if method == "p2p" else None
         report = server.update(name, request, receivers)
     if report is not None and options.rank == 0:
-        logger.info(
-            "%s: %.3f GB in %.2f s, %.2f GB/s (%s, %d buckets); version %r is served by %s",
-            name,
-            report.nbytes / 1e9,
-            report.seconds,
-            report.gbytes_per_s,
-            report.mode,
-            report.buckets,
-            version,
-            ", ".join(endpoint.url for endpoint in endpoints),
+        _say(
+            f"{name}: {report.nbytes / 1e9:.3f} GB in {report.seconds:.2f} s, {report.gbytes_per_s:.2f} GB/s "
+            f"({report.mode}, {report.buckets} buckets); version {version!r} is served by "
+            + ", ".join(endpoint.url for endpoint in endpoints)
         )
 
 
 def _hold(server: ParameterServer, name: str, options: Options) -> None:
     """Stay, for jobs with `--load-metas-file` to read from this one's memory, until Ctrl-C or `--hold-seconds`."""
     assert options.save_metas_file is not None  # the caller has looked
-    if not server.p2p_address:
+    if not all(metas.p2p_address for metas in server.get_metas().values() if metas.buffers):
         raise BackendUnavailable("--save-metas-file needs the package 'mooncake': pip install 'verl-sync[kimi]'")
     if options.rank == 0:
         save_metas(options.save_metas_file, name, server.get_metas())
         until = f"for {options.hold_s:g} s" if options.hold_s else "until Ctrl-C"
-        logger.info("%s is held for others %s; metas are in %s", name, until, options.save_metas_file)
+        _say(f"{name} is held for others {until}; metas are in {options.save_metas_file}")
     try:
         threading.Event().wait(options.hold_s)
     except KeyboardInterrupt:  # how this is meant to end
-        logger.info("%s is not held any longer", name)
+        if options.rank == 0:
+            _say(f"{name} is not held any longer")
     finally:
         if options.rank == 0:
             options.save_metas_file.unlink(missing_ok=True)  # nobody can use it any more
@@ -308,19 +302,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    log_to_console()
+    """The exit code. What happened is said on stderr."""
     try:
-        options = parse(arguments)
-        run(options)
+        run(parse(arguments))
     except CheckpointEngineError as exc:
-        logger.error("%s", exc)  # noqa: TRY400 - what users can do about it is in the message, not in the traceback
+        _say(f"error: {exc}")
         return 1
     except KeyboardInterrupt:
-        logger.error("interrupted")  # noqa: TRY400
+        _say("interrupted")
         return INTERRUPTED
     return 0
 
 
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
 if __name__ == "__main__":
+    log_to_console()
     sigterm_as_ctrl_c()
     sys.exit(main())

@@ -32,7 +32,7 @@ class Sources:
     own: Sequence[HostBuffer]
     """Registered here."""
     own_incarnation: int
-    """Of the owner in `metas` that is this rank itself; ranks of another job may have the same number."""
+    """Of the owner in `metas` that is this rank itself (ranks of another job may have the same number); 0: none."""
     open_store: Callable[[], P2PStore | None]
     """This rank's P2P store, started when it is needed; None if it cannot have one."""
     deadline: Deadline
@@ -40,7 +40,7 @@ class Sources:
     """Ends reads."""
 
     def is_own(self, owner: int) -> bool:
-        return self.metas[owner].incarnation == self.own_incarnation
+        return self.own_incarnation != 0 and self.metas[owner].incarnation == self.own_incarnation
 
     def host_memory(self, bucket: Bucket, landing: torch.Tensor | None) -> torch.Tensor:
         """The bytes of `bucket` in host memory: where they are, or read into `landing`. Raises TransportError."""

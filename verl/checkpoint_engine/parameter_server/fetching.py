@@ -106,7 +106,7 @@ class Fetcher:
         self._staging: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
         self._staged = staged_nbytes > 0
-        if self._staged and self._on_device:
+        if self._staged and self._on_device and buckets:
             self._staging = sources.device.empty(staged_nbytes)
         if self._peers and (self._staged or self._on_device):
             self._landing = sources.device.host_bounce(max(staged_nbytes, len(halves[0])))
@@ -190,6 +190,6 @@ class Fetcher:
         if self._on_device:
             assert on_device is not None  # the staging buffer, or a half
             fetched = on_device[: bucket.nbytes].copy_(fetched)
-            torch.accelerator.current_stream().synchronize()
+            self._sources.device.synchronize()
         self._events.record("fetch-end", number)
         return fetched

@@ -121,6 +121,7 @@ class ParameterServer:
         Raises ConfigError if no rank has registered it, TransportError, TransportTimeout that names who is missing.
         """
         own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
+        self._device.make_current()
         with self._undertakings.begin(tuple(range(self.world_size))) as together:
             answers = [own]
             if together.group is not None:
@@ -165,6 +166,7 @@ class ParameterServer:
         held = self._holdings[name]
         events, stop = Events(self.rank), threading.Event()
         self._events = events
+        self._device.make_current()
         with self._undertakings.begin(receivers) as together:
             together.failure.then(lambda _: stop.set())
             size, order = agree(
@@ -216,6 +218,7 @@ class ParameterServer:
         """Connect `ranks` ahead of their first update, which keeps the group. Others than `ranks` return at once."""
         receivers = self._receivers(ranks)
         if self.rank in receivers:
+            self._device.make_current()
             with self._undertakings.begin(receivers, keep=True) as together:
                 together.roster.exchange("connecting", None, together.deadline)
 

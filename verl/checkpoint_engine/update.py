@@ -165,7 +165,7 @@ def _update(server: ParameterServer, name: str, method: str, options: Options, e
         report = server.update(name, request, receivers)
     if report is not None and options.rank == 0:
         _say(
-            f"{name}: {report.nbytes / 1e9:.3f} GB in {report.seconds:.2f} s, {report.gbytes_per_s:.2f} GB/s "
+            f"{name}: {report.nbytes / 1e9:.3g} GB in {report.seconds:.2f} s, {report.gbytes_per_s:.3g} GB/s "
             f"({report.mode}, {report.buckets} buckets); version {version!r} is served by "
             + ", ".join(endpoint.url for endpoint in endpoints)
         )
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {exc}")
         return 1
     except KeyboardInterrupt:
-        _say("interrupted")
+        _say("interrupted; an engine that was being updated stays paused until an update succeeds")
         return INTERRUPTED
     return 0
 

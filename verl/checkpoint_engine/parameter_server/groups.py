@@ -73,6 +73,7 @@ class Group:
         rank: int,
         ranks: Sequence[int],
         session: str,
+        device: torch.device,
         deadline: Deadline,
         check: Callable[[], None],
     ) -> Group:
@@ -96,7 +97,13 @@ class Group:
                     f"no process group with {who} within {deadline.timeout_s:.1f} s", phase="prepare"
                 )
         made: Group = attempt.result()
+        made.greet(device, deadline, check)
         return made
+
+    def greet(self, device: torch.device, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Have every connection made that broadcasts need. Who leaves before it is connected leaves others waiting."""
+        for root in self.ranks:
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root, deadline, check)
 
     def stream(self) -> AbstractContextManager[None]:
         """On devices: the stream on which broadcasts are ordered after what is copied there. Else nothing."""

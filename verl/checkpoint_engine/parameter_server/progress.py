@@ -86,6 +86,12 @@ class FirstFailure:
         if error is not None:
             action(str(error))
 
+    def forget(self) -> None:
+        """Let go of the error and of what was to be done about it, when all is over."""
+        with self._lock:
+            self.error = None
+            self._actions.clear()
+
     def check(self) -> None:
         """Raises the first failure, if there is one."""
         if self.error is not None:

@@ -140,8 +140,8 @@ class Roster:
         failure = self._first_failure()
         if failure is not None and failure[0] != self.rank:
             return _error_of(*failure)
-        if not origin:
-            error.message += self.quiet()
+        if not origin or isinstance(error, TransportTimeout):
+            error.message = error.message.removesuffix(self.quiet()) + self.quiet()
         error.member = error.member or f"rank {self.rank}"
         return error
 
@@ -170,6 +170,11 @@ class Roster:
         self._news.set()
         if self._thread.ident is not None:
             self._thread.join(2 * PULSE_S)  # a store that hangs keeps it; it is a daemon
+
+    def forget(self) -> None:
+        """Let go of the error, whose traceback leads back here. After `leave`."""
+        self._failure = None
+        self.on_failure = lambda error: None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

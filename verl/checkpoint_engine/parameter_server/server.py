@@ -91,7 +91,7 @@ class ParameterServer:
         self._undertakings = Undertakings(
             rank=self.rank,
             world_size=self.world_size,
-            kind=self._device.kind,
+            device=self._device.torch_device,
             master=master,
             keep_groups=not auto_pg,
             timeout_s=timeout_s,
@@ -220,7 +220,7 @@ class ParameterServer:
                 own=held.buffers if held else (),
                 own_incarnation=held.incarnation if held else -1,
                 open_store=self._open_p2p,
-                deadline=together.deadline,
+                deadline=together.own_deadline,
                 stop=stop,
             )
             Transfer(

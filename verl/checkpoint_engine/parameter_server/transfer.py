@@ -53,7 +53,7 @@ class Transfer:
             device.id,
             self.size.nbytes,
             halves=HALVES,
-            timeout_s=self.together.deadline.remaining_s,
+            timeout_s=self.together.own_deadline.remaining_s,
             device=device.torch_device,
             on_loaded=lambda half: self.events.record("load-end", self._in_half[half]),
         )
@@ -66,7 +66,7 @@ class Transfer:
                 request = self._ask([(device_id, path) for device_id, path in paths.values()])
                 self._move(link)
                 self.together.roster.exchange("loading", None, self.together.deadline)
-                link.finish(self.together.deadline.remaining_s)
+                link.finish(self.together.own_deadline.remaining_s)
                 self._await_answer(request)
                 self.together.roster.exchange("finishing", None, self.together.deadline)
             except BaseException as exc:
@@ -89,7 +89,7 @@ class Transfer:
             fetcher.check_stamps()
             for number, (root, bucket) in enumerate(self.order):
                 half = number % HALVES
-                link.await_free(half, self.together.deadline.remaining_s)
+                link.await_free(half, self.together.own_deadline.remaining_s)
                 memory = link.half(half)[: bucket.nbytes]
                 if root == self.rank:
                     self._spread(number, fetcher.take(number, bucket, memory), memory, copier)
@@ -100,7 +100,7 @@ class Transfer:
                 self.events.record("load-start", number)
                 link.offer(half, bucket.tensors)
             for half in range(HALVES):
-                link.await_free(half, self.together.deadline.remaining_s)
+                link.await_free(half, self.together.own_deadline.remaining_s)
             fetcher.check_stamps()
 
     def _spread(self, number: int, source: torch.Tensor, memory: torch.Tensor, copier: ThreadPoolExecutor) -> None:
@@ -130,11 +130,7 @@ class Transfer:
             try:
                 self.request(paths)
             except Exception as exc:  # noqa: BLE001 - whatever the caller's function raises ends the update
-                error = exc
-                if not isinstance(exc, CheckpointEngineError):
-                    error = ActivationError(f"the request to the engines failed: {type(exc).__name__}: {exc}")
-                    error.__cause__ = exc
-                self.together.failure.set(error)
+                self.together.failure.set(_of_request(exc))
 
         thread = threading.Thread(target=ask, name="parameter-server-request", daemon=True)
         thread.start()
@@ -150,3 +146,11 @@ class Transfer:
                 )
             request.join(REQUEST_POLL_S)
         self.together.failure.check()
+
+
+def _of_request(exc: Exception) -> CheckpointEngineError:
+    if isinstance(exc, CheckpointEngineError):
+        return exc
+    error = ActivationError(f"the request to the engines failed: {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error

@@ -19,6 +19,7 @@ HEAVY = ("torch", "ray", "vllm", "transformers")
         "import verl.checkpoint_engine.manager",
         "import verl.checkpoint_engine.participants",
         "import verl.checkpoint_engine.receivers.vllm_plugin",
+        "import verl.checkpoint_engine.update",
         "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
     ],
 )

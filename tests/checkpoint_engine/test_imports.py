@@ -21,6 +21,7 @@ HEAVY = ("torch", "ray", "vllm", "transformers")
         "import verl.checkpoint_engine.receivers.vllm_plugin",
         "import verl.checkpoint_engine.parameter_server",
         "from verl.checkpoint_engine.parameter_server import assignment, metas, rdma, records",
+        "import verl.checkpoint_engine.update",
         "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
     ],
 )

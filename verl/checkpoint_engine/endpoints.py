@@ -93,7 +93,7 @@ class Endpoint:
         """
         update_info = {"socket_paths": dict(socket_paths), "timeout_s": self._timeout_s}
         self._call("POST", f"/pause?mode={pause_mode}")
-        self._call("POST", "/start_weight_update")
+        self._start()
         try:
             self._call("POST", "/update_weights", {"update_info": update_info})
         except (ActivationError, TransportError):
@@ -103,6 +103,16 @@ class Endpoint:
         self._call("POST", "/finish_weight_update", {"weight_version": version})
         self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
         self._call("POST", "/resume")
+
+    def _start(self) -> None:
+        try:
+            self._call("POST", "/start_weight_update")
+        except Refused as exc:
+            if "already active" not in exc.message:
+                raise
+            # Whoever began it was killed in the middle. Of several workers one has given up, the others wait.
+            self._call("POST", "/finish_weight_update")
+            self._call("POST", "/start_weight_update")
 
     def version(self) -> str:
         """What the engine says that it serves; `default` for the weights that it started with."""

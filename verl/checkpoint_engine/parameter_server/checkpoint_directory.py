@@ -1,0 +1,38 @@
+"""A Hugging Face checkpoint directory: which of its files are the checkpoint. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face checkpoint: those that its index names, else all. Raises ConfigError."""
+    index = directory / INDEX
+    if not index.exists():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            what = "has no *.safetensors files" if directory.is_dir() else "is not a directory"
+            raise ConfigError(f"--checkpoint-path {directory} {what}")
+        return files
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=dict[str, object])["weight_map"]
+        of_tensor = msgspec.convert(weight_map, dict[str, str])
+    except (msgspec.MsgspecError, KeyError) as exc:
+        raise ConfigError(f"{index} is not the index of a checkpoint: {exc}") from exc
+    files = [directory / file for file in sorted(set(of_tensor.values()))]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of the {len(files)} files in {INDEX}: {', '.join(missing)}"
+        )
+    absent = sorted(of_tensor.keys() - {tensor.name for tensor in read_checkpoint(files)})
+    if absent:
+        raise ConfigError(f"{directory} lacks {len(absent)} of the tensors in {INDEX}: {', '.join(absent)}")
+    return files

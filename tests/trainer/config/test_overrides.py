@@ -34,7 +34,7 @@ from verl.utils.config import ConfigError
         ("data.seed=???", "data.seed"),
         ("critic.model.lora_rank=8", "verl key 'critic.model.lora_rank' is not supported here: the whole model is"),
         ("actor_rollout_ref.model.lora_rank=8", "verl key 'actor_rollout_ref.model.lora_rank' is not supported here"),
-        ("async_training.staleness_threshold=1", "verl key 'async_training.staleness_threshold' is not supported here"),
+        ("async_training.use_trainer_do_validate=true", "is not supported here: the rollout engines validate"),
         ("algorithm.rollout_correction.rollout_rs=token", "the nearest is algorithm.rollout_correction.rollout_is"),
     ],
 )

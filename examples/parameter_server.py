@@ -7,8 +7,7 @@ The engines are toys: what matters is `receive`, which a real one would feed int
 
 import torch
 
-from verl.checkpoint_engine.parameter_server.engine_receiver import receive
-from verl.checkpoint_engine.parameter_server.server import ParameterServer
+from verl.checkpoint_engine.parameter_server import ParameterServer, receive
 
 TIMEOUT_S = 60.0
 

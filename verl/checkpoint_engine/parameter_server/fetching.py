@@ -32,7 +32,7 @@ class Sources:
     own: Sequence[HostBuffer]
     """Registered here."""
     own_incarnation: int
-    """Of the owner in `metas` that is this rank itself; ranks of another job may have the same number."""
+    """Of the owner in `metas` that is this rank itself (ranks of another job may have the same number); 0: none."""
     open_store: Callable[[], P2PStore | None]
     """This rank's P2P store, started when it is needed; None if it cannot have one."""
     deadline: Deadline
@@ -40,7 +40,7 @@ class Sources:
     """Ends reads."""
 
     def is_own(self, owner: int) -> bool:
-        return self.metas[owner].incarnation == self.own_incarnation
+        return self.own_incarnation != 0 and self.metas[owner].incarnation == self.own_incarnation
 
     def host_memory(self, bucket: Bucket, landing: torch.Tensor | None) -> torch.Tensor:
         """The bytes of `bucket` in host memory: where they are, or read into `landing`. Raises TransportError."""
@@ -106,7 +106,7 @@ class Fetcher:
         self._staging: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
         self._staged = staged_nbytes > 0
-        if self._staged and self._on_device:
+        if self._staged and self._on_device and buckets:
             self._staging = sources.device.empty(staged_nbytes)
         if self._peers and (self._staged or self._on_device):
             self._landing = sources.device.host_bounce(max(staged_nbytes, len(halves[0])))
@@ -190,6 +190,6 @@ class Fetcher:
         if self._on_device:
             assert on_device is not None  # the staging buffer, or a half
             fetched = on_device[: bucket.nbytes].copy_(fetched)
-            torch.accelerator.current_stream().synchronize()
+            self._sources.device.synchronize()
         self._events.record("fetch-end", number)
         return fetched

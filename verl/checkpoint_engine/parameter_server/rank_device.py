@@ -67,6 +67,16 @@ class Device:
             raise ConfigError(f"PS_MAX_BUCKET_SIZE_GB must be positive, not {gib}")
         return int(gib * 2**30)
 
+    def make_current(self) -> None:
+        """For the calling thread: torch starts every one with the first device."""
+        if self.kind != "cpu":
+            torch.get_device_module(self.kind).set_device(self.torch_device)
+
+    def synchronize(self) -> None:
+        """Wait until what the calling thread has copied to or from the device is there."""
+        if self.kind != "cpu":
+            torch.get_device_module(self.kind).current_stream(self.torch_device).synchronize()
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of uint8 on the device."""
         if self.kind == "cpu":

@@ -10,11 +10,8 @@ server.unregister_checkpoint("step-17")
 
 from __future__ import annotations
 
-import logging
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -22,33 +19,19 @@ import msgspec
 import torch
 
 from verl import envs
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
-from verl.checkpoint_engine.parameter_server.buffers import HostBuffer, load_buffers
 from verl.checkpoint_engine.parameter_server.fetching import Sources
-from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
+from verl.checkpoint_engine.parameter_server.holdings import Holdings
 from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.rdma import choose_wire
-from verl.checkpoint_engine.parameter_server.records import BufferMeta, RankMetas
-from verl.checkpoint_engine.parameter_server.stamps import Stamps
+from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
 from verl.checkpoint_engine.parameter_server.undertakings import Undertakings
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_MEM_FRACTION = 0.9
 DEFAULT_TIMEOUT_S = 600.0
-STAMPS = "stamps"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Registered:
-    buffers: tuple[HostBuffer, ...]
-    stamp: int
-    incarnation: int
-    names: tuple[str, ...]
-    """Under which the P2P store has the buffers."""
 
 
 class ParameterServer:
@@ -87,7 +70,14 @@ class ParameterServer:
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
         self._device = Device.of(self.rank, self.world_size, gpu_count)
-        self._protocol, self._rdma_device = choose_wire(p2p_protocol, self._device.local_rank, self._device.count)
+        protocol, rdma_device = choose_wire(p2p_protocol, self._device.local_rank, self._device.count)
+        self._holdings = Holdings(
+            rank=self.rank,
+            world_size=self.world_size,
+            device_id=self._device.id,
+            protocol=protocol,
+            rdma_device=rdma_device,
+        )
         self._undertakings = Undertakings(
             rank=self.rank,
             world_size=self.world_size,
@@ -96,15 +86,10 @@ class ParameterServer:
             keep_groups=not auto_pg,
             timeout_s=timeout_s,
         )
-        self._registered: dict[str, _Registered] = {}
-        self._spare: list[HostBuffer] = []
-        """Memory of unregistered checkpoints, for the next one of the same layout."""
         self._metas: dict[int, RankMetas] = {}
         self._metas_name: str | None = None
         """The checkpoint that they describe; None if they were loaded."""
         self._events = Events(self.rank)
-        self._stamps = Stamps()
-        self._p2p: P2PStore | None = None
 
     @property
     def device_id(self) -> str:
@@ -124,40 +109,19 @@ class ParameterServer:
 
         Not collective. Raises ConfigError for files that are unsound, too little memory, or a name that is taken.
         """
-        if name in self._registered:
-            raise ConfigError(f"checkpoint {name!r} is registered already: unregister it first")
-        buffers = load_buffers(
-            files=[Path(file) for file in files],
-            named_tensors=named_tensors,
-            rank=self.rank,
-            world_size=self.world_size,
-            reuse=self._spare,
-        )
-        self._spare = []
-        names = tuple(f"{name}/{number}" for number in range(len(buffers)))
-        store = self._open_p2p()
-        if store is not None:
-            store.register_named_tensors({key: held.memory for key, held in zip(names, buffers, strict=True)})
-        stamp, incarnation = self._stamps.take()
-        self._registered[name] = _Registered(buffers=tuple(buffers), stamp=stamp, incarnation=incarnation, names=names)
+        self._holdings.register(name, [Path(file) for file in files], named_tensors)
 
     def unregister_checkpoint(self, name: str) -> None:
         """Let go of checkpoint `name`. Its memory is kept for the next registration. Raises ConfigError."""
-        held = self._registered.pop(name, None)
-        if held is None:
-            known = ", ".join(self._registered) or "none"
-            raise ConfigError(f"checkpoint {name!r} is not registered on rank {self.rank}; registered: {known}")
-        self._stamps.give_back(held.stamp)
-        if self._p2p:
-            self._p2p.unregister_named_tensors(held.names)
-        self._spare = list(held.buffers)
+        self._holdings.unregister(name)
 
     def gather_metas(self, name: str) -> None:
         """Learn what every rank holds of checkpoint `name`. All ranks call it; a rank may hold nothing.
 
         Raises ConfigError if no rank has registered it, TransportError, TransportTimeout that names who is missing.
         """
-        own = msgspec.msgpack.encode((name, self._own_metas(name)))
+        own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
+        self._device.make_current()
         with self._undertakings.begin(tuple(range(self.world_size))) as together:
             answers = [own]
             if together.group is not None:
@@ -199,9 +163,10 @@ class ParameterServer:
         receivers = self._receivers(ranks)
         if self.rank not in receivers:
             return None
-        held = self._registered.get(name)
+        held = self._holdings[name]
         events, stop = Events(self.rank), threading.Event()
         self._events = events
+        self._device.make_current()
         with self._undertakings.begin(receivers) as together:
             together.failure.then(lambda _: stop.set())
             size, order = agree(
@@ -209,7 +174,7 @@ class ParameterServer:
                 name=name,
                 device=self._device,
                 mem_fraction=self.mem_fraction,
-                own=self._own_metas(name),
+                own=self._holdings.metas(name),
                 metas=self._metas,
                 metas_name=self._metas_name,
                 p2p=bool(ranks),
@@ -217,9 +182,9 @@ class ParameterServer:
             sources = Sources(
                 device=self._device,
                 metas=self._metas,
-                own=held.buffers if held else (),
-                own_incarnation=held.incarnation if held else -1,
-                open_store=self._open_p2p,
+                own=held.buffers,
+                own_incarnation=held.incarnation,
+                open_store=self._holdings.open_p2p,
                 deadline=together.own_deadline,
                 stop=stop,
             )
@@ -253,18 +218,15 @@ class ParameterServer:
         """Connect `ranks` ahead of their first update, which keeps the group. Others than `ranks` return at once."""
         receivers = self._receivers(ranks)
         if self.rank in receivers:
+            self._device.make_current()
             with self._undertakings.begin(receivers, keep=True) as together:
                 together.roster.exchange("connecting", None, together.deadline)
 
     def close(self) -> None:
         """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
         self._undertakings.close()
-        self._registered.clear()
-        self._spare.clear()
+        self._holdings.close()
         self._metas, self._metas_name = {}, None
-        if self._p2p:
-            self._p2p.close()
-            self._p2p = None
 
     def __enter__(self) -> Self:
         return self
@@ -278,34 +240,6 @@ class ParameterServer:
         if len(set(ranks)) < len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
             raise ConfigError(f"ranks must be different ones from 0 to {self.world_size - 1}, not {list(ranks)}")
         return tuple(sorted(ranks))
-
-    def _own_metas(self, name: str) -> RankMetas:
-        """Without buffers if this rank has not registered `name`."""
-        held = self._registered.get(name)
-        return RankMetas(
-            rank=self.rank,
-            host=socket.gethostname(),
-            device_id=self._device.id,
-            rdma_device=self._rdma_device or self._device.id,
-            p2p_address=self._p2p.address if self._p2p else "",
-            buffers=tuple(
-                BufferMeta(address=buffer.memory.data_ptr(), nbytes=buffer.memory.nbytes, tensors=buffer.tensors)
-                for buffer in (held.buffers if held else ())
-            ),
-            stamp=held.stamp if held else 0,
-            incarnation=held.incarnation if held else 0,
-        )
-
-    def _open_p2p(self) -> P2PStore | None:
-        """The P2P store, started when it is first needed; None without Mooncake, which broadcasts do not need."""
-        if self._p2p is None:
-            try:
-                self._p2p = P2PStore(self._device.id, protocol=self._protocol, rdma_devices=self._rdma_device)
-            except BackendUnavailable as exc:
-                logger.warning("rank %d can only take part in broadcasts: %s", self.rank, exc)
-                return None
-            self._p2p.register_named_tensors({STAMPS: self._stamps.memory})
-        return self._p2p
 
 
 def _given(argument: int | None, environment: Callable[[], int | None], name: str, variable: str) -> int:

@@ -113,7 +113,7 @@ class Transfer:
             copying.result()
         else:
             memory.copy_(source)
-            torch.accelerator.current_stream().synchronize()
+            self.sources.device.synchronize()
             self._broadcast(number, self.rank, memory)
 
     def _broadcast(self, number: int, root: int, memory: torch.Tensor) -> None:

@@ -172,7 +172,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     answers: dict[str, tuple[int, dict]] = {}
 
     def do_GET(self) -> None:
-        status, body = self.answers.get(self.path, (404, {"detail": "Not Found"}))
+        path = self.path if self.path in self.answers else self.path.partition("?")[0]
+        status, body = self.answers.get(path, (404, {"detail": "Not Found"}))
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(status)
         self.end_headers()
@@ -236,6 +237,22 @@ def test_an_engine_with_another_weight_transfer_is_told_the_flag(model: Path, ca
     )
     said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
     assert 'start vLLM with --weight-transfer-config \'{"backend": "verl_arena"}\'' in said
+
+
+def test_a_server_of_another_kind_is_not_taken_for_vllm(model: Path, capfd, answering):
+    url = answering({"/get_world_size": (200, {"hello": "world"})})
+    assert f"what answers at {url} is not vLLM" in refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
+
+
+def test_data_parallel_engines_behind_one_server_are_refused(model: Path, capfd, answering):
+    url = answering(
+        {
+            "/get_world_size": (200, {"world_size": 4}),
+            "/get_world_size?include_dp=false": (200, {"world_size": 2}),
+        }
+    )
+    said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
+    assert "runs 2 data-parallel engines: start one server for each" in said
 
 
 def test_a_truncated_file_is_named_with_the_bytes_expected_and_there(model: Path, tmp_path: Path, capfd):

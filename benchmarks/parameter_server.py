@@ -2,9 +2,10 @@
 
     python -m benchmarks.parameter_server --size-gib 1 --bucket-megabytes 64 --repeats 5
 
-Ranks are processes, engines are threads of theirs that copy every tensor into memory of their own. Rank 0 of one job
-holds the checkpoint. Before and after every update Mooncake reads, and gloo broadcasts, as many bytes between two
-processes.
+Ranks are processes, engines are threads of theirs. An engine copies every tensor into memory of its own, which takes
+time and memory bandwidth from the other stages, or takes it for loaded as soon as it is there, which shows what the
+other stages can do. Rank 0 of one job holds the checkpoint. Before and after every update Mooncake reads, and gloo
+broadcasts, as many bytes between two processes.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ class Case:
     """`owner`: that of the rank that holds the checkpoint; `joiners`: another one, which has its metas from a file."""
     ranks: tuple[int, ...]
     p2p: bool
+    copies: bool
+    """Whether engines copy."""
     reporter: int
     """The rank whose events count: one that receives, and fetches if anybody does."""
 
 
 CASES = {
-    "broadcast, 2 ranks": Case("owner", (0, 1), False, 1),
-    "P2P, 1 rank": Case("owner", (1,), True, 1),
-    "P2P, 2 ranks": Case("joiners", (0, 1), True, 0),
+    "broadcast, 2 ranks, no load": Case("owner", (0, 1), False, False, 1),
+    "P2P, 1 rank, no load": Case("owner", (1,), True, False, 1),
+    "broadcast, 2 ranks": Case("owner", (0, 1), False, True, 1),
+    "P2P, 1 rank": Case("owner", (1,), True, True, 1),
+    "P2P, 2 ranks": Case("joiners", (0, 1), True, True, 0),
 }
 
 
@@ -92,10 +97,14 @@ class Rank:
     def load(self, metas: dict[int, Any]) -> None:
         self._server.load_metas(metas)
 
-    def update(self, ranks: tuple[int, ...] | None) -> UpdateReport | None:
-        return self._server.update(NAME, self._engine, ranks)
+    def update(self, ranks: tuple[int, ...] | None, copies: bool) -> UpdateReport | None:
+        return self._server.update(NAME, self._copy if copies else self._look, ranks)
 
-    def _engine(self, paths: list[tuple[str, str]]) -> None:
+    def _look(self, paths: list[tuple[str, str]]) -> None:
+        for _ in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
+            pass
+
+    def _copy(self, paths: list[tuple[str, str]]) -> None:
         for name, tensor in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
             if name not in self._own:
                 self._own[name] = torch.zeros_like(tensor)
@@ -161,7 +170,7 @@ class Job:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Run the benchmark; everything that the JSON file holds."""
-    specs = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
+    specs = specs_of(settings)
     nbytes = sum(spec.nbytes for spec in specs)
     if COPIES * nbytes > available_nbytes():
         raise ConfigError(f"--size-gib {settings.size_gib} needs {COPIES * nbytes / 2**30:.1f} GiB of memory")
@@ -176,7 +185,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             for repeat in range(WARM_UP + settings.repeats):
                 for name, case in CASES.items():
                     before = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
-                    reports = jobs[case.job].call(case.ranks, "update", case.ranks if case.p2p else None)
+                    reports = jobs[case.job].call(case.ranks, "update", case.ranks if case.p2p else None, case.copies)
                     after = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
                     if repeat >= WARM_UP:
                         raw = [(one + two) / 2 for one, two in zip(before, after, strict=True)]
@@ -194,6 +203,18 @@ def measure(settings: Settings) -> dict[str, Any]:
         "samples": samples,
         "summary": {name: summarise(values, nbytes, p2p=CASES[name].p2p) for name, values in samples.items()},
     }
+
+
+def specs_of(settings: Settings) -> list[TensorSpec]:
+    """A model whose embedding, a fifth of its bytes, is cut: a bucket has to hold the largest tensor."""
+    embedding, *layers = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
+    rows, hidden = embedding.shape
+    most = max(settings.bucket_megabytes * 2**20 * rows // (4 * embedding.nbytes), 1)
+    cuts = [
+        TensorSpec(name=f"{embedding.name}.{start}", shape=(min(most, rows - start), hidden), dtype=embedding.dtype)
+        for start in range(0, rows, most)
+    ]
+    return [*cuts, *layers]
 
 
 def analyse(report: UpdateReport) -> dict[str, float]:

@@ -42,7 +42,7 @@ def print_table(result: dict[str, Any]) -> None:
         rates = [row[library] for row in result["summary"].values()]
         console.print(f"raw {library}: {min(rates):.2f} to {max(rates):.2f} GB/s")
     console.print(
-        f"targets: each stage at {OF_RAW:.0%} of raw or more; moving at 100 % of the bound or less\n"
+        f"targets: each stage at {OF_RAW:.0%} of raw or more without load; moving at 100 % of the bound or less\n"
         f"(bound: {OVERLAP} x the slowest stage, and one bucket in all stages)\n"
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_1min']:.1f}"
     )

@@ -24,6 +24,7 @@ from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vl
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine.endpoints import Endpoint
+from verl.checkpoint_engine.errors import ActivationError
 from verl.checkpoint_engine.update import main
 from verl.utils.builtin import make_tiny_model
 
@@ -138,7 +139,8 @@ class TestAgainstVLLM:
         assert "has 1 workers: set --inference-parallel-size 1 (it is 2)" in capfd.readouterr().err
 
     def test_after_a_failure_in_the_middle_the_next_update_succeeds(self, server: ServedVLLM, model: Path):
-        with pytest.raises(Exception, match="no ParameterServer at .*No such file"):
+        server.call("/start_weight_update")  # by somebody who was killed then
+        with pytest.raises(ActivationError, match="no ParameterServer at .*No such file"):
             Endpoint(server.url, timeout_s=60).update({"cpu-0": "/nowhere"}, "torn")
         arguments = ["--checkpoint-path", str(model), "--endpoint", server.url, "--weight-version", "again"]
         assert main(arguments) == 0
@@ -170,7 +172,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     answers: dict[str, tuple[int, dict]] = {}
 
     def do_GET(self) -> None:
-        status, body = self.answers.get(self.path, (404, {"detail": "Not Found"}))
+        path = self.path if self.path in self.answers else self.path.partition("?")[0]
+        status, body = self.answers.get(path, (404, {"detail": "Not Found"}))
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(status)
         self.end_headers()
@@ -234,6 +237,22 @@ def test_an_engine_with_another_weight_transfer_is_told_the_flag(model: Path, ca
     )
     said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
     assert 'start vLLM with --weight-transfer-config \'{"backend": "verl_arena"}\'' in said
+
+
+def test_a_server_of_another_kind_is_not_taken_for_vllm(model: Path, capfd, answering):
+    url = answering({"/get_world_size": (200, {"hello": "world"})})
+    assert f"what answers at {url} is not vLLM" in refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
+
+
+def test_data_parallel_engines_behind_one_server_are_refused(model: Path, capfd, answering):
+    url = answering(
+        {
+            "/get_world_size": (200, {"world_size": 4}),
+            "/get_world_size?include_dp=false": (200, {"world_size": 2}),
+        }
+    )
+    said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
+    assert "runs 2 data-parallel engines: start one server for each" in said
 
 
 def test_a_truncated_file_is_named_with_the_bytes_expected_and_there(model: Path, tmp_path: Path, capfd):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, TransportError, TransportTimeout
-from verl.checkpoint_engine.receivers.vllm_plugin import DOES_NOT_FIT, ENGINE_NAME
+from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 
 PAUSE_MODES = ("abort", "wait", "keep")
 TEST_TIMEOUT_S = 10.0
@@ -57,19 +57,12 @@ class Endpoint:
         against its model, or None. Raises ConfigError that says what to change, ActivationError that lists what does
         not fit.
         """
-        try:
-            workers = self._call("GET", "/get_world_size", timeout_s=TEST_TIMEOUT_S)["world_size"]
-        except Refused as exc:
-            if exc.status == 404:
-                raise ConfigError(
-                    f"{self.url} has no routes for weight updates: start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
-                    f"environment, and with {FLAG}"
-                ) from exc
-            raise
-        except TransportError as exc:
-            raise TransportError(
-                f"no vLLM answers at {self.url} ({exc.message}): start it, or correct --endpoint"
-            ) from exc
+        everybody, workers = self._world_sizes()
+        if workers != everybody:
+            raise ConfigError(
+                f"the server at {self.url} runs {everybody // workers} data-parallel engines: start one server for "
+                "each, and name all of them as endpoints"
+            )
         if workers != parallel_size:
             raise ConfigError(
                 f"the engine at {self.url} has {workers} workers: set --inference-parallel-size {workers} "
@@ -78,12 +71,29 @@ class Endpoint:
         try:
             self._call("POST", "/init_weight_transfer_engine", {"init_info": {"tensors": tensors}})
         except Refused as exc:
-            text = exc.message
-            if DOES_NOT_FIT in text:
-                raise ActivationError(text, member=self.url) from exc
-            if "init_info" in text or "not configured" in text:
+            if "init_info" in exc.message or "not configured" in exc.message:
                 raise ConfigError(f"the engine at {self.url} cannot take our weights: start vLLM with {FLAG}") from exc
             raise
+
+    def _world_sizes(self) -> tuple[int, int]:
+        """Workers of all engines behind this server, and of one of them."""
+        path = "/get_world_size"
+        try:
+            everybody = self._call("GET", path, timeout_s=TEST_TIMEOUT_S)["world_size"]
+            return everybody, self._call("GET", f"{path}?include_dp=false", timeout_s=TEST_TIMEOUT_S)["world_size"]
+        except Refused as exc:
+            if exc.status == 404:
+                raise ConfigError(
+                    f"{self.url} has no routes for weight updates: start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+                    f"environment, and with {FLAG}"
+                ) from exc
+            raise
+        except (KeyError, TypeError) as exc:
+            raise ConfigError(f"what answers at {self.url} is not vLLM: correct --endpoint") from exc
+        except TransportError as exc:
+            raise TransportError(
+                f"no vLLM answers at {self.url} ({exc.message}): start it, or correct --endpoint"
+            ) from exc
 
     def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
         """Have every worker take its weights from its socket, and serve them as `version`.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 
-MAX_READ_NBYTES = 64 * 2**20
-"""Of one transfer: failures are noticed in between."""
-MAX_NBYTES_IN_FLIGHT = 4 * MAX_READ_NBYTES
+MAX_READ_NBYTES = 16 * 2**20
+"""Of one transfer. Several are in flight even where a whole batch is a bucket of 64 MiB."""
+MAX_NBYTES_IN_FLIGHT = 256 * 2**20
 MAX_IN_FLIGHT = 32
 """Small reads are bound by their latency; so many at once read 4 KiB pieces ten times as fast as one by one."""
 POLL_S = 0.0002

@@ -21,7 +21,6 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.receivers.vllm_plugin import DOES_NOT_FIT
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
 """dtype (torch's name) and shape of every tensor of a checkpoint."""
@@ -41,7 +40,8 @@ def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
             problems = trial.load_all(tensors)
     if problems:
         raise ActivationError(
-            f"{DOES_NOT_FIT} the engine's {type(model).__name__}, {len(problems)} problems: {'; '.join(problems)}"
+            f"the checkpoint does not fit the engine's {type(model).__name__}, {len(problems)} problems: "
+            + "; ".join(problems)
         )
 
 

@@ -22,9 +22,6 @@ HEAVY = ("torch", "ray", "vllm", "transformers")
         "import verl.checkpoint_engine.parameter_server",
         "from verl.checkpoint_engine.parameter_server import assignment, metas, rdma, records",
         "import verl.checkpoint_engine.update",
-        "import verl.checkpoint_engine.update",
-        "import verl.checkpoint_engine.parameter_server",
-        "from verl.checkpoint_engine.parameter_server import assignment, metas, rdma, records",
         "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
     ],
 )

@@ -19,7 +19,12 @@ PROMPTS = 2
 """Of a step."""
 ON_POLICY = ("async_training.staleness_threshold=0", "async_training.trigger_parameter_sync_step=1")
 STALE = ("async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=1")
-LONG_RESPONSES = ("data.max_response_length=60", "actor_rollout_ref.rollout.ignore_eos=true")
+LONG_RESPONSES = (
+    "data.max_response_length=100",
+    "actor_rollout_ref.rollout.ignore_eos=true",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+)
+"""One after the other, each longer than a step of the tiny model's trainer: every sync finds one in flight."""
 
 
 def fully_async(directory, *overrides):
@@ -73,7 +78,6 @@ def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(ray_cluster
         *repeatable,
         *STALE,
         *LONG_RESPONSES,
-        "actor_rollout_ref.rollout.max_num_seqs=2",
         "checkpoint_engine.backend=gloo",
     )
     metrics = list(run.metrics.values())
@@ -81,7 +85,7 @@ def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(ray_cluster
     assert max(step["fully_async/partial/max_partial_span"] for step in metrics) >= 2
     assert all(0 <= step["training/staleness/min"] <= step["training/staleness/max"] <= 2 for step in metrics)
     assert max(step["training/staleness/max"] for step in metrics) >= 1
-    assert {step["response_length/min"] for step in metrics} == {60}  # the budget, no more and no less
+    assert {step["response_length/min"] for step in metrics} == {100}  # the budget, no more and no less
     assert all(step["fully_async/count/staleness_samples"] <= 2 * PROMPTS for step in metrics)
 
 
@@ -92,7 +96,6 @@ def test_responses_are_completed_before_a_sync_where_they_must_not_be_interrupte
         *STALE,
         *LONG_RESPONSES,
         "async_training.partial_rollout=false",
-        "actor_rollout_ref.rollout.max_num_seqs=2",
         "checkpoint_engine.backend=naive",
     )
     metrics = list(run.metrics.values())

@@ -189,9 +189,9 @@ def measure(settings: Settings) -> dict[str, Any]:
                     after = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
                     if repeat >= WARM_UP:
                         raw = [(one + two) / 2 for one, two in zip(before, after, strict=True)]
-                        report = reports[case.ranks.index(case.reporter)]
+                        reports.sort(key=lambda report: report.events[0].rank != case.reporter)
                         measured = dict(zip(("gloo", "mooncake"), raw, strict=True))
-                        samples[name].append(analyse(report) | measured)
+                        samples[name].append(analyse(reports) | measured)
     finally:
         for job in jobs.values():
             job.close()
@@ -217,9 +217,15 @@ def specs_of(settings: Settings) -> list[TensorSpec]:
     return [*cuts, *layers]
 
 
-def analyse(report: UpdateReport) -> dict[str, float]:
-    """Seconds of one update: in all, in each stage, and of one bucket in all stages, on the mean."""
+def analyse(reports: list[UpdateReport]) -> dict[str, float]:
+    """Seconds of one update: in all, in each stage, and of one bucket in all stages, on the mean.
+
+    As the rank of the first report saw them; but a broadcast begins when the last rank is ready for it.
+    """
+    report, *others = reports
     when = {(event.kind, event.bucket): event.time_s for event in report.events}
+    for event in (event for other in others for event in other.events if event.kind == "broadcast-start"):
+        when[event.kind, event.bucket] = max(when[event.kind, event.bucket], event.time_s)
     busy = dict.fromkeys(("fetch", "broadcast", "load"), 0.0)
     for stage in busy:
         free = 0.0

@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -101,8 +102,8 @@ class Rank:
         return self._server.update(NAME, self._copy if copies else self._look, ranks)
 
     def _look(self, paths: list[tuple[str, str]]) -> None:
-        for _ in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
-            pass
+        # No name for a tensor: one that is still held when the next is asked for would be copied.
+        deque(receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S), maxlen=0)
 
     def _copy(self, paths: list[tuple[str, str]]) -> None:
         for name, tensor in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):

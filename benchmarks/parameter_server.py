@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -101,8 +102,8 @@ class Rank:
         return self._server.update(NAME, self._copy if copies else self._look, ranks)
 
     def _look(self, paths: list[tuple[str, str]]) -> None:
-        for _ in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
-            pass
+        # No name for a tensor: one that is still held when the next is asked for would be copied.
+        deque(receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S), maxlen=0)
 
     def _copy(self, paths: list[tuple[str, str]]) -> None:
         for name, tensor in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
@@ -189,9 +190,9 @@ def measure(settings: Settings) -> dict[str, Any]:
                     after = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
                     if repeat >= WARM_UP:
                         raw = [(one + two) / 2 for one, two in zip(before, after, strict=True)]
-                        report = reports[case.ranks.index(case.reporter)]
+                        reports.sort(key=lambda report: report.events[0].rank != case.reporter)
                         measured = dict(zip(("gloo", "mooncake"), raw, strict=True))
-                        samples[name].append(analyse(report) | measured)
+                        samples[name].append(analyse(reports) | measured)
     finally:
         for job in jobs.values():
             job.close()
@@ -217,9 +218,15 @@ def specs_of(settings: Settings) -> list[TensorSpec]:
     return [*cuts, *layers]
 
 
-def analyse(report: UpdateReport) -> dict[str, float]:
-    """Seconds of one update: in all, in each stage, and of one bucket in all stages, on the mean."""
+def analyse(reports: list[UpdateReport]) -> dict[str, float]:
+    """Seconds of one update: in all, in each stage, and of one bucket in all stages, on the mean.
+
+    As the rank of the first report saw them; but a broadcast begins when the last rank is ready for it.
+    """
+    report, *others = reports
     when = {(event.kind, event.bucket): event.time_s for event in report.events}
+    for event in (event for other in others for event in other.events if event.kind == "broadcast-start"):
+        when[event.kind, event.bucket] = max(when[event.kind, event.bucket], event.time_s)
     busy = dict.fromkeys(("fetch", "broadcast", "load"), 0.0)
     for stage in busy:
         free = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -55,10 +56,14 @@ def test_stages_are_busy_when_they_work_and_the_bound_is_theirs():
         seconds=10.0,
         events=tuple(events),
     )
-    found = analyse(report)
+    found = analyse([report])
     assert (found["fetch_s"], found["broadcast_s"], found["load_s"]) == (4, 2, 6)
     assert (found["moving_s"], found["bucket_s"]) == (9, 6)
     assert found["of_bound"] == pytest.approx(9 / (1.25 * 6 + 6))
+    late = dataclasses.replace(
+        report, events=(Event(2.5, 1, "broadcast-start", 0), Event(3.0, 1, "broadcast-start", 1))
+    )
+    assert analyse([report, late])["broadcast_s"] == 1.5
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint_engine.member_processes import resources
-from verl.checkpoint_engine.parameter_server.engine_receiver import receive
+from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
 
@@ -116,17 +116,19 @@ class Rank:
 
     # --- engines
 
-    def _weights(self, paths: list[tuple[str, str]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return receive(dict(paths)[self.server.device_id], "cpu", PATIENCE_S)
+    def _weights(self, paths: list[tuple[str, str]]) -> IncomingWeights:
+        return IncomingWeights(dict(paths)[self.server.device_id], "cpu", PATIENCE_S)
 
     def loads(self, paths: list[tuple[str, str]]) -> None:
-        self.loaded = {name: tensor.clone() for name, tensor in self._weights(paths)}
+        with self._weights(paths) as weights:
+            self.loaded = {name: tensor.clone() for name, tensor in weights.tensors()}
 
     def _during(self, number: int, paths: list[tuple[str, str]], act: Callable[[], None]) -> None:
         """Take all tensors, and do something before tensor `number` is done with."""
-        for position, _ in enumerate(self._weights(paths)):
-            if position == number:
-                act()
+        with self._weights(paths) as weights:
+            for position, _ in enumerate(weights.tensors()):
+                if position == number:
+                    act()
 
     def holds(self, paths: list[tuple[str, str]]) -> None:
         """Does not let go of the first bucket before the next ones are on their way."""

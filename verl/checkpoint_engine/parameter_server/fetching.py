@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -12,6 +15,7 @@ from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
+from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
@@ -42,14 +46,19 @@ class Sources:
     def is_own(self, owner: int) -> bool:
         return self.own_incarnation != 0 and self.metas[owner].incarnation == self.own_incarnation
 
-    def host_memory(self, bucket: Bucket, landing: torch.Tensor | None) -> torch.Tensor:
-        """The bytes of `bucket` in host memory: where they are, or read into `landing`. Raises TransportError."""
+    def fill(self, memory: torch.Tensor, bucket: Bucket, landing: torch.Tensor | None) -> None:
+        """Have the bytes of `bucket` in `memory`, on the device; those of peers by way of `landing`, if there is one.
+
+        Raises TransportError.
+        """
         if self.is_own(bucket.owner):
-            return self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes]
-        assert landing is not None  # whoever has peers' buckets to fetch has made it
-        memory = landing[: bucket.nbytes]
-        self._read(bucket.owner, bucket.address, memory)
-        return memory
+            memory.copy_(self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes])
+        elif landing is None:
+            self._read(bucket.owner, bucket.address, memory)
+        else:
+            self._read(bucket.owner, bucket.address, landing[: bucket.nbytes])
+            memory.copy_(landing[: bucket.nbytes])
+        self.device.synchronize()
 
     def check_stamp(self, owner: int, stamp: torch.Tensor) -> None:
         """Raises TransportError if `owner` no longer holds what its metas say. `stamp`: 8 registered bytes."""
@@ -77,72 +86,100 @@ class Sources:
             )
 
 
-class Fetcher:
-    """Fetches this rank's buckets in order: with a staging buffer one ahead of what is taken, on its own thread.
+class Halves:
+    """The halves of a link, lent to whoever fills the next one, in the order in which the engine lets go of them."""
 
-    Use as a context manager: the memory goes with it.
+    def __init__(self, link: EngineLink, count: int, deadline: Deadline) -> None:
+        self._link = link
+        self._deadline = deadline
+        self._next = deque(range(count))
+        self._all = [link.half(index) for index in range(count)]
+
+    def take(self) -> int:
+        """One that is free. Waits for the engine. Raises what the link raises."""
+        half = self._next.popleft()
+        self._link.await_free(half, self._deadline.remaining_s)
+        return half
+
+    def memory(self, half: int, nbytes: int) -> torch.Tensor:
+        return self._all[half][:nbytes]
+
+    def offered(self, half: int) -> None:
+        """The engine has it now."""
+        self._next.append(half)
+
+    def whole(self) -> list[torch.Tensor]:
+        return self._all
+
+    def await_all(self) -> None:
+        for half in range(len(self._all)):
+            self._link.await_free(half, self._deadline.remaining_s)
+
+
+class Fetcher:
+    """Fetches this rank's buckets in order, each into a half: with more than two halves one ahead, on its own thread.
+
+    Use as a context manager.
     """
 
     def __init__(
         self,
         sources: Sources,
+        halves: Halves,
         buckets: Sequence[tuple[int, Bucket]],
         *,
-        staged_nbytes: int,
-        halves: Sequence[torch.Tensor],
+        ahead: bool,
         events: Events,
         failure: FirstFailure,
     ) -> None:
-        """`buckets`: this rank's, with their numbers. `staged_nbytes`: of the staging buffer; 0: fetch into `halves`,
-        which only then may have to be read into."""
+        """`buckets`: this rank's, with their numbers. `ahead`: fetch the next one while others are broadcast."""
         self._sources = sources
+        self._halves = halves
         self._buckets = list(buckets)
+        self._ahead = ahead
         self._events = events
         self._failure = failure
-        self._halves = halves
-        self._on_device = sources.device.kind != "cpu"
         self._peers = sorted({bucket.owner for _, bucket in buckets if not sources.is_own(bucket.owner)})
         self._stamp = torch.zeros(STAMP_NBYTES, dtype=torch.uint8)
-        self._staging: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
-        self._staged = staged_nbytes > 0
-        if self._staged and self._on_device and buckets:
-            self._staging = sources.device.empty(staged_nbytes)
-        if self._peers and (self._staged or self._on_device):
-            self._landing = sources.device.host_bounce(max(staged_nbytes, len(halves[0])))
+        """On devices, where reads from peers arrive."""
+        if self._peers and sources.device.kind != "cpu":
+            self._landing = sources.device.host_bounce(len(halves.whole()[0]))
         self._release_targets: Callable[[], None] = lambda: None
-        self._ready: tuple[int, torch.Tensor] | None = None
+        self._ready: tuple[int, int] | None = None
+        """Number of a bucket, and the half in which it is."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
 
-    def __enter__(self) -> Fetcher:
+    def __enter__(self) -> Self:
         store = self._sources.open_store() if self._peers else None
         if store is not None:
-            places = [self._landing] if self._landing is not None else self._halves
+            places = [self._landing] if self._landing is not None else self._halves.whole()
             targets = {f"{LANDING}-{number}": memory for number, memory in enumerate((self._stamp, *places))}
             store.register_named_tensors(targets)
             self._release_targets = lambda: store.unregister_named_tensors(list(targets))
-        if self._staged and self._buckets:
-            self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def start(self) -> None:
+        """Raises TransportError if an owner no longer holds what it should."""
+        self.check_stamps()  # before there is a thread that reads, too
+        if self._ahead and self._buckets:
+            self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:  # ends what the thread may be waiting for
+            self._failure.set(error if isinstance(error, Exception) else TransportError("interrupted"))
         self._sources.stop.set()
         with self._changed:
             self._changed.notify_all()
         if self._thread.ident is not None:
-            self._thread.join()  # reads look at `stop`
+            self._thread.join()
         self._release_targets()
-        self._staging = self._landing = self._ready = None
-        self._halves = ()
 
-    def take(self, number: int, bucket: Bucket, half: torch.Tensor) -> torch.Tensor:
-        """The bytes of the next of this rank's buckets, on the device, borrowed until `release`. Maybe in `half`.
-
-        Raises what went wrong, TransportTimeout.
-        """
-        if not self._staged:
-            return self._fetch(number, bucket, half if self._landing is None else self._landing, half)
+    def take(self, number: int, bucket: Bucket) -> int:
+        """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
+        if not self._ahead:
+            return self._fetch(number, bucket)
         with self._changed:
             while self._ready is None or self._ready[0] != number:
                 self._failure.check()
@@ -155,14 +192,14 @@ class Fetcher:
                 self._changed.wait(min(POLL_S, self._sources.deadline.remaining_s))
             return self._ready[1]
 
-    def release(self) -> None:
-        """What was taken last is no longer used: the next bucket may be fetched."""
+    def go_on(self) -> None:
+        """What was taken last has been offered to the engine: fetch the next bucket."""
         with self._changed:
             self._ready = None
             self._changed.notify_all()
 
     def check_stamps(self) -> None:
-        """Raises TransportError if one of the owners that were read has let go of the checkpoint."""
+        """Raises TransportError if an owner that is read has let go of the checkpoint. Not while a bucket is read."""
         for owner in self._peers:
             self._sources.check_stamp(owner, self._stamp)
 
@@ -173,23 +210,18 @@ class Fetcher:
                     self._changed.wait_for(lambda: self._ready is None or self._sources.stop.is_set())
                 if self._sources.stop.is_set():
                     return
-                fetched = self._fetch(number, bucket, self._landing, self._staging)
+                half = self._fetch(number, bucket)
                 with self._changed:
-                    self._ready = number, fetched
+                    self._ready = number, half
                     self._changed.notify_all()
         except Exception as exc:  # noqa: BLE001 - raised in the thread that waits for the bucket
             self._failure.set(exc)
             with self._changed:
                 self._changed.notify_all()
 
-    def _fetch(
-        self, number: int, bucket: Bucket, landing: torch.Tensor | None, on_device: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _fetch(self, number: int, bucket: Bucket) -> int:
+        half = self._halves.take()
         self._events.record("fetch-start", number)
-        fetched = self._sources.host_memory(bucket, landing)
-        if self._on_device:
-            assert on_device is not None  # the staging buffer, or a half
-            fetched = on_device[: bucket.nbytes].copy_(fetched)
-            self._sources.device.synchronize()
+        self._sources.fill(self._halves.memory(half, bucket.nbytes), bucket, self._landing)
         self._events.record("fetch-end", number)
-        return fetched
+        return half

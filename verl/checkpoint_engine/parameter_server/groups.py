@@ -23,6 +23,8 @@ from verl.checkpoint_engine.topology import Lane
 MESSAGE_NBYTES = 16 * 2**20
 """Of one gloo broadcast: two at a time are faster than a whole bucket at once."""
 IN_FLIGHT = 2
+LATER_S = 1.0
+"""By so much the library's own timeouts come after ours, which say who was waited for."""
 MESSAGE_POLL_S = 0.0002
 """A message takes 4 ms at least."""
 
@@ -87,7 +89,8 @@ class Group:
         def make() -> Group:
             with failures(f"connecting ranks {', '.join(map(str, ranks))}", None, "prepare"):
                 lane = Lane(device=None, threads=IN_FLIGHT)
-                group = communicator.group(own, list(ranks).index(rank), len(ranks), lane, deadline.remaining_s)
+                timeout_s = deadline.timeout_s + LATER_S
+                group = communicator.group(own, list(ranks).index(rank), len(ranks), lane, timeout_s)
                 return cls(group, ranks, rank, session, stream)
 
         attempt = Attempt(make)

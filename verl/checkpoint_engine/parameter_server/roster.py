@@ -139,11 +139,15 @@ class Roster:
                 self._changed.wait(self._haste_s)
         failure = self._first_failure()
         if failure is not None and failure[0] != self.rank:
-            return _error_of(*failure)
+            error, origin = _error_of(*failure), failure[1].origin
         if not origin or isinstance(error, TransportTimeout):
             error.message = error.message.removesuffix(self.quiet()) + self.quiet()
         error.member = error.member or f"rank {self.rank}"
         return error
+
+    def has_told(self, error: CheckpointEngineError | None) -> bool:
+        """Whether `error` is what this roster heard of another rank."""
+        return error is not None and error is self._failure
 
     def quiet(self) -> str:
         """`; no sign of life from rank 1`, for messages; empty if all are there."""

@@ -4,15 +4,14 @@
     broadcast        | 0 | 1 | 2 | 3 |
     load                 | 0 | 1 | 2 | 3 |
 
-A bucket is fetched by one rank, broadcast into one half of every rank's pair of halves, and loaded by every rank's
-engine from there. The next one goes into the other half meanwhile.
+A bucket is fetched by one rank into a half of its memory for buckets, broadcast into a half of every other rank's, and
+loaded by every rank's engine from there. The next ones go into other halves meanwhile. Each rank chooses its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -20,11 +19,10 @@ import torch
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Sources
+from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
 from verl.checkpoint_engine.parameter_server.progress import Events
 from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
 
-HALVES = 2
 REQUEST_POLL_S = 0.05
 
 Request = Callable[[list[tuple[str, str]]], None]
@@ -46,13 +44,18 @@ class Transfer:
     _in_half: dict[int, int] = field(default_factory=dict)
     """Which bucket the engine is loading from each half."""
 
+    @property
+    def _num_halves(self) -> int:
+        """Two, and the one into which the next bucket is fetched meanwhile if there is memory for it."""
+        return 3 if self.size.staged else 2
+
     def run(self) -> None:
         """Until every rank's engine has accepted the checkpoint. Raises the first failure; nothing is left then."""
         device = self.sources.device
         link = EngineLink(
             device.id,
             self.size.nbytes,
-            halves=HALVES,
+            halves=self._num_halves,
             timeout_s=self.together.own_deadline.remaining_s,
             device=device.torch_device,
             on_loaded=lambda half: self.events.record("load-end", self._in_half[half]),
@@ -76,45 +79,21 @@ class Transfer:
 
     def _move(self, link: EngineLink) -> None:
         own = [(number, bucket) for number, (root, bucket) in enumerate(self.order) if root == self.rank]
-        fetcher = Fetcher(
-            self.sources,
-            own,
-            # Alone, a rank fetches into the one half while its engine loads from the other.
-            staged_nbytes=self.size.nbytes if self.size.staged and self.together.group is not None else 0,
-            halves=[link.half(index) for index in range(HALVES)],
-            events=self.events,
-            failure=self.together.failure,
-        )
-        with fetcher, ThreadPoolExecutor(1, thread_name_prefix="parameter-server-copy") as copier:
-            fetcher.check_stamps()
+        failure = self.together.failure
+        halves = Halves(link, self._num_halves, self.together.own_deadline)
+        with Fetcher(self.sources, halves, own, ahead=self.size.staged, events=self.events, failure=failure) as fetcher:
+            fetcher.start()
             for number, (root, bucket) in enumerate(self.order):
-                half = number % HALVES
-                link.await_free(half, self.together.own_deadline.remaining_s)
-                memory = link.half(half)[: bucket.nbytes]
-                if root == self.rank:
-                    self._spread(number, fetcher.take(number, bucket, memory), memory, copier)
-                    fetcher.release()
-                else:
-                    self._broadcast(number, root, memory)
+                half = fetcher.take(number, bucket) if root == self.rank else halves.take()
+                self._broadcast(number, root, halves.memory(half, bucket.nbytes))
                 self._in_half[half] = number
                 self.events.record("load-start", number)
                 link.offer(half, bucket.tensors)
-            for half in range(HALVES):
-                link.await_free(half, self.together.own_deadline.remaining_s)
+                halves.offered(half)
+                if root == self.rank:
+                    fetcher.go_on()
+            halves.await_all()
             fetcher.check_stamps()
-
-    def _spread(self, number: int, source: torch.Tensor, memory: torch.Tensor, copier: ThreadPoolExecutor) -> None:
-        """Send what this rank has fetched to the others, and have it in its own half, too."""
-        if source.data_ptr() == memory.data_ptr():
-            self._broadcast(number, self.rank, memory)
-        elif memory.device.type == "cpu":  # a copy takes a third of the time of a broadcast: beside it
-            copying = copier.submit(memory.copy_, source)
-            self._broadcast(number, self.rank, source)
-            copying.result()
-        else:
-            memory.copy_(source)
-            self.sources.device.synchronize()
-            self._broadcast(number, self.rank, memory)
 
     def _broadcast(self, number: int, root: int, memory: torch.Tensor) -> None:
         if self.together.group is None:

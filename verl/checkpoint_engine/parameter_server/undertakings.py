@@ -76,7 +76,7 @@ class Undertakings:
             failure.set(exc if isinstance(exc, Exception) else TransportError("interrupted"))
             first = failure.error
             assert first is not None
-            error = roster.fail(first, origin=not _is_echo(first))
+            error = roster.fail(first, origin=not (_is_echo(first) or roster.has_told(first)))
             _let_go_of_locals(exc, first)
             try:
                 if error is exc or not isinstance(exc, Exception):

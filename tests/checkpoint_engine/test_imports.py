@@ -19,6 +19,8 @@ HEAVY = ("torch", "ray", "vllm", "transformers")
         "import verl.checkpoint_engine.manager",
         "import verl.checkpoint_engine.participants",
         "import verl.checkpoint_engine.receivers.vllm_plugin",
+        "import verl.checkpoint_engine.parameter_server",
+        "from verl.checkpoint_engine.parameter_server import assignment, metas, rdma, records",
         "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
     ],
 )
@@ -32,6 +34,15 @@ def test_every_public_name_can_be_had_from_the_package():
     for name in verl.checkpoint_engine.__all__:
         assert getattr(verl.checkpoint_engine, name).__name__ in (name, "TensorSpec")
         assert name in dir(verl.checkpoint_engine)
+
+
+def test_what_a_parameter_server_s_user_needs_can_be_had_from_its_package():
+    from verl.checkpoint_engine import parameter_server
+
+    for name in parameter_server.__all__:
+        assert getattr(parameter_server, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'ParameterServers'"):
+        parameter_server.ParameterServers  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.rdma import (
+    choose_wire,
     get_my_rdma_device,
     get_rdma_devices,
     list_ib_devices,
@@ -150,3 +152,26 @@ def test_ranks_that_devices_cannot_be_divided_among_are_an_error(
 ):
     with pytest.raises(ValueError, match=message):
         get_my_rdma_device(local_rank, device_count, devices)
+
+
+def test_rdma_is_chosen_where_there_are_devices_unless_told_otherwise(present: Path):
+    present_one = present / "one"
+    (present_one / "mlx5_0").mkdir(parents=True)
+    assert choose_wire(None, 1, 2, present_one) == choose_wire("rdma", 1, 2, present_one) == ("rdma", "mlx5_0")
+    assert choose_wire("tcp", 1, 2, present_one) == ("tcp", "")
+    assert choose_wire(None, 1, 2, present / "missing") == ("tcp", "")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "folder", "message"),
+    [
+        ("udp", ".", "must be tcp or rdma, not 'udp'"),
+        ("rdma", "missing", "no RDMA device on this host: use TCP"),
+        (None, ".", "more RDMA devices than local ranks: .* Set PS_P2P_STORE_RDMA_DEVICES"),
+    ],
+)
+def test_a_wire_that_cannot_be_is_an_error_in_the_configuration(
+    present: Path, protocol: str | None, folder: str, message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        choose_wire(protocol, 0, 2, present / folder)

@@ -37,7 +37,7 @@ def assign_receiver_ranks(
     receivers = sorted(min(ranks) for ranks in local_topo.values() if ranks)[: len(remote_topo)]
     if not receivers:
         raise PlanError("there is no rank to receive buckets")
-    waiting = deque(_interleaved(buckets, device_of))
+    waiting = deque(round_robin(buckets, device_of))
     assigned: list[tuple[int, int, T]] = []
     while waiting:
         busy: set[str] = set()
@@ -50,8 +50,8 @@ def assign_receiver_ranks(
     return assigned
 
 
-def _interleaved(buckets: list[tuple[int, T]], device_of: Mapping[int, str]) -> list[tuple[int, T]]:
-    """Round-robin over the senders' devices, in order within one."""
+def round_robin(buckets: list[tuple[int, T]], device_of: Mapping[int, str]) -> list[tuple[int, T]]:
+    """(owner rank, bucket), the owners' devices by turns, in order within one. There is at least one bucket."""
     queues: dict[str, list[tuple[int, T]]] = {}
     for owner, bucket in buckets:
         queues.setdefault(device_of[owner], []).append((owner, bucket))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl import envs
+from verl.checkpoint_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,23 @@ def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str
             f"PS_P2P_STORE_RDMA_DEVICES (or NCCL_IB_HCA) to a number of devices that divides {device_count}"
         )
     return devices[local_rank // (device_count // len(devices))]
+
+
+def choose_wire(
+    protocol: str | None, local_rank: int, device_count: int, present_in: Path = INFINIBAND
+) -> tuple[str, str]:
+    """(protocol, RDMA device of `local_rank`) for a P2P store; `("tcp", "")` without RDMA.
+
+    `protocol`: `tcp`, `rdma`, or None for RDMA where the host has devices. Raises ConfigError that says what to set.
+    """
+    if protocol not in (None, "tcp", "rdma"):
+        raise ConfigError(f"the P2P store's protocol must be tcp or rdma, not {protocol!r}")
+    if protocol == "tcp" or (protocol is None and not list_ib_devices(present_in)):
+        return "tcp", ""
+    try:
+        return "rdma", get_my_rdma_device(local_rank, device_count, get_rdma_devices(present_in))
+    except (RuntimeError, ValueError) as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:

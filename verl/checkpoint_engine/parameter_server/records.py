@@ -37,9 +37,13 @@ class RankMetas(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     host: str
     device_id: str
-    """Of the accelerator that the rank drives, unique in the cluster; on CPU `<host>-cpu-<local rank>`."""
+    """Of the accelerator that the rank drives, as engines on its host know it; on CPU `cpu-<rank>`."""
     rdma_device: str
     """RDMA device through which the rank's memory is read; with TCP the name of the device id, one NIC each."""
     p2p_address: str
     """`host:port` of the rank's P2P store; empty if it has none."""
     buffers: tuple[BufferMeta, ...]
+    stamp: int = 0
+    """Address of 8 bytes in the rank's process that say whether the buffers still hold this; 0 if there are none."""
+    incarnation: int = 0
+    """What these bytes hold as long as the checkpoint is registered: a number that no other registration has."""

@@ -7,7 +7,9 @@ import multiprocessing
 from verl.utils.lifetime import end_with
 
 ENGINE_NAME = "verl_arena"
-"""What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena."""
+"""What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer."""
+DOES_NOT_FIT = "the checkpoint does not fit"
+"""How the refusal of a checkpoint begins. It passes through vLLM, which keeps nothing of an error but its text."""
 
 
 def register() -> None:

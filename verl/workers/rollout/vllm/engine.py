@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
@@ -160,9 +161,15 @@ class VLLMEngine:
     @staticmethod
     async def _load(llm: AsyncLLM, arena_path: str, version: int) -> None:
         await llm.start_weight_update()
-        await llm.update_weights(
-            WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
-        )
+        request = WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
+        try:
+            await llm.update_weights(request)
+        except EngineDeadError:
+            raise
+        except Exception:
+            with suppress(Exception):  # of several ranks the last has raised, and raises again; the others end it here
+                await llm.finish_weight_update()
+            raise
         await llm.finish_weight_update(str(version))
 
     async def clear_cache(self) -> None:

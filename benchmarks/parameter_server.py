@@ -1,0 +1,295 @@
+"""How fast a ParameterServer brings a checkpoint into engines, next to the raw speed of Mooncake and of gloo.
+
+    python -m benchmarks.parameter_server --size-gib 1 --bucket-megabytes 64 --repeats 5
+
+Ranks are processes, engines are threads of theirs. An engine copies every tensor into memory of its own, which takes
+time and memory bandwidth from the other stages, or takes it for loaded as soon as it is there, which shows what the
+other stages can do. Rank 0 of one job holds the checkpoint. Before and after every update Mooncake reads, and gloo
+broadcasts, as many bytes between two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import parameter_server_report
+from benchmarks.machine import available_nbytes, describe_machine
+from benchmarks.raw_gloo import GlooPair
+from benchmarks.raw_one_sided import ReadPair
+from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.parameter_server.engine_receiver import receive
+from verl.checkpoint_engine.parameter_server.progress import UpdateReport
+from verl.checkpoint_engine.parameter_server.server import ParameterServer
+from verl.checkpoint_engine.types import TensorSpec
+
+NAME = "benchmark"
+WARM_UP = 1
+TIMEOUT_S = 300.0
+COPIES = 10
+"""Of the checkpoint, at most, in memory at a time: the owner's, four engines', the raw pairs', and buckets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    size_gib: float
+    bucket_megabytes: int
+    repeats: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Case:
+    job: str
+    """`owner`: that of the rank that holds the checkpoint; `joiners`: another one, which has its metas from a file."""
+    ranks: tuple[int, ...]
+    p2p: bool
+    copies: bool
+    """Whether engines copy."""
+    reporter: int
+    """The rank whose events count: one that receives, and fetches if anybody does."""
+
+
+CASES = {
+    "broadcast, 2 ranks, no load": Case("owner", (0, 1), False, False, 1),
+    "P2P, 1 rank, no load": Case("owner", (1,), True, False, 1),
+    "broadcast, 2 ranks": Case("owner", (0, 1), False, True, 1),
+    "P2P, 1 rank": Case("owner", (1,), True, True, 1),
+    "P2P, 2 ranks": Case("joiners", (0, 1), True, True, 0),
+}
+
+
+# --- in the ranks' processes ------------------------------------------------------------------------------------------
+
+
+class Rank:
+    def __init__(self, rank: int, world_size: int, master: str, specs: list[TensorSpec]) -> None:
+        torch.set_num_threads(1)
+        self._server = ParameterServer(rank=rank, world_size=world_size, master=master, timeout_s=TIMEOUT_S)
+        self._specs = specs
+        self._own: dict[str, torch.Tensor] = {}
+
+    def register(self, dtype: str) -> None:
+        source = RowsOfModel(self._specs, 0, 1, dtype)
+        tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self._specs}
+        for shard in source.shards():
+            source.copy(shard, tensors[shard.name])
+        self._server.register_checkpoint(NAME, named_tensors=tensors)
+
+    def gather(self) -> dict[int, Any]:
+        self._server.gather_metas(NAME)
+        return self._server.get_metas()
+
+    def load(self, metas: dict[int, Any]) -> None:
+        self._server.load_metas(metas)
+
+    def update(self, ranks: tuple[int, ...] | None, copies: bool) -> UpdateReport | None:
+        return self._server.update(NAME, self._copy if copies else self._look, ranks)
+
+    def _look(self, paths: list[tuple[str, str]]) -> None:
+        for _ in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
+            pass
+
+    def _copy(self, paths: list[tuple[str, str]]) -> None:
+        for name, tensor in receive(dict(paths)[self._server.device_id], "cpu", TIMEOUT_S):
+            if name not in self._own:
+                self._own[name] = torch.zeros_like(tensor)
+            self._own[name].copy_(tensor)
+
+
+def serve(pipe: Connection, arguments: tuple[Any, ...], bucket_megabytes: int) -> None:
+    os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(bucket_megabytes / 1024)
+    rank = Rank(*arguments)
+    while True:
+        try:
+            method, values = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((getattr(rank, method)(*values), None))
+        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
+            pipe.send((None, exc))
+
+
+# --- in the benchmark's process ---------------------------------------------------------------------------------------
+
+
+class Job:
+    """Two ranks. Close it."""
+
+    def __init__(self, specs: list[TensorSpec], bucket_megabytes: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            master = f"127.0.0.1:{probe.getsockname()[1]}"
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(2):
+            ours, theirs = spawn.Pipe()
+            arguments = (theirs, (rank, 2, master, specs), bucket_megabytes)
+            process = spawn.Process(target=serve, args=arguments, name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._pool = ThreadPoolExecutor(2)
+
+    def call(self, ranks: tuple[int, ...], method: str, *values: Any) -> list[Any]:
+        """What each of `ranks` answers. Raises the first of their errors."""
+        return list(self._pool.map(lambda rank: self._ask(rank, method, values), ranks))
+
+    def _ask(self, rank: int, method: str, values: tuple[Any, ...]) -> Any:
+        self._pipes[rank].send((method, values))
+        result, error = self._pipes[rank].recv()
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._pool.shutdown()
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Run the benchmark; everything that the JSON file holds."""
+    specs = specs_of(settings)
+    nbytes = sum(spec.nbytes for spec in specs)
+    if COPIES * nbytes > available_nbytes():
+        raise ConfigError(f"--size-gib {settings.size_gib} needs {COPIES * nbytes / 2**30:.1f} GiB of memory")
+    machine = describe_machine()
+    jobs = {name: Job(specs, settings.bucket_megabytes) for name in ("owner", "joiners")}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    try:
+        jobs["owner"].call((0,), "register", settings.dtype)
+        metas = jobs["owner"].call((0, 1), "gather")[0]
+        jobs["joiners"].call((0, 1), "load", metas)
+        with GlooPair(nbytes) as gloo, ReadPair("mooncake", nbytes) as mooncake:
+            for repeat in range(WARM_UP + settings.repeats):
+                for name, case in CASES.items():
+                    before = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
+                    reports = jobs[case.job].call(case.ranks, "update", case.ranks if case.p2p else None, case.copies)
+                    after = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
+                    if repeat >= WARM_UP:
+                        raw = [(one + two) / 2 for one, two in zip(before, after, strict=True)]
+                        report = reports[case.ranks.index(case.reporter)]
+                        measured = dict(zip(("gloo", "mooncake"), raw, strict=True))
+                        samples[name].append(analyse(report) | measured)
+    finally:
+        for job in jobs.values():
+            job.close()
+    return {
+        "benchmark": "parameter_server",
+        "settings": asdict(settings),
+        "machine": machine,
+        "model": {"nbytes": nbytes, "tensors": len(specs)},
+        "samples": samples,
+        "summary": {name: summarise(values, nbytes, p2p=CASES[name].p2p) for name, values in samples.items()},
+    }
+
+
+def specs_of(settings: Settings) -> list[TensorSpec]:
+    """A model whose embedding, a fifth of its bytes, is cut: a bucket has to hold the largest tensor."""
+    embedding, *layers = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
+    rows, hidden = embedding.shape
+    most = max(settings.bucket_megabytes * 2**20 * rows // (4 * embedding.nbytes), 1)
+    cuts = [
+        TensorSpec(name=f"{embedding.name}.{start}", shape=(min(most, rows - start), hidden), dtype=embedding.dtype)
+        for start in range(0, rows, most)
+    ]
+    return [*cuts, *layers]
+
+
+def analyse(report: UpdateReport) -> dict[str, float]:
+    """Seconds of one update: in all, in each stage, and of one bucket in all stages, on the mean."""
+    when = {(event.kind, event.bucket): event.time_s for event in report.events}
+    busy = dict.fromkeys(("fetch", "broadcast", "load"), 0.0)
+    for stage in busy:
+        free = 0.0
+        for bucket in range(report.buckets):
+            if (f"{stage}-start", bucket) in when:
+                # An engine that is offered a bucket may still load the one before.
+                start = max(when[f"{stage}-start", bucket], free)
+                free = when[f"{stage}-end", bucket]
+                busy[stage] += free - start
+    moving = max(when.values()) - min(when.values())
+    bucket = sum(busy.values()) / report.buckets
+    return {
+        "update_s": report.seconds,
+        "moving_s": moving,
+        **{f"{stage}_s": seconds for stage, seconds in busy.items()},
+        "bucket_s": bucket,
+        "buckets": report.buckets,
+        "of_bound": moving / (parameter_server_report.OVERLAP * max(busy.values()) + bucket),
+    }
+
+
+def summarise(samples: list[dict[str, float]], nbytes: int, *, p2p: bool) -> dict[str, float | None]:
+    """Medians. `fetch_of_raw` counts only where peers' memory is read."""
+
+    def of_raw(stage: str, raw: str) -> float | None:
+        rates = [nbytes / sample[f"{stage}_s"] / 1e9 / sample[raw] for sample in samples if sample[f"{stage}_s"] > 0]
+        return median(rates) if rates else None
+
+    return {
+        **{key: median(sample[key] for sample in samples) for key in samples[0]},
+        "gbytes_per_s": median(nbytes / sample["moving_s"] / 1e9 for sample in samples),
+        "fetch_of_raw": of_raw("fetch", "mooncake") if p2p else None,
+        "broadcast_of_raw": of_raw("broadcast", "gloo"),
+    }
+
+
+def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameter_server", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--size-gib", type=float, default=1.0, help="size of the checkpoint (default: %(default)s)")
+    add("--bucket-megabytes", type=int, default=64, help="most MiB in a bucket (default: %(default)s)")
+    add(
+        "--repeats", type=int, default=5, help="measured updates of each kind, after the warm-up (default: %(default)s)"
+    )
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the checkpoint")
+    add("--output", type=Path, help="folder for result.json (default: benchmarks/results/<time>)")
+    values = vars(parser.parse_args(arguments))
+    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("parameter_server-%Y%m%d-%H%M%S")
+    if not values["size_gib"] * 2**30 >= MIN_NBYTES:
+        parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
+    for name in ("bucket_megabytes", "repeats"):
+        if values[name] < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+    return Settings(**values), output
+
+
+def main(arguments: list[str] | None = None) -> int:
+    settings, output = parse(arguments)
+    torch.set_num_threads(1)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        result = measure(settings)
+    except (CheckpointEngineError, OSError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    parameter_server_report.print_table(result)
+    print(output / "result.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Ranks of a ParameterServer in processes of their own, each with an engine that may misbehave.
+
+The processes are forked by a server that has torch loaded, so that one takes a fraction of a second to start.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint_engine.member_processes import resources
+from verl.checkpoint_engine.parameter_server.engine_receiver import receive
+from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
+from verl.checkpoint_engine.parameter_server.server import ParameterServer
+
+BUCKET_GB = 2**-11
+"""512 KiB: a part of the checkpoint has several buckets."""
+PATIENCE_S = 20.0
+
+
+def part_of(rank: int, version: int) -> dict[str, torch.Tensor]:
+    """What `rank` holds: 1.5 MiB of mixed shapes and dtypes."""
+    generator = torch.Generator().manual_seed(100 * version + rank)
+    rows = torch.randint(0, 2**30, (6, 256, 240), dtype=torch.int32, generator=generator)
+    return {
+        **{f"rank{rank}.layer{index}": layer for index, layer in enumerate(rows)},
+        f"rank{rank}.half": torch.randn(33, 7, generator=generator).to(torch.bfloat16),
+        f"rank{rank}.scalar": torch.tensor(float(version + rank), dtype=torch.float64),
+        f"rank{rank}.empty": torch.zeros(0, 5),
+    }
+
+
+def whole(ranks: Sequence[int], version: int) -> dict[str, torch.Tensor]:
+    return {name: tensor for rank in ranks for name, tensor in part_of(rank, version).items()}
+
+
+# --- in the processes -------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A ParameterServer, and the engine that it feeds."""
+
+    def __init__(self, rank: int, world_size: int, master: str | None, folder: Path, options: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(BUCKET_GB)
+        tempfile.tempdir = str(folder)
+        self.server = ParameterServer(rank=rank, world_size=world_size, master=master, **{"timeout_s": 60.0, **options})
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def register(self, name: str, version: int) -> None:
+        self.server.register_checkpoint(name, named_tensors=part_of(self.server.rank, version))
+
+    def unregister(self, name: str) -> None:
+        self.server.unregister_checkpoint(name)
+
+    def gather(self, name: str) -> int:
+        self.server.gather_metas(name)
+        return len(self.server.get_metas())
+
+    def save(self, path: Path, name: str) -> None:
+        save_metas(path, name, self.server.get_metas())
+
+    def load(self, path: Path) -> str:
+        name, metas = load_metas(path)
+        self.server.load_metas(metas)
+        return name
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        self.server.init_process_group_for_ranks(ranks)
+
+    def update(
+        self, name: str, ranks: Sequence[int] | None = None, engine: str = "loads", memory_for: float | None = None
+    ) -> Any:
+        """The report of an update into an engine that behaves as the method of that name.
+
+        `memory_for`: so many of the largest tensor are all the memory that the rank may use.
+        """
+        self.loaded.clear()
+        self.server.mem_fraction = 0.9
+        if memory_for is not None:
+            largest = max(tensor.nbytes for tensor in part_of(0, 0).values())
+            self.server.mem_fraction = memory_for * largest / self.server._device.free_nbytes()
+        return self.server.update(name, getattr(self, engine), ranks)
+
+    def wrong(self, version: int, ranks: Sequence[int]) -> list[str]:
+        """Names that the engine has not, should not have, or has with other bytes, dtype or shape."""
+        expected = whole(ranks, version)
+        return [
+            name
+            for name in expected.keys() | self.loaded.keys()
+            if name not in expected
+            or name not in self.loaded
+            or self.loaded[name].dtype != expected[name].dtype
+            or not torch.equal(self.loaded[name], expected[name])
+        ]
+
+    def resources(self) -> dict[str, int]:
+        """What of this process somebody else could run out of. Threads and sockets of an update are gone soon."""
+        mapped = sum("verl-parameter-server" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        links = len(list(Path(tempfile.gettempdir()).glob("verl-engine-link-*")))
+        return resources() | {"links": links, "mapped": mapped}
+
+    def close(self) -> None:
+        self.server.close()
+
+    # --- engines
+
+    def _weights(self, paths: list[tuple[str, str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return receive(dict(paths)[self.server.device_id], "cpu", PATIENCE_S)
+
+    def loads(self, paths: list[tuple[str, str]]) -> None:
+        self.loaded = {name: tensor.clone() for name, tensor in self._weights(paths)}
+
+    def _during(self, number: int, paths: list[tuple[str, str]], act: Callable[[], None]) -> None:
+        """Take all tensors, and do something before tensor `number` is done with."""
+        for position, _ in enumerate(self._weights(paths)):
+            if position == number:
+                act()
+
+    def holds(self, paths: list[tuple[str, str]]) -> None:
+        """Does not let go of the first bucket before the next ones are on their way."""
+
+        def wait() -> None:
+            needed = {("broadcast-end", 1)} | ({("fetch-end", 2)} if self.server.rank == 0 else set())
+            end = time.monotonic() + PATIENCE_S
+            while not needed <= {(event.kind, event.bucket) for event in self.server.events}:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"nothing went on meanwhile: {self.server.events}")
+                time.sleep(0.01)
+
+        self._during(0, paths, wait)
+
+    def refuses(self, paths: list[tuple[str, str]]) -> None:
+        def act() -> None:
+            raise ValueError("a tensor does not fit")
+
+        self._during(2, paths, act)
+
+    def dies(self, paths: list[tuple[str, str]]) -> None:
+        """And the rank with it."""
+        self._during(2, paths, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def stalls(self, paths: list[tuple[str, str]]) -> None:
+        self._during(2, paths, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+    def is_down(self, paths: list[tuple[str, str]]) -> None:
+        raise ConnectionError("http://engine:8000 refused the connection")
+
+    def is_silent(self, paths: list[tuple[str, str]]) -> None:
+        time.sleep(PATIENCE_S)
+
+
+def serve(pipe: Connection, arguments: tuple[Any, ...]) -> None:
+    """Answer calls until the pipe closes."""
+    rank: Rank | None = None
+    while True:
+        try:
+            method, values, options = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            if rank is None:
+                rank = Rank(*arguments)
+            pipe.send((getattr(rank, method)(*values, **options), None))
+        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
+            pipe.send((None, exc))
+
+
+# --- in the test ------------------------------------------------------------------------------------------------------
+
+
+class RankProcess:
+    """One rank; calls return futures and are answered in order."""
+
+    def __init__(self, rank: int, world_size: int, master: str | None, folder: Path, **options: Any) -> None:
+        self.rank = rank
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, theirs = context.Pipe()
+        arguments = (rank, world_size, master, folder, options)
+        self._process = context.Process(target=serve, args=(theirs, arguments), name=f"rank-{rank}", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._thread = ThreadPoolExecutor(1)
+
+    def call(self, method: str, *values: Any, **options: Any) -> Future[Any]:
+        def ask() -> Any:
+            self._pipe.send((method, values, options))
+            result, error = self._pipe.recv()
+            if error is not None:
+                raise error
+            return result
+
+        return self._thread.submit(ask)
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._thread.shutdown()
+        self._pipe.close()
+
+
+class World:
+    """All ranks of one job."""
+
+    def __init__(self, size: int, folder: Path, **options: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.ranks = [RankProcess(rank, size, f"127.0.0.1:{port}", folder, **options) for rank in range(size)]
+
+    def all(self, method: str, *values: Any, only: Sequence[int] | None = None, **options: Any) -> list[Any]:
+        """What every rank answers, or the exception that it raises."""
+        chosen = [rank for rank in self.ranks if only is None or rank.rank in only]
+        futures = [rank.call(method, *values, **options) for rank in chosen]
+        return [future.exception() or future.result() for future in futures]
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.end()

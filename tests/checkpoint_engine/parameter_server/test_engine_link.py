@@ -1,0 +1,286 @@
+"""Weights on their way from one rank of a ParameterServer into one engine process."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint_engine.parameter_server import link_process
+from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
+from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
+from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights, receive
+from verl.checkpoint_engine.parameter_server.records import PackedTensor
+
+HALF_NBYTES = 8192
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def link() -> Iterator[EngineLink]:
+    with EngineLink("cpu-0", HALF_NBYTES, timeout_s=20) as link:
+        yield link
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable[..., Future]]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+@pytest.fixture
+def weights() -> Weights:
+    generator = torch.Generator().manual_seed(3)
+    made: Weights = {
+        f"layer-{index}": torch.randn(7 + 50 * (index % 4), 11, generator=generator).to(
+            torch.bfloat16 if index % 2 else torch.float32
+        )
+        for index in range(40)
+    }
+    return made | {"nothing": torch.zeros(0, 3), "scalar": torch.tensor(2.5), "fills": torch.randn(HALF_NBYTES // 4)}
+
+
+def put(half: torch.Tensor, names: list[str], weights: Weights) -> list[PackedTensor]:
+    """Write tensors into `half` from its start, after what was there has been spoilt."""
+    half.fill_(0xAB)
+    packed, end = [], 0
+    for name in names:
+        tensor = weights[name]
+        raw = tensor.reshape(-1).view(torch.uint8)
+        half[end : end + len(raw)] = raw
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        packed.append(PackedTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=end, nbytes=len(raw)))
+        end += align(len(raw))
+    return packed
+
+
+def buckets(weights: Weights) -> list[list[str]]:
+    made: list[list[str]] = [[]]
+    end = 0
+    for name, tensor in weights.items():
+        if end + tensor.nbytes > HALF_NBYTES:
+            made.append([])
+            end = 0
+        made[-1].append(name)
+        end += align(tensor.nbytes)
+    return made
+
+
+def serve(link: EngineLink, weights: Weights) -> None:
+    for position, names in enumerate(buckets(weights)):
+        link.await_free(position % 2, 20)
+        link.offer(position % 2, put(link.half(position % 2), names, weights))
+    link.finish(20)
+    for index in range(2):
+        link.half(index).zero_()
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def test_all_tensors_arrive_and_stay_what_they_were_as_long_as_they_are_held(
+    link: EngineLink, weights: Weights, in_thread: Callable[..., Future]
+):
+    """Halves are overwritten many times meanwhile: an engine may hold a tensor until its layer is complete."""
+    assert len(buckets(weights)) > 8
+    served = in_thread(serve, link, weights)
+    held = dict(receive(link.socket_path, "cpu", 20))
+    served.result()
+    assert_same(held, weights)
+
+
+def test_a_view_of_a_part_stays_what_it_was_too(link: EngineLink, weights: Weights, in_thread: Callable[..., Future]):
+    served = in_thread(serve, link, weights)
+    rows = {
+        name: tensor[1:3].T if tensor.dim() == 2 else tensor for name, tensor in receive(link.socket_path, "cpu", 20)
+    }
+    served.result()
+    assert_same(rows, {name: tensor[1:3].T if tensor.dim() == 2 else tensor for name, tensor in weights.items()})
+
+
+def test_tensors_used_one_at_a_time_arrive_whole(link: EngineLink, weights: Weights, in_thread: Callable[..., Future]):
+    served = in_thread(serve, link, weights)
+    found = {name: tensor.clone() for name, tensor in receive(link.socket_path, "cpu", 20)}
+    served.result()
+    assert_same(found, weights)
+
+
+def test_one_half_is_written_while_the_engine_loads_the_other(link: EngineLink, weights: Weights, in_thread):
+    loading, written = threading.Event(), threading.Event()
+
+    def engine() -> list[str]:
+        names = []
+        for name, _ in receive(link.socket_path, "cpu", 20):
+            names.append(name)
+            if len(names) == 1:
+                loading.set()
+                assert written.wait(20)
+        return names
+
+    loaded = in_thread(engine)
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    assert loading.wait(20)
+    link.offer(1, put(link.half(1), ["layer-1"], weights))
+    with pytest.raises(ValueError, match="half 1 has been offered and is not free yet"):
+        link.offer(1, [])
+    written.set()
+    link.finish(20)
+    assert loaded.result() == ["layer-0", "layer-1"]
+
+
+def test_no_tensors_at_all_is_a_complete_update(link: EngineLink, in_thread):
+    loaded = in_thread(lambda: list(receive(link.socket_path, "cpu", 20)))
+    link.finish(20)
+    assert loaded.result() == []
+
+
+def test_what_the_engine_raises_is_told_in_its_words(link: EngineLink, weights: Weights, in_thread):
+    def engine() -> None:
+        with IncomingWeights(link.socket_path, "cpu", 20) as incoming:
+            for name, _ in incoming.tensors():
+                raise KeyError(f"there is no {name} in this model")
+
+    loading = in_thread(engine)
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    with pytest.raises(ActivationError, match=r"\[cpu-0\] .*KeyError: 'there is no layer-0 in this model'"):
+        link.await_free(0, 20)
+    with pytest.raises(ActivationError):  # and from then on
+        link.finish(20)
+    with pytest.raises(KeyError):
+        loading.result()
+
+
+def test_an_engine_that_refuses_after_the_last_tensor_has_not_accepted(link: EngineLink, weights: Weights, in_thread):
+    def engine() -> None:
+        with IncomingWeights(link.socket_path, "cpu", 20) as incoming:
+            list(incoming.tensors())
+            raise ValueError("something is missing")
+
+    loading = in_thread(engine)
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    with pytest.raises(ActivationError, match="something is missing"):
+        link.finish(20)
+    assert isinstance(loading.exception(), ValueError)
+
+
+def test_an_engine_that_stops_before_the_last_tensor_has_not_accepted(link: EngineLink, weights: Weights, in_thread):
+    def engine() -> None:
+        incoming = receive(link.socket_path, "cpu", 20)
+        next(incoming)
+        incoming.close()
+
+    loading = in_thread(engine)
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    with pytest.raises(ActivationError, match="it stopped before the last tensor"):
+        link.finish(20)
+    loading.result()
+
+
+def test_an_engine_that_never_connects_or_stalls_is_waited_for_until_the_deadline(
+    link: EngineLink, weights: Weights, in_thread
+):
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    with pytest.raises(TransportTimeout, match=r"\[cpu-0\] the engine has not connected within 0.1 s"):
+        link.await_free(0, 0.1)
+    stalled = receive(link.socket_path, "cpu", 20)
+    next(stalled)
+    with pytest.raises(TransportTimeout, match=r"the engine has not loaded its bucket within 0.1 s"):
+        link.await_free(0, 0.1)
+    stalled.close()
+
+
+def test_an_engine_learns_why_the_server_gave_up(link: EngineLink, weights: Weights, in_thread):
+    link.offer(0, put(link.half(0), ["layer-0"], weights))
+    waiting = receive(link.socket_path, "cpu", 20)
+    next(waiting)
+    link.abort("rank 3 has died")
+    link.close()
+    with pytest.raises(TransportError, match="the ParameterServer gave up: rank 3 has died"):
+        next(waiting)
+
+
+def test_an_engine_does_not_wait_for_a_server_that_is_silent_or_gone(link: EngineLink, weights: Weights, in_thread):
+    with pytest.raises(TransportTimeout, match="was silent for 0.1 s"):
+        next(receive(link.socket_path, "cpu", 0.1))
+    link.close()
+    with pytest.raises(TransportError, match="no ParameterServer at .*: No such file"):
+        next(receive(link.socket_path, "cpu", 20))
+
+
+def test_closing_ends_an_engine_in_the_middle(link: EngineLink, in_thread):
+    waiting = in_thread(lambda: list(receive(link.socket_path, "cpu", 20)))
+    deadline = time.monotonic() + 20
+    while not waiting.running() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    link.close()
+    with pytest.raises(TransportError):
+        waiting.result()
+
+
+def test_the_socket_is_this_users_alone_and_goes_with_the_link():
+    before = set(os.listdir("/dev/shm"))
+    link = EngineLink("cpu-0", HALF_NBYTES, timeout_s=20)
+    path = Path(link.socket_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert {name for name in os.listdir("/dev/shm") if name.startswith("verl-")} <= before
+    link.close()
+    link.close()
+    assert not path.parent.exists()
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[..., subprocess.Popen]]:
+    started: list[subprocess.Popen] = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", link_process.__name__, *arguments]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+        one.stdout.close()
+
+
+def test_an_engine_process_that_is_killed_is_noticed_at_once(weights: Weights, process):
+    with EngineLink("cpu-0", HALF_NBYTES, timeout_s=60) as link:
+        engine = process("engine", link.socket_path)
+        link.offer(0, put(link.half(0), ["layer-0"], weights))
+        assert engine.stdout.readline() == "layer-0\n"
+        engine.kill()
+        with pytest.raises(TransportError, match="died") as raised:
+            link.await_free(0, 60)
+        assert not isinstance(raised.value, TransportTimeout)
+
+
+def test_a_server_process_that_is_killed_leaves_nothing_and_its_engine_fails(process):
+    server = process("server")
+    socket_path = server.stdout.readline().strip()
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(lambda: list(receive(socket_path, "cpu", 60)))
+        time.sleep(0.2)
+        server.kill()
+        with pytest.raises(TransportError):
+            engine.result()
+    deadline = time.monotonic() + 30
+    while Path(socket_path).parent.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(socket_path).parent.exists()

@@ -1,0 +1,147 @@
+"""When one rank fails, the update ends on all with what went wrong first; nothing is left, the next one works."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint_engine.parameter_server.rank_processes import RankProcess, World
+from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
+
+SIZE = 3
+QUICK_S = 12.0
+"""Far below the deadline of an update: failures are told, not waited for."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["kept groups", "auto_pg"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(SIZE, tmp_path_factory.mktemp("world"), auto_pg=request.param)
+    try:
+        made.all("register", "one", 1)
+        assert made.all("gather", "one") == [SIZE] * SIZE
+        yield made
+    finally:
+        made.end()
+
+
+def settled(world: World, expected: list[Any]) -> list[Any]:
+    """The resources of all ranks, once they are down to `expected` or some seconds have passed."""
+    end = time.monotonic() + QUICK_S
+    while (found := world.all("resources")) != expected and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def behaviours(world: World, failing: dict[int, str], **options: Any) -> list[Any]:
+    """What each rank's update ends with, when some engines misbehave."""
+    futures = [rank.call("update", "one", engine=failing.get(rank.rank, "loads"), **options) for rank in world.ranks]
+    return [future.exception(timeout=60) for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("failing", "kind", "message"),
+    [
+        ({1: "refuses"}, ActivationError, "ValueError: a tensor does not fit"),
+        ({0: "refuses", 2: "refuses"}, ActivationError, "ValueError: a tensor does not fit"),
+        ({2: "is_down"}, ActivationError, "the request .* failed: ConnectionError: http://engine:8000 refused"),
+    ],
+)
+def test_what_one_engine_says_ends_the_update_on_all_ranks_and_the_next_one_works(
+    world: World, failing: dict[int, str], kind: type[Exception], message: str
+):
+    assert behaviours(world, {}) == [None] * SIZE
+    before = world.all("resources")
+    started = time.monotonic()
+    ends = behaviours(world, failing)
+    assert time.monotonic() - started < QUICK_S
+    for end in ends:
+        assert isinstance(end, kind)
+        with pytest.raises(kind, match=message):
+            raise end
+        assert any(f"rank {rank}" in str(end) or f"cpu-{rank}" in str(end) for rank in failing)
+    assert behaviours(world, {}) == [None] * SIZE
+    assert world.all("wrong", 1, range(SIZE)) == [[]] * SIZE
+    assert settled(world, before) == before
+
+
+def test_an_engine_that_never_comes_is_named_at_the_deadline(tmp_path: Path):
+    world = World(2, tmp_path, timeout_s=4.0)
+    try:
+        world.all("register", "one", 1)
+        world.all("gather", "one")
+        started = time.monotonic()
+        ends = behaviours(world, {1: "is_silent"})
+        assert time.monotonic() - started < QUICK_S
+        for end in ends:
+            assert isinstance(end, TransportTimeout)
+        assert "cpu-1" in str(ends[1])
+        assert "the engine has not connected" in str(ends[1])
+        # A rank that stops answers nothing, and is named by the one that waits.
+        futures = [world.ranks[0].call("update", "one"), world.ranks[1].call("update", "one", engine="stalls")]
+        with pytest.raises(TransportError, match="rank 1"):
+            futures[0].result(timeout=QUICK_S)
+        world.ranks[1].send_signal(signal.SIGCONT)
+        assert isinstance(futures[1].exception(timeout=60), Exception)
+        assert behaviours(world, {}) == [None, None]
+    finally:
+        world.end()
+
+
+@pytest.mark.parametrize("doomed", [0, 2])
+def test_a_rank_that_is_killed_ends_the_update_on_the_others(tmp_path: Path, doomed: int):
+    """Rank 0 hosts the store in which the others meet."""
+    world = World(SIZE, tmp_path)
+    others = [rank for rank in world.ranks if rank.rank != doomed]
+    try:
+        world.all("register", "one", 1)
+        world.all("gather", "one")
+        before = [rank.call("resources").result() for rank in others]
+        started = time.monotonic()
+        futures = {
+            rank.rank: rank.call("update", "one", engine="dies" if rank.rank == doomed else "loads")
+            for rank in world.ranks
+        }
+        for rank in others:
+            with pytest.raises(TransportError, match=f"rank {doomed}|process has ended"):
+                futures[rank.rank].result(timeout=60)
+        assert time.monotonic() - started < QUICK_S
+        after = [rank.call("resources").result() for rank in others]
+        for found, allowed in zip(after, before, strict=True):
+            assert found["links"] == 0
+            assert found["mapped"] == allowed["mapped"]
+    finally:
+        world.end()
+
+
+def test_an_owner_that_was_killed_is_named_by_its_address(tmp_path: Path):
+    """Owners take no part in P2P updates, so nobody but the reader notices."""
+    owner, joiner = RankProcess(0, 1, None, tmp_path), RankProcess(0, 1, None, tmp_path)
+    try:
+        for method, *values in (("register", "mine", 1), ("gather", "mine"), ("save", tmp_path / "metas", "mine")):
+            owner.call(method, *values).result()
+        joiner.call("load", tmp_path / "metas").result()
+        joiner.call("update", "mine", [0]).result()
+        owner.send_signal(signal.SIGKILL)
+        with pytest.raises(TransportError, match=r"reading from the P2P store at [\d.]+:\d+"):
+            joiner.call("update", "mine", [0]).result(timeout=60)
+        assert joiner.call("resources").result()["links"] == 0
+    finally:
+        owner.end()
+        joiner.end()
+
+
+def test_a_rank_that_does_not_come_is_named_and_is_welcome_later(tmp_path: Path):
+    world = World(2, tmp_path, timeout_s=3.0)
+    try:
+        world.all("register", "one", 1)
+        world.all("gather", "one")
+        with pytest.raises(TransportTimeout, match=r"rank 1 not here within 3.0 s; here: rank 0"):
+            world.ranks[0].call("update", "one").result(timeout=QUICK_S)
+        assert behaviours(world, {}) == [None, None]
+    finally:
+        world.end()

@@ -1,0 +1,125 @@
+"""A plain vLLM server in processes of its own, as a user starts one, with dummy weights and our plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
+from tests.weight_sync.replicas import served_weights_file
+from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+from verl.workers.rollout.vllm.leftovers import shared_memory_of
+
+START_TIMEOUT_S = 300.0
+
+
+class ServedVLLM:
+    def __init__(self, url: str, model: Path, served: Path) -> None:
+        self.url = url
+        self._model = model
+        self._served = served
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """POST, with a body or without."""
+        data = json.dumps(body).encode() if body is not None else b""
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def greedy_tokens(self) -> list[list[int]]:
+        """What it says to PROMPTS."""
+        body = {"model": str(self._model), "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        answers = [
+            self.call("/v1/completions", body | {"prompt": prompt, "return_token_ids": True}) for prompt in PROMPTS
+        ]
+        return [answer["choices"][0]["token_ids"] for answer in answers]
+
+    def weights(self, rank: int = 0) -> dict[str, torch.Tensor]:
+        """What a worker computes with, by vLLM's name of the parameter."""
+        self.call("/collective_rpc", {"method": "write_served_weights", "args": ["now"]})
+        found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", rank))
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def served_vllm(model: Path, directory: Path, *, ranks: int = 1) -> Iterator[ServedVLLM]:
+    """`vllm serve MODEL --load-format dummy ...`: the command itself does not start in vLLM's CPU distribution."""
+    port, served = free_port(), directory / "served"
+    served.mkdir()
+    arguments = {
+        "model": model,
+        "load-format": "dummy",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "tensor-parallel-size": ranks,
+        "max-model-len": 256,
+        "max-num-seqs": 8,
+        "kv-cache-memory-bytes": 10**8,
+        "weight-transfer-config": json.dumps({"backend": ENGINE_NAME}),
+        "worker-extension-cls": "tests.weight_sync.inspected_engine.ServedWeights",
+        "additional-config": json.dumps({"served_weights": str(served)}),
+    }
+    flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(ranks)),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    with (directory / "vllm.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flags],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    leftovers: set[Path] = set()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _await_health(server, url, directory / "vllm.log")
+        leftovers = shared_memory_of(server.pid)
+        yield ServedVLLM(url, model, served)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+
+
+def _await_health(server: subprocess.Popen, url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-5000:]}")

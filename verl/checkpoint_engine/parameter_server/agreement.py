@@ -1,0 +1,102 @@
+"""What the ranks of an update agree on before a byte moves: the checkpoint, the size of buckets, who fetches which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import xxhash
+
+from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize, choose_bucket_size, order_of
+from verl.checkpoint_engine.parameter_server.rank_device import Device
+from verl.checkpoint_engine.parameter_server.records import RankMetas
+from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
+
+
+class _Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    mode: str
+    metas: str
+    """Digest of what this rank knows of the owners."""
+    usable_nbytes: int
+    max_bucket_nbytes: int
+    receiver: RankMetas
+    """Without buffers."""
+
+
+def agree(
+    together: Undertaking,
+    *,
+    name: str,
+    device: Device,
+    mem_fraction: float,
+    own: RankMetas,
+    metas: Mapping[int, RankMetas],
+    metas_name: str | None,
+    p2p: bool,
+) -> tuple[BucketSize, list[tuple[int, Bucket]]]:
+    """The size of buckets, and (rank that fetches and broadcasts, bucket) in order. The same on all ranks.
+
+    `own`: what this rank has registered as `name`. `metas`: what it knows of the owners, of the checkpoint `metas_name`
+    or, if None, of whatever checkpoint was meant when they were loaded. Raises ConfigError, PlanError.
+    """
+    _check_metas(name, own, metas, metas_name, ranks=together.roster.ranks, p2p=p2p)
+    proposal = _Proposal(
+        name=name,
+        mode="P2P" if p2p else "broadcast",
+        metas=_digest(metas),
+        usable_nbytes=int(device.free_nbytes() * mem_fraction),
+        max_bucket_nbytes=device.max_bucket_nbytes(),
+        receiver=msgspec.structs.replace(own, buffers=()),
+    )
+    answers = together.roster.exchange("planning", msgspec.to_builtins(proposal), together.deadline)
+    proposals = {rank: msgspec.convert(answer, _Proposal) for rank, answer in answers.items()}
+    raise_unless_same({rank: other.name for rank, other in proposals.items()}, "updates checkpoint")
+    raise_unless_same({rank: other.mode for rank, other in proposals.items()}, "updates by")
+    raise_unless_same({rank: other.metas for rank, other in proposals.items()}, "knows metas with digest")
+    size = choose_bucket_size(
+        {rank: other.usable_nbytes for rank, other in proposals.items()},
+        {rank: other.max_bucket_nbytes for rank, other in proposals.items()},
+        metas,
+    )
+    receivers = [other.receiver for other in proposals.values()]
+    return size, order_of(metas, size.nbytes, receivers if p2p else None)
+
+
+def raise_unless_same(by_rank: Mapping[int, Any], what: str) -> None:
+    """Raises ConfigError that quotes two ranks which differ."""
+    first, *others = by_rank
+    for rank in others:
+        if by_rank[rank] != by_rank[first]:
+            raise ConfigError(f"rank {first} {what} {by_rank[first]!r}, rank {rank} {by_rank[rank]!r}")
+
+
+def _check_metas(
+    name: str,
+    own: RankMetas,
+    metas: Mapping[int, RankMetas],
+    metas_name: str | None,
+    *,
+    ranks: list[int],
+    p2p: bool,
+) -> None:
+    if not metas:
+        raise ConfigError(f"nothing is known of checkpoint {name!r}: call gather_metas, or load_metas, first")
+    if metas_name is not None and metas_name != name:
+        raise ConfigError(f"the metas are those of checkpoint {metas_name!r}: gather those of {name!r} first")
+    if p2p:
+        return
+    absent = [rank for rank, meta in metas.items() if meta.buffers and rank not in ranks]
+    held = metas[own.rank].incarnation if own.rank in metas else 0
+    if absent or held != own.incarnation:
+        raise ConfigError(
+            f"a broadcast of {name!r} needs all its owners as they were when metas were gathered, but "
+            + (f"ranks {absent} are not among {ranks}" if absent else f"rank {own.rank} has other memory now")
+            + ": gather again, or name the receiving ranks"
+        )
+
+
+def _digest(metas: Mapping[int, RankMetas]) -> str:
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode([metas[rank] for rank in sorted(metas)]))

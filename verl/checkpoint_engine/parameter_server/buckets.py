@@ -1,0 +1,130 @@
+"""In which pieces a checkpoint travels: how large they are, what is in each, and in which order. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from verl.checkpoint_engine.errors import ConfigError, PlanError
+from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks, round_robin, topology_of
+from verl.checkpoint_engine.parameter_server.records import PackedTensor, RankMetas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Neighbouring tensors in one host buffer of one rank, fetched as one range."""
+
+    owner: int
+    buffer: int
+    """Number of the owner's buffer."""
+    offset: int
+    """Of the first byte in that buffer."""
+    address: int
+    """Of the first byte in the owner's process."""
+    nbytes: int
+    tensors: tuple[PackedTensor, ...]
+    """Their offsets count from the bucket's first byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSize:
+    nbytes: int
+    staged: bool
+    """There is memory for a third bucket, so that the next one is fetched while one is broadcast and one loaded."""
+
+
+def choose_bucket_size(
+    usable_nbytes: Mapping[int, int], max_nbytes: Mapping[int, int], metas: Mapping[int, RankMetas]
+) -> BucketSize:
+    """The size on which all ranks agree: `usable_nbytes` and `max_nbytes` are by rank, of its device and as configured.
+
+    A third of the least memory, or half of it without a staging bucket when a third does not hold the largest tensor.
+    Never more than the largest host buffer. Raises ConfigError that names the tensor, and the rank that is short.
+    """
+    tensors = [tensor for meta in metas.values() for tensor in _tensors(meta)]
+    if not tensors:
+        return BucketSize(nbytes=1, staged=False)
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+    longest = max((buffer.nbytes for meta in metas.values() for buffer in meta.buffers), default=0)
+    short = min(usable_nbytes, key=lambda rank: usable_nbytes[rank])
+    most = min(min(max_nbytes.values()), max(longest, 1))
+    if most < largest.nbytes:
+        strictest = min(max_nbytes, key=lambda rank: max_nbytes[rank])
+        raise ConfigError(
+            f"tensor {largest.name!r} has {largest.nbytes} bytes, but a bucket may have {most} on rank {strictest}: "
+            f"set PS_MAX_BUCKET_SIZE_GB to at least {largest.nbytes / 2**30:.3f}"
+        )
+    for parts in (3, 2):
+        nbytes = min(usable_nbytes[short] // parts, most)
+        if nbytes >= largest.nbytes and nbytes > 0:
+            return BucketSize(nbytes=nbytes, staged=parts == 3)
+    raise ConfigError(
+        f"tensor {largest.name!r} has {largest.nbytes} bytes and two buckets have to hold it, but rank {short} can use "
+        f"{usable_nbytes[short]} bytes of its device: free some, or raise mem_fraction"
+    )
+
+
+def buckets_of(meta: RankMetas, bucket_nbytes: int) -> list[Bucket]:
+    """All that a rank holds, in order, in buckets of at most `bucket_nbytes`, which no tensor exceeds."""
+    return [
+        _bucket(meta, number, tensors)
+        for number, buffer in enumerate(meta.buffers)
+        for tensors in _runs(buffer.tensors, bucket_nbytes)
+    ]
+
+
+def order_of(
+    metas: Mapping[int, RankMetas], bucket_nbytes: int, receivers: Sequence[RankMetas] | None
+) -> list[tuple[int, Bucket]]:
+    """(rank that fetches and broadcasts, bucket), in the order in which all ranks take them.
+
+    `receivers`: the ranks that pull from the owners; None: every owner broadcasts its own, owners by turns. Raises
+    PlanError that lists tensors which several ranks hold.
+    """
+    _raise_if_twice(metas)
+    owned = [(rank, bucket) for rank in sorted(metas) for bucket in buckets_of(metas[rank], bucket_nbytes)]
+    if receivers is None:
+        return round_robin(owned, {rank: str(rank) for rank in metas}) if owned else []
+    owners = [meta for meta in metas.values() if meta.buffers]
+    assigned = assign_receiver_ranks(owned, topology_of(receivers), topology_of(owners))
+    return [(receiver, bucket) for receiver, _, bucket in assigned]
+
+
+def _tensors(meta: RankMetas) -> Iterator[PackedTensor]:
+    for buffer in meta.buffers:
+        yield from buffer.tensors
+
+
+def _raise_if_twice(metas: Mapping[int, RankMetas]) -> None:
+    holders: dict[str, list[int]] = {}
+    for rank, meta in metas.items():
+        for tensor in _tensors(meta):
+            holders.setdefault(tensor.name, []).append(rank)
+    twice = [f"{name} (ranks {', '.join(map(str, ranks))})" for name, ranks in holders.items() if len(ranks) > 1]
+    if twice:
+        raise PlanError(f"tensors registered by several ranks: {'; '.join(twice)}")
+
+
+def _runs(tensors: Sequence[PackedTensor], bucket_nbytes: int) -> Iterator[list[PackedTensor]]:
+    run: list[PackedTensor] = []
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if run and tensor.offset + tensor.nbytes - run[0].offset > bucket_nbytes:
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
+def _bucket(meta: RankMetas, number: int, tensors: Sequence[PackedTensor]) -> Bucket:
+    start = tensors[0].offset
+    return Bucket(
+        owner=meta.rank,
+        buffer=number,
+        offset=start,
+        address=meta.buffers[number].address + start,
+        nbytes=max(tensor.offset + tensor.nbytes for tensor in tensors) - start,
+        tensors=tuple(msgspec.structs.replace(tensor, offset=tensor.offset - start) for tensor in tensors),
+    )

@@ -1,0 +1,271 @@
+"""The way of weights from one rank of a ParameterServer into the one engine process (a vLLM worker) that it feeds.
+
+    link = EngineLink("cpu-0", bucket_nbytes, timeout_s=60)          # then tell the engine link.socket_path
+    for bucket in buckets:
+        index = ...                                                  # the halves by turns
+        link.await_free(index, timeout_s)
+        ...                                                          # write the bucket into link.half(index)
+        link.offer(index, tensors)                                   # the engine loads it; the next can be written
+    link.finish(timeout_s)
+    link.close()
+
+The engine's side is `engine_receiver`, the protocol between them `link_messages`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from verl import envs
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportError, TransportTimeout
+from verl.checkpoint_engine.janitor import Janitor
+from verl.checkpoint_engine.parameter_server import link_messages as messages
+from verl.checkpoint_engine.parameter_server.host_memory import shared_memory
+from verl.checkpoint_engine.parameter_server.records import PackedTensor
+
+MAX_SOCKET_PATH = 107
+"""Of the kernel, in bytes."""
+
+
+class EngineLink:
+    """Used from one thread; a thread of its own talks to the engine. Serves one engine, once.
+
+    Every method but `half`, `abort` and `close` raises what went wrong, as soon as it is known: ActivationError with
+    the engine's own words if it refused the weights, TransportError if it died, talks rubbish or was told to abort.
+    Memory and socket are there until `close`; if this process is killed, a janitor removes the socket.
+    """
+
+    def __init__(
+        self,
+        device_id: str,
+        bucket_nbytes: int,
+        *,
+        halves: int = 2,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        on_loaded: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        """`timeout_s` is for the engine to connect. On a `device` other than cpu the halves are that device's memory.
+        `on_loaded` is called, from the thread of the link, with the half that the engine has loaded.
+
+        Raises ConfigError if there is no memory for them.
+        """
+        self.device_id = device_id
+        self.bucket_nbytes = bucket_nbytes
+        self._timeout_s = timeout_s
+        self._on_loaded = on_loaded
+        self._device = torch.device(device)
+        self._fds: list[int] = []
+        self._halves = [self._allocate() for _ in range(halves)]
+        self._directory = _own_directory()
+        self._janitor = Janitor(self._directory)
+        self.socket_path = str(self._directory / "engine")
+        """Where the engine connects: a unix socket that this user alone can open."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket_path)
+        os.chmod(self.socket_path, 0o600)
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+
+        self._changed = threading.Condition()
+        self._to_send: deque[messages.Offer | messages.End] = deque()
+        self._busy: set[int] = set()
+        self._done = False
+        self._closed = False
+        self._error: CheckpointEngineError | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"engine-link-{device_id}", daemon=True)
+        self._thread.start()
+
+    def half(self, index: int) -> torch.Tensor:
+        """`bucket_nbytes` of uint8. Written by the caller while free; the engine reads it from `offer` on."""
+        return self._halves[index]
+
+    def offer(self, index: int, tensors: Sequence[PackedTensor]) -> None:
+        """Have the engine load `tensors` from half `index`, which is free. Returns at once.
+
+        What is written there has to have arrived: on devices the caller synchronises its streams first.
+        """
+        with self._changed:
+            self._raise_error()
+            if index in self._busy:
+                raise ValueError(f"half {index} has been offered and is not free yet")
+            self._busy.add(index)
+            self._to_send.append(messages.Offer(index, tuple(tensors)))
+            self._changed.notify_all()
+
+    def await_free(self, index: int, timeout_s: float) -> None:
+        """Wait until the engine has loaded what was offered in half `index`. Raises TransportTimeout, too."""
+        self._await(lambda: index not in self._busy, timeout_s, "loaded its bucket")
+
+    def finish(self, timeout_s: float) -> None:
+        """Tell the engine that this was all, and wait until it has loaded and accepted it. Raises TransportTimeout."""
+        with self._changed:
+            self._raise_error()
+            self._to_send.append(messages.End())
+            self._changed.notify_all()
+        self._await(lambda: self._done, timeout_s, "accepted the weights")
+
+    def abort(self, reason: str) -> None:
+        """Have the engine fail with `reason` instead of waiting for more. Does nothing once it is done or failed."""
+        with self._changed:
+            if self._error is not None or self._done:
+                return
+            self._error = TransportError(reason, member=self.device_id)
+            self._to_send.clear()
+            if self._connection is not None:
+                with suppress(OSError):  # it is gone: then there is nobody to tell
+                    messages.send(self._connection, messages.Abort(reason))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free the memory, remove the socket. Idempotent. An engine that is not done fails."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            if self._connection is not None:
+                with suppress(OSError):  # the engine was first
+                    self._connection.shutdown(socket.SHUT_RDWR)
+            else:
+                with suppress(OSError), socket.socket(socket.AF_UNIX) as knock:  # the thread waits for somebody
+                    knock.connect(self.socket_path)
+        self._thread.join()
+        self._listener.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._halves.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._janitor.close()
+
+    def __enter__(self) -> EngineLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _allocate(self) -> torch.Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(self.bucket_nbytes, dtype=torch.uint8, device=self._device)
+        memory, fd = shared_memory(self.bucket_nbytes)
+        self._fds.append(fd)
+        return memory
+
+    def _await(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: reached() or self._error is not None, timeout_s)
+            self._raise_error()
+            if not reached():
+                state = "has not connected" if self._connection is None else f"has not {what}"
+                raise TransportTimeout(f"the engine {state} within {timeout_s} s", member=self.device_id)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ------------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        try:
+            with self._accept() as connection:
+                with self._changed:
+                    self._connection = connection
+                    if self._closed:
+                        return
+                self._converse(connection)
+        except TimeoutError:
+            self._fail(TransportTimeout(f"the engine has not connected within {self._timeout_s} s"))
+        except OSError as exc:
+            self._fail(TransportError(f"the engine died or closed its connection: {exc.strerror}"))
+        except CheckpointEngineError as exc:
+            self._fail(exc)
+
+    def _accept(self) -> socket.socket:
+        self._listener.settimeout(self._timeout_s)
+        connection, _ = self._listener.accept()
+        connection.settimeout(None)  # deadlines are those of the callers, who close the link when one passes
+        return connection
+
+    def _converse(self, connection: socket.socket) -> None:
+        hello = self._receive(connection, messages.Hello)
+        if hello is None:
+            return
+        if hello.protocol != messages.PROTOCOL:
+            raise TransportError(f"the engine speaks protocol {hello.protocol}, not {messages.PROTOCOL}")
+        self._send_memory(connection)
+        while (message := self._next_message()) is not None:
+            messages.send(connection, message)
+            if isinstance(message, messages.End):
+                self._receive(connection, messages.Done)
+                with self._changed:
+                    self._done = self._error is None
+                    self._changed.notify_all()
+                return
+            loaded = self._receive(connection, messages.Loaded)
+            if loaded is None:
+                return
+            self._on_loaded(loaded.half)
+            with self._changed:
+                self._busy.discard(loaded.half)
+                self._changed.notify_all()
+
+    def _receive(self, connection: socket.socket, kind: type[messages.T]) -> messages.T | None:
+        """The engine's next message, or None if it failed, which is noted."""
+        message: messages.T | messages.Failed = messages.receive_message(connection, kind | messages.Failed)  # type: ignore[arg-type]
+        if isinstance(message, messages.Failed):
+            self._fail(ActivationError(message.reason))
+            return None
+        return message
+
+    def _send_memory(self, connection: socket.socket) -> None:
+        shared = self._device.type == "cpu"
+        handles = () if shared else tuple(_ipc_handle(half) for half in self._halves)
+        messages.send(
+            connection,
+            messages.Memory(
+                kind="shared" if shared else self._device.type,
+                half_nbytes=self.bucket_nbytes,
+                num_halves=len(self._halves),
+                handles=handles,
+            ),
+        )
+        if shared:
+            socket.send_fds(connection, [b"\0"], self._fds)
+
+    def _next_message(self) -> messages.Offer | messages.End | None:
+        """What to send next; None when there will be nothing more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._to_send or self._closed or self._error is not None)
+            return self._to_send.popleft() if self._to_send and not self._closed else None
+
+    def _fail(self, error: CheckpointEngineError) -> None:
+        with self._changed:
+            if self._error is None and not self._done:
+                error.member = error.member or self.device_id
+                self._error = error
+            self._changed.notify_all()
+
+
+def _own_directory() -> Path:
+    """Of this user alone, where sockets go: under the temporary directory unless its name leaves no room."""
+    for parent in (Path(tempfile.gettempdir()), envs.shm_dir()):
+        if len(os.fsencode(parent)) + 40 < MAX_SOCKET_PATH:
+            return Path(tempfile.mkdtemp(prefix="verl-engine-link-", dir=parent))
+    raise TransportError(f"{tempfile.gettempdir()} and {envs.shm_dir()} are too long for sockets: set TMPDIR")
+
+
+def _ipc_handle(memory: torch.Tensor) -> tuple[int | bytes | bool, ...]:
+    """What another process needs to map device memory: torch's own handle, of integers and bytes."""
+    share = getattr(memory.untyped_storage(), f"_share_{memory.device.type}_")
+    handle: tuple[int | bytes | bool, ...] = tuple(share())
+    return handle

@@ -1,0 +1,171 @@
+"""The engine's side of an `EngineLink`: the tensors that a ParameterServer sends, as they come."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.parameter_server import link_messages as messages
+from verl.checkpoint_engine.parameter_server.records import PackedTensor
+
+
+def receive(socket_path: str, device: torch.device | str, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (name, tensor) from the ParameterServer. See `IncomingWeights`, which can also say why it failed."""
+    with IncomingWeights(socket_path, device, timeout_s) as weights:
+        yield from weights.tensors()
+
+
+class IncomingWeights:
+    """A connection to a ParameterServer. Use as a context manager, in the process that computes with the weights.
+
+    A clean end of the block after the last tensor tells the server that the engine accepts the weights; an exception,
+    or an end before, that it does not, and why.
+    """
+
+    def __init__(self, socket_path: str, device: torch.device | str, timeout_s: float) -> None:
+        """`device` is this process's own. `timeout_s` is for every single wait for the server."""
+        self._socket_path = socket_path
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._fds: list[int] = []
+        self._halves: list[torch.Tensor] = []
+        self._complete = False
+
+    def __enter__(self) -> Self:
+        """Raises TransportError if nobody listens there, TransportTimeout."""
+        self._connection.settimeout(self._timeout_s)
+        try:
+            self._connection.connect(self._socket_path)
+            self._open_memory()
+        except BaseException as exc:
+            self._close()
+            if isinstance(exc, OSError):
+                raise self._foreign(exc) from exc
+            raise
+        return self
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor, once. It stays valid as long as somebody holds it, or a view of it.
+
+        The server overwrites a half when the next tensor after its last is asked for. On CPU what is still held then
+        is kept by a copy of just those pages: vLLM holds a tensor until its layer is complete. On devices every tensor
+        is a copy already. Raises TransportError, TransportTimeout.
+        """
+        while True:
+            message = self._receive(messages.Offer | messages.End)
+            if isinstance(message, messages.End):
+                self._complete = True
+                return
+            yield from self._load(message)
+            self._send(messages.Loaded(message.half))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None and self._complete:
+                self._send(messages.Done())
+            else:
+                reason = "it stopped before the last tensor"
+                if error is not None and not isinstance(error, GeneratorExit):
+                    reason = f"{type(error).__name__}: {error}"
+                with suppress(TransportError):  # the server is gone, or it failed first: this error is not the news
+                    self._send(messages.Failed(f"the engine did not load the weights: {reason}"))
+        finally:
+            self._close()
+
+    def _open_memory(self) -> None:
+        self._send(messages.Hello(messages.PROTOCOL))
+        memory = self._receive(messages.Memory)
+        self._half_nbytes = memory.half_nbytes
+        if memory.kind == "shared":
+            _, self._fds, _, _ = socket.recv_fds(self._connection, 1, memory.num_halves)
+            if len(self._fds) != memory.num_halves:
+                raise TransportError(f"the ParameterServer passed {len(self._fds)} of {memory.num_halves} halves")
+        elif memory.kind == self._device.type:
+            self._halves = [_from_ipc(handle, self._device) for handle in memory.handles]
+        else:
+            raise TransportError(
+                f"the ParameterServer's weights are on {memory.kind}, this engine computes on {self._device.type}"
+            )
+
+    def _load(self, offer: messages.Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._halves:
+            for packed in offer.tensors:
+                part = self._halves[offer.half][packed.offset : packed.offset + packed.nbytes]
+                yield packed.name, _typed(part, packed).clone()
+            torch.accelerator.synchronize()  # the copies are complete before the half is given back
+            return
+        # A private mapping of its own for each offer: what is written to it is a copy, what is not is the server's.
+        half = mmap.mmap(self._fds[offer.half], self._half_nbytes, flags=mmap.MAP_PRIVATE)
+        owners = []
+        for packed in offer.tensors:
+            # The tensor and all of its views hold `owner`, which so tells whether any of them is alive.
+            owner: npt.NDArray[np.uint8] = np.frombuffer(half, np.uint8, packed.nbytes, packed.offset)
+            owners.append(weakref.ref(owner))
+            tensor = _typed(torch.from_numpy(owner), packed)
+            del owner
+            yield packed.name, tensor
+            del tensor
+        for reference in owners:
+            if (held := reference()) is not None:
+                _keep(held)
+
+    def _receive(self, kind: Any) -> Any:
+        try:
+            message = messages.receive_message(self._connection, kind | messages.Abort)
+        except OSError as exc:
+            raise self._foreign(exc) from exc
+        if isinstance(message, messages.Abort):
+            raise TransportError(f"the ParameterServer gave up: {message.reason}")
+        return message
+
+    def _send(self, message: messages.FromEngine) -> None:
+        try:
+            messages.send(self._connection, message)
+        except TimeoutError as exc:
+            raise self._foreign(exc) from exc
+        except OSError as exc:
+            # It has closed its end. What it said last, if anything, says why.
+            with suppress(OSError):
+                abort = messages.receive_message(self._connection, messages.Abort)
+                raise TransportError(f"the ParameterServer gave up: {abort.reason}") from exc
+            raise self._foreign(exc) from exc
+
+    def _foreign(self, exc: OSError) -> TransportError:
+        if isinstance(exc, TimeoutError):
+            return TransportTimeout(f"the ParameterServer at {self._socket_path} was silent for {self._timeout_s} s")
+        return TransportError(f"no ParameterServer at {self._socket_path}: {exc.strerror}")
+
+    def _close(self) -> None:
+        self._connection.close()
+        self._halves.clear()
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _typed(part: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
+    return part.view(getattr(torch, packed.dtype)).view(packed.shape)
+
+
+def _keep(owner: npt.NDArray[np.uint8]) -> None:
+    """Have the kernel copy the pages of `owner`: every page that is written to."""
+    owner[:: mmap.PAGESIZE] |= 0
+    owner[-1:] |= 0
+
+
+def _from_ipc(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The first item of torch's handle is the sender's index of the device, which may be another one here."""
+    storage: Any = torch.UntypedStorage
+    shared = getattr(storage, f"_new_shared_{device.type}")(device.index or 0, *handle[1:])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(shared)

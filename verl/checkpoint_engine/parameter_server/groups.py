@@ -1,0 +1,179 @@
+"""A ParameterServer's own process groups: gloo, nccl or hccl over a store of its own, nothing global of torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
+
+from verl import envs
+from verl.checkpoint_engine.backends.communicators import Communicator, Gloo, Hccl, Nccl
+from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures
+from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
+from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
+from verl.checkpoint_engine.topology import Lane
+
+MESSAGE_NBYTES = 16 * 2**20
+"""Of one gloo broadcast: two at a time are faster than a whole bucket at once."""
+IN_FLIGHT = 2
+MESSAGE_POLL_S = 0.0002
+"""A message takes 4 ms at least."""
+
+
+def communicator_for(kind: str) -> Communicator:
+    """What makes process groups for devices of `kind`. Raises BackendUnavailable."""
+    if kind == "cuda":
+        return Nccl(NcclOptions())
+    return Hccl(HcclOptions()) if kind == "npu" else Gloo(GlooOptions())
+
+
+def open_store(rank: int, master: str | None, timeout_s: float) -> TCPStore:
+    """The store in which all ranks meet: at `master`, `host:port`, or where `MASTER_ADDR` and `MASTER_PORT` say.
+
+    Rank 0 hosts it, unless torchrun does. Raises ConfigError, TransportError.
+    """
+    place = master or envs.master_address()
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            f"the ranks of a ParameterServer meet at MASTER_ADDR and MASTER_PORT, now {place!r}: set both, "
+            "start under torchrun, or give master='host:port'"
+        )
+    hosts = rank == 0 and (master is not None or not envs.torchrun_hosts_store())
+    with failures(
+        f"rank {rank}: {'opening' if hosts else 'connecting to'} the store at {host}:{port}", None, "prepare"
+    ):
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(host, int(port), is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+class Group:
+    """The process group of some ranks, for memory on their device. Used from one thread; waits poll `check`."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, session: str, stream: Callable[[], Any]) -> None:
+        self.ranks = list(ranks)
+        self.session = session
+        """In which it was made."""
+        self._group = group
+        self._rank = rank
+        self._stream = stream
+        self._flying: deque[Any] = deque()
+
+    @classmethod
+    def connect(
+        cls,
+        communicator: Communicator,
+        store: TCPStore,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        session: str,
+        device: torch.device,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> Group:
+        """All `ranks` call it, with the same new `session`. `check` raises when it is to be given up."""
+        # A connection of its own: torch keeps a store's connection locked while it waits.
+        own = PrefixStore(f"{session}/group", store.clone())  # type: ignore[attr-defined]
+        stream = getattr(communicator, "stream", nullcontext)
+
+        def make() -> Group:
+            with failures(f"connecting ranks {', '.join(map(str, ranks))}", None, "prepare"):
+                lane = Lane(device=None, threads=IN_FLIGHT)
+                group = communicator.group(own, list(ranks).index(rank), len(ranks), lane, deadline.remaining_s)
+                return cls(group, ranks, rank, session, stream)
+
+        attempt = Attempt(make)
+        while not attempt.done.wait(POLL_S):
+            check()
+            if deadline.passed:
+                who = ", ".join(f"rank {other}" for other in ranks if other != rank)
+                raise TransportTimeout(
+                    f"no process group with {who} within {deadline.timeout_s:.1f} s", phase="prepare"
+                )
+        made: Group = attempt.result()
+        made.greet(device, deadline, check)
+        return made
+
+    def greet(self, device: torch.device, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Have every connection made that broadcasts need. Who leaves before it is connected leaves others waiting."""
+        for root in self.ranks:
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root, deadline, check)
+
+    def stream(self) -> AbstractContextManager[None]:
+        """On devices: the stream on which broadcasts are ordered after what is copied there. Else nothing."""
+        context: AbstractContextManager[None] = self._stream()
+        return context
+
+    def all_gather(
+        self, data: bytes, device: torch.device, deadline: Deadline, check: Callable[[], None]
+    ) -> list[bytes]:
+        """The `data`, not empty, with which each rank calls it, in the order of `ranks`."""
+        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in self.ranks]
+        with self.stream():
+            own = torch.tensor([len(data)], device=device)
+            self._await(self._group.allgather([parts], [own]), "exchanging sizes", deadline, check)
+            longest = max(int(part.item()) for part in parts)
+            message = torch.zeros(longest, dtype=torch.uint8)
+            message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            received = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in self.ranks]
+            work = self._group.allgather([received], [message.to(device)])
+            self._await(work, "exchanging metas", deadline, check)
+            return [
+                bytes(memory[: int(part.item())].cpu().numpy()) for memory, part in zip(received, parts, strict=True)
+            ]
+
+    def broadcast(self, memory: torch.Tensor, root: int, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Send `memory` (uint8, on the device) from rank `root` to all, or receive it. Returns when it is there."""
+        what = f"the broadcast of rank {root}"
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(root), 0
+        step = MESSAGE_NBYTES if memory.device.type == "cpu" else max(len(memory), 1)
+        with self.stream():
+            for start in range(0, len(memory), step):
+                if len(self._flying) == IN_FLIGHT:
+                    self._await(self._flying[0], what, deadline, check)
+                    self._flying.popleft()
+                with failures(what, None):
+                    self._flying.append(self._group.broadcast([memory[start : start + step]], options))
+            while self._flying:
+                self._await(self._flying[0], what, deadline, check)
+                self._flying.popleft()
+
+    def close(self) -> None:
+        """Leave the group. What is still in flight ends when the others leave theirs, and keeps its memory so long."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        flying, self._flying = self._flying, deque()
+        if not flying:
+            return
+        if self._stream is not nullcontext:
+            group.abort()  # of nccl and hccl; gloo's does nothing
+
+        threading.Thread(target=_let_go, args=([group], flying), name="parameter-server-given-up", daemon=True).start()
+
+    def _await(self, work: Any, what: str, deadline: Deadline, check: Callable[[], None]) -> None:
+        with failures(what, None):
+            while not work.is_completed():
+                check()
+                if deadline.passed:
+                    raise TransportTimeout(f"{what} not done within {deadline.timeout_s:.1f} s")
+                time.sleep(MESSAGE_POLL_S)
+            work.wait()  # returns at once; raises what went wrong
+
+
+def _let_go(group: list[Any], flying: deque[Any]) -> None:
+    """Give the only reference to a group up when nothing is in flight: it does not end before that."""
+    while flying:
+        if flying[0].is_completed():
+            flying.popleft()
+        time.sleep(POLL_S)
+    group.clear()

@@ -1,0 +1,98 @@
+"""What a ParameterServer and an inference engine say to each other on their unix socket, and how it is framed.
+
+    engine                               server
+      Hello                     ->
+                                <-       Memory       how to reach the halves (file descriptors follow, on CPU)
+                                <-       Offer        a half holds these tensors
+      Loaded                    ->                    the half may be written again
+      ...                                ...
+                                <-       End          there are no more tensors
+      Done                      ->                    the engine has accepted all of them
+
+Strictly in turns, but `Failed` may come in place of any message of the engine, and `Abort` at any time.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TypeVar
+
+import msgspec
+
+from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.parameter_server.records import PackedTensor
+
+PROTOCOL = 1
+MAX_FRAME_NBYTES = 2**30
+HEADER_NBYTES = 8
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    protocol: int
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    kind: str
+    """`shared`: file descriptors follow. Else the device type whose IPC handles these are."""
+    half_nbytes: int
+    num_halves: int
+    handles: tuple[tuple[int | bytes | bool, ...], ...]
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    half: int
+    tensors: tuple[PackedTensor, ...]
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    half: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+FromServer = Memory | Offer | End | Abort
+FromEngine = Hello | Loaded | Done | Failed
+T = TypeVar("T")
+
+
+def send(connection: socket.socket, message: FromServer | FromEngine) -> None:
+    """Raises OSError."""
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(len(body).to_bytes(HEADER_NBYTES, "little") + body)
+
+
+def receive_message(connection: socket.socket, kind: type[T]) -> T:
+    """The next message, which must be of `kind`. Raises OSError; TransportError if the peer is gone or another."""
+    nbytes = int.from_bytes(_exactly(connection, HEADER_NBYTES), "little")
+    if nbytes > MAX_FRAME_NBYTES:
+        raise TransportError(f"a message of {nbytes} bytes was announced; is this a socket of another program?")
+    try:
+        return msgspec.msgpack.decode(_exactly(connection, nbytes), type=kind)
+    except msgspec.MsgspecError as exc:
+        raise TransportError(f"a message could not be read: {exc}") from exc
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    done = 0
+    while done < nbytes:
+        count = connection.recv_into(view[done:])
+        if count == 0:
+            raise TransportError("the other side has closed the connection or died")
+        done += count
+    return data

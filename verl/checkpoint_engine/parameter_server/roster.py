@@ -1,0 +1,318 @@
+"""The ranks that do something together: who is there, what each says, and who has failed.
+
+Ranks meet in a torch.distributed store. For every undertaking they agree on a session that is new, so that nothing of
+one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from verl.checkpoint_engine import errors
+from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+
+PULSE_S = 0.2
+HASTE_S = 0.005
+"""Between two looks while somebody waits for an answer."""
+HASTE_PER_RANK_S = 0.0002
+"""Every rank reads every entry in each look: many ranks look less often."""
+SILENT_S = 15.0
+"""A rank that was not heard for so long is given up. Far longer than a busy machine keeps a thread from running."""
+QUIET_S = 1.5
+"""A rank that was not heard for so long is named in errors that have no better explanation."""
+
+_PARTED = "parted"
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    kind: str
+    message: str
+    origin: bool
+    """It began there; else the rank only saw its connections break."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    beat: int
+    said: dict[str, bytes]
+    failure: _Failure | None = None
+
+
+class Roster:
+    """One rank's view of one session. A thread of its own talks to the store: that may hang when its host does.
+
+    Everything else is called from one thread, except `fail`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        on_failure: Callable[[CheckpointEngineError], None] = lambda error: None,
+    ) -> None:
+        """`ranks` meet here, `rank` among them; the first one opens the session. `on_failure` is called once, from
+        another thread, when some other rank has failed or is gone."""
+        self.session = ""
+        self.rank, self.ranks = rank, list(ranks)
+        self.on_failure = on_failure
+        self._failure: CheckpointEngineError | None = None
+        self._said: dict[str, bytes] = {}
+        self._own_failure: _Failure | None = None
+        self._entries: dict[int, _Entry] = {}
+        self._heard: dict[int, float] = {}
+        """When each rank's entry was last seen to change."""
+        self._came: set[int] = set()
+        self._store: Any = store  # torch's annotations know no bytes
+        self._place = f"roster/{'-'.join(map(str, self.ranks))}"
+        self._haste_s = max(HASTE_S, len(self.ranks) * HASTE_PER_RANK_S)
+        self._changed = threading.Condition()
+        self._hasty = False
+        self._left = threading.Event()
+        self._news = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="parameter-server-roster", daemon=True)
+
+    # ------------------------------------------------------------------ the rank
+
+    def meet(self, deadline: Deadline) -> None:
+        """Until all ranks are there. Raises TransportTimeout that names those that are not."""
+        self._thread.start()
+        with self._in_haste():
+            while not self.session:
+                self._raise_failure()
+                if deadline.passed:
+                    absent = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in self._came)
+                    came = ", ".join(f"rank {rank}" for rank in sorted(self._came)) or "none"
+                    raise TransportTimeout(
+                        f"{absent or 'the opening of the session'} not here within {deadline.timeout_s:.1f} s; "
+                        f"here: {came}"
+                    )
+                self._wait(deadline)
+
+    def exchange(self, topic: str, value: Any, deadline: Deadline) -> dict[int, Any]:
+        """Say `value` (what msgpack can express) and return what every rank says about `topic`, by rank.
+
+        Raises the first failure of any rank, TransportTimeout that names whom it waited for.
+        """
+        with self._changed:
+            self._said[topic] = msgspec.msgpack.encode(value)
+        self._news.set()
+        with self._in_haste():
+            while True:
+                self.check()
+                answers = {rank: entry.said[topic] for rank, entry in self._entries.items() if topic in entry.said}
+                if len(answers) == len(self.ranks):
+                    return {rank: msgspec.msgpack.decode(answers[rank]) for rank in self.ranks}
+                if deadline.passed:
+                    late = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in answers)
+                    done = ", ".join(f"rank {rank}" for rank in sorted(answers)) or "none"
+                    raise TransportTimeout(
+                        f"{late} not through with '{topic}' within {deadline.timeout_s:.1f} s; done: {done}"
+                        + self.quiet()
+                    )
+                self._wait(deadline)
+
+    def check(self) -> None:
+        """Raises the failure of another rank, if there is one."""
+        self._raise_failure()
+
+    def fail(self, error: CheckpointEngineError, *, origin: bool) -> CheckpointEngineError:
+        """Tell everybody. Returns the error that this undertaking ends with: the same on all ranks, where it can be.
+
+        `origin`: it began at this rank, which is not merely the one that saw a connection break.
+        """
+        with self._changed:
+            if self._own_failure is None:
+                self._own_failure = _Failure(type(error).__name__, error.message, origin)
+        self._news.set()
+        until = time.monotonic() + (PULSE_S if origin else QUIET_S + PULSE_S)
+        with self._in_haste(), self._changed:
+            while time.monotonic() < until and self._left_to_hear(origin):
+                self._changed.wait(self._haste_s)
+        failure = self._first_failure()
+        if failure is not None and failure[0] != self.rank:
+            return _error_of(*failure)
+        if not origin or isinstance(error, TransportTimeout):
+            error.message = error.message.removesuffix(self.quiet()) + self.quiet()
+        error.member = error.member or f"rank {self.rank}"
+        return error
+
+    def quiet(self) -> str:
+        """`; no sign of life from rank 1`, for messages; empty if all are there."""
+        now = time.monotonic()
+        silent = [rank for rank, heard in self._heard.items() if rank != self.rank and now - heard > QUIET_S]
+        return f"; no sign of life from {', '.join(f'rank {rank}' for rank in sorted(silent))}" if silent else ""
+
+    def part(self) -> None:
+        """When all has gone well: leave. The first rank goes last, because its process may be the store's host."""
+        with self._changed:
+            self._said[_PARTED] = b""
+        self._news.set()
+        until = time.monotonic() + QUIET_S
+        with self._in_haste(), self._changed:
+            while self.rank == self.ranks[0] and time.monotonic() < until:
+                if all(_PARTED in self._said_by(rank) for rank in self.ranks):
+                    break
+                self._changed.wait(self._haste_s)
+        self.leave()
+
+    def leave(self) -> None:
+        """End the thread, after what was said last has been written. Idempotent."""
+        self._left.set()
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * PULSE_S)  # a store that hangs keeps it; it is a daemon
+
+    def forget(self) -> None:
+        """Let go of the error, whose traceback leads back here. After `leave`."""
+        self._failure = None
+        self.on_failure = lambda error: None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _left_to_hear(self, origin: bool) -> bool:
+        """Whether waiting may still bring a better explanation than one's own, or has to let it be written."""
+        first = self._first_failure()
+        written = self.rank in self._entries and self._entries[self.rank].failure is not None
+        return not written or (not origin and (first is None or not first[1].origin))
+
+    def _first_failure(self) -> tuple[int, _Failure] | None:
+        """Of all failures known, one at its origin before one that followed, then the lowest rank's."""
+        entries: Mapping[int, _Entry] = dict(self._entries)
+        known = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
+        if self._own_failure is not None:
+            known[self.rank] = self._own_failure
+        return min(known.items(), key=lambda item: (not item[1].origin, item[0]), default=None)
+
+    def _wait(self, deadline: Deadline) -> None:
+        with self._changed:
+            self._changed.wait(min(PULSE_S, deadline.remaining_s))
+
+    @contextmanager
+    def _in_haste(self) -> Iterator[None]:
+        self._hasty = True
+        self._news.set()
+        try:
+            yield
+        finally:
+            self._hasty = False
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            if session := self._open_session():
+                self._enter(session)
+            beat = 0
+            while self.session:
+                beat += 1
+                last = self._left.is_set()  # read before what is written: nothing said before is lost
+                self._look(beat)
+                if last:
+                    return
+                self._news.wait(self._haste_s if self._hasty else PULSE_S)
+                self._news.clear()
+        except RuntimeError as exc:
+            if not self._left.is_set():
+                gone = TransportError(f"the store in which the ranks meet is gone ({exc}): its process has ended")
+                self._note_failure(gone)
+
+    def _open_session(self) -> str:
+        """Call, and go where the first rank leads: to the session that answers this very call. Empty if it left."""
+        call = secrets.token_hex(8)
+        own = f"{self._place}/call/{self.rank}"
+        self._store.set(own, call)
+        try:
+            while not self._left.is_set():
+                calls = self._calls()
+                if self.rank == self.ranks[0] and len(calls) == len(self.ranks):
+                    opened = msgspec.msgpack.encode((secrets.token_hex(8), calls))
+                    self._store.set(f"{self._place}/session", opened)
+                if self._store.check([f"{self._place}/session"]):
+                    data = self._store.get(f"{self._place}/session")
+                    session, answered = msgspec.msgpack.decode(data, type=tuple[str, dict[int, str]])
+                    if answered.get(self.rank) == call:
+                        return session
+                self._left.wait(self._haste_s)
+        finally:
+            with suppress(RuntimeError):
+                self._store.set(own, "")
+        return ""
+
+    def _calls(self) -> dict[int, str]:
+        keys = {rank: f"{self._place}/call/{rank}" for rank in self.ranks}
+        there = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        calls = {rank: call for rank, call in there.items() if call}
+        with self._changed:
+            self._came = set(calls)
+            self._changed.notify_all()
+        return calls
+
+    def _enter(self, session: str) -> None:
+        former = f"{self._place}/former/{self.rank}"
+        if self._store.check([former]):  # everybody has left that session, or nobody would have called again
+            self._store.delete_key(f"{self._store.get(former).decode()}/{self.rank}")
+        self._store.set(former, session)
+        self._store = PrefixStore(session, self._store)
+        self._heard = dict.fromkeys(self.ranks, time.monotonic())
+        with self._changed:
+            self.session = session
+            self._changed.notify_all()
+
+    def _look(self, beat: int) -> None:
+        """Write one's own entry and read those of the others."""
+        with self._changed:
+            own = _Entry(beat, dict(self._said), self._own_failure)
+        self._store.set(str(self.rank), msgspec.msgpack.encode(own))
+        absent = [rank for rank in self.ranks if rank not in self._entries]
+        there = {rank for rank in absent if self._store.check([str(rank)])} | self._entries.keys()
+        others = sorted(there - {self.rank})
+        data = self._store.multi_get([str(rank) for rank in others]) if others else []
+        read = {rank: msgspec.msgpack.decode(entry, type=_Entry) for rank, entry in zip(others, data, strict=True)}
+        now = time.monotonic()
+        with self._changed:
+            for rank, entry in (read | {self.rank: own}).items():
+                if rank not in self._entries or self._entries[rank].beat != entry.beat:
+                    self._heard[rank] = now
+                self._entries[rank] = entry
+            self._changed.notify_all()
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        failure = self._first_failure()
+        if failure is not None and failure[0] != self.rank:
+            self._note_failure(_error_of(*failure))
+        for rank, heard in self._heard.items():
+            if rank != self.rank and now - heard > SILENT_S and _PARTED not in self._said_by(rank):
+                self._note_failure(TransportError(f"no sign of life for {SILENT_S:.0f} s", member=f"rank {rank}"))
+
+    def _said_by(self, rank: int) -> dict[str, bytes]:
+        return self._entries[rank].said if rank in self._entries else {}
+
+    def _note_failure(self, error: CheckpointEngineError) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._changed.notify_all()
+        if self._own_failure is None:
+            self.on_failure(error)
+
+
+def _error_of(rank: int, failure: _Failure) -> CheckpointEngineError:
+    """The failure of another rank as it was there."""
+    kind = getattr(errors, failure.kind, None)
+    if not isinstance(kind, type) or not issubclass(kind, CheckpointEngineError):
+        kind = TransportError
+    error: CheckpointEngineError = kind(failure.message, member=f"rank {rank}")
+    return error

@@ -1,0 +1,252 @@
+"""A ParameterServer: checkpoints in the host memory of many ranks, moved into inference engines on demand.
+
+server = ParameterServer(auto_pg=True)              # one per process, under torchrun
+server.register_checkpoint("step-17", files=mine)   # every rank its own part
+server.gather_metas("step-17")                      # every rank learns what every other one holds
+server.update("step-17", request)                   # broadcast: into the engines of all ranks
+server.update("step-17", request, ranks=[4, 5])     # P2P: into those of ranks 4 and 5, which pull and broadcast
+server.unregister_checkpoint("step-17")
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+
+from verl import envs
+from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
+from verl.checkpoint_engine.parameter_server.fetching import Sources
+from verl.checkpoint_engine.parameter_server.holdings import Holdings
+from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
+from verl.checkpoint_engine.parameter_server.rank_device import Device
+from verl.checkpoint_engine.parameter_server.rdma import choose_wire
+from verl.checkpoint_engine.parameter_server.records import RankMetas
+from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
+from verl.checkpoint_engine.parameter_server.undertakings import Undertakings
+
+DEFAULT_MEM_FRACTION = 0.9
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class ParameterServer:
+    """One rank. Methods block and are called from one thread; `gather_metas` and `update` are collective.
+
+    Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        auto_pg: bool = False,
+        gpu_count: int | None = None,
+        mem_fraction: float | None = None,
+        master: str | None = None,
+        p2p_protocol: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """`rank` and `world_size`: None for those of torchrun's environment.
+
+        `auto_pg`: make a process group for every update and drop it afterwards; else one is kept for each set of ranks.
+        `gpu_count`: ranks (devices) per host. `mem_fraction`: share of a device's free memory that buckets may take.
+        `master`: `host:port` where ranks meet, None for `MASTER_ADDR` and `MASTER_PORT`; alone, a rank needs none.
+        `p2p_protocol`: tcp or rdma; None for rdma where the host has devices for it. `timeout_s`: for each gathering
+        and each update, all in all. Raises ConfigError.
+        """
+        self.rank = _given(rank, envs.rank, "rank", "RANK")
+        self.world_size = _given(world_size, envs.world_size, "world_size", "WORLD_SIZE")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank must be from 0 to world_size - 1 = {self.world_size - 1}, not {self.rank}")
+        self.mem_fraction = DEFAULT_MEM_FRACTION if mem_fraction is None else mem_fraction
+        if not 0 < self.mem_fraction <= 1:
+            raise ConfigError(f"mem_fraction must be greater than 0 and at most 1, not {mem_fraction}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
+        self._device = Device.of(self.rank, self.world_size, gpu_count)
+        protocol, rdma_device = choose_wire(p2p_protocol, self._device.local_rank, self._device.count)
+        self._holdings = Holdings(
+            rank=self.rank,
+            world_size=self.world_size,
+            device_id=self._device.id,
+            protocol=protocol,
+            rdma_device=rdma_device,
+        )
+        self._undertakings = Undertakings(
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self._device.torch_device,
+            master=master,
+            keep_groups=not auto_pg,
+            timeout_s=timeout_s,
+        )
+        self._metas: dict[int, RankMetas] = {}
+        self._metas_name: str | None = None
+        """The checkpoint that they describe; None if they were loaded."""
+        self._events = Events(self.rank)
+
+    @property
+    def device_id(self) -> str:
+        """Of this rank's device, as its engine knows it."""
+        return self._device.id
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def register_checkpoint(
+        self,
+        name: str,
+        *,
+        files: Sequence[str | Path] = (),
+        named_tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Load this rank's part of checkpoint `name` into its host memory, from safetensors files or tensors (copied).
+
+        Not collective. Raises ConfigError for files that are unsound, too little memory, or a name that is taken.
+        """
+        self._holdings.register(name, [Path(file) for file in files], named_tensors)
+
+    def unregister_checkpoint(self, name: str) -> None:
+        """Let go of checkpoint `name`. Its memory is kept for the next registration. Raises ConfigError."""
+        self._holdings.unregister(name)
+
+    def gather_metas(self, name: str) -> None:
+        """Learn what every rank holds of checkpoint `name`. All ranks call it; a rank may hold nothing.
+
+        Raises ConfigError if no rank has registered it, TransportError, TransportTimeout that names who is missing.
+        """
+        own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
+        self._device.make_current()
+        with self._undertakings.begin(tuple(range(self.world_size))) as together:
+            answers = [own]
+            if together.group is not None:
+                device, check = self._device.torch_device, together.failure.check
+                answers = together.group.all_gather(own, device, together.deadline, check)
+            told = [msgspec.msgpack.decode(answer, type=tuple[str, RankMetas]) for answer in answers]
+            raise_unless_same({meta.rank: other for other, meta in told}, "gathers the metas of checkpoint")
+            if not any(meta.incarnation for _, meta in told):
+                raise ConfigError(f"checkpoint {name!r} is not registered on any of the {self.world_size} ranks")
+            together.roster.exchange("gathering metas", None, together.deadline)
+        self._metas = {meta.rank: meta for _, meta in told}
+        self._metas_name = name
+
+    def get_metas(self) -> dict[int, RankMetas]:
+        """What `gather_metas` has learnt or `load_metas` was given last, by rank. `metas.save_metas` writes it."""
+        return dict(self._metas)
+
+    def load_metas(self, metas: Mapping[int, RankMetas]) -> None:
+        """Take `metas`, of this job or another one, for what the owners hold and where. For P2P updates.
+
+        It replaces what is known of the senders. Who receives, on which devices, is found out in every update.
+        """
+        self._metas = dict(metas)
+        self._metas_name = None
+
+    # ------------------------------------------------------------------ updates
+
+    def update(self, name: str, req_func: Request, ranks: Sequence[int] | None = None) -> UpdateReport | None:
+        """Move checkpoint `name` into the engines of all ranks (broadcast), or of `ranks` (P2P).
+
+        Called on all ranks, with the same arguments; others than `ranks` return None at once. Before it `gather_metas`,
+        or for P2P `load_metas`. `req_func` is called on every updating rank, on a thread of its own, with (device id,
+        socket path) of every updating rank in order; it asks the engine that this rank speaks for, if any, to receive,
+        and returns when that is done. Socket paths are of the rank's own host.
+
+        Raises the same first error on every updating rank: ConfigError, PlanError, TransportError, TransportTimeout
+        (after `timeout_s`), ActivationError. Engines have been told then; the next update can follow.
+        """
+        receivers = self._receivers(ranks)
+        if self.rank not in receivers:
+            return None
+        held = self._holdings[name]
+        events, stop = Events(self.rank), threading.Event()
+        self._events = events
+        self._device.make_current()
+        with self._undertakings.begin(receivers) as together:
+            together.failure.then(lambda _: stop.set())
+            size, order = agree(
+                together,
+                name=name,
+                device=self._device,
+                mem_fraction=self.mem_fraction,
+                own=self._holdings.metas(name),
+                metas=self._metas,
+                metas_name=self._metas_name,
+                p2p=bool(ranks),
+            )
+            sources = Sources(
+                device=self._device,
+                metas=self._metas,
+                own=held.buffers,
+                own_incarnation=held.incarnation,
+                open_store=self._holdings.open_p2p,
+                deadline=together.own_deadline,
+                stop=stop,
+            )
+            Transfer(
+                rank=self.rank,
+                sources=sources,
+                size=size,
+                order=order,
+                together=together,
+                request=req_func,
+                events=events,
+            ).run()
+        return UpdateReport(
+            name=name,
+            mode="p2p" if ranks else "broadcast",
+            ranks=receivers,
+            nbytes=sum(bucket.nbytes for _, bucket in order),
+            buckets=len(order),
+            bucket_nbytes=size.nbytes,
+            staged=size.staged,
+            seconds=together.deadline.timeout_s - together.deadline.remaining_s,
+            events=events.in_order(),
+        )
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What this rank has done so far in the update that runs, or did in the last one. From any thread."""
+        return self._events.in_order()
+
+    def init_process_group_for_ranks(self, ranks: Sequence[int]) -> None:
+        """Connect `ranks` ahead of their first update, which keeps the group. Others than `ranks` return at once."""
+        receivers = self._receivers(ranks)
+        if self.rank in receivers:
+            self._device.make_current()
+            with self._undertakings.begin(receivers, keep=True) as together:
+                together.roster.exchange("connecting", None, together.deadline)
+
+    def close(self) -> None:
+        """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
+        self._undertakings.close()
+        self._holdings.close()
+        self._metas, self._metas_name = {}, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _receivers(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        if not ranks:
+            return tuple(range(self.world_size))
+        if len(set(ranks)) < len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
+            raise ConfigError(f"ranks must be different ones from 0 to {self.world_size - 1}, not {list(ranks)}")
+        return tuple(sorted(ranks))
+
+
+def _given(argument: int | None, environment: Callable[[], int | None], name: str, variable: str) -> int:
+    try:
+        value = environment() if argument is None else argument
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+    if value is None:
+        raise ConfigError(f"a ParameterServer needs {name}: as an argument, or as {variable} in the environment")
+    return value

@@ -1,0 +1,156 @@
+"""One rank's part in moving one checkpoint into engines: fetch, broadcast, load, each a bucket behind the other.
+
+    fetch        | 0 | 1 | 2 | 3 |
+    broadcast        | 0 | 1 | 2 | 3 |
+    load                 | 0 | 1 | 2 | 3 |
+
+A bucket is fetched by one rank, broadcast into one half of every rank's pair of halves, and loaded by every rank's
+engine from there. The next one goes into the other half meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportTimeout
+from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
+from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
+from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Sources
+from verl.checkpoint_engine.parameter_server.progress import Events
+from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
+
+HALVES = 2
+REQUEST_POLL_S = 0.05
+
+Request = Callable[[list[tuple[str, str]]], None]
+"""Asks the inference engines to receive. Gets (device id, path of the socket) of every updating rank, in order."""
+
+
+@dataclass(kw_only=True)
+class Transfer:
+    """Used once."""
+
+    rank: int
+    sources: Sources
+    size: BucketSize
+    order: Sequence[tuple[int, Bucket]]
+    """(rank that fetches and broadcasts, bucket)."""
+    together: Undertaking
+    request: Request
+    events: Events
+    _in_half: dict[int, int] = field(default_factory=dict)
+    """Which bucket the engine is loading from each half."""
+
+    def run(self) -> None:
+        """Until every rank's engine has accepted the checkpoint. Raises the first failure; nothing is left then."""
+        device = self.sources.device
+        link = EngineLink(
+            device.id,
+            self.size.nbytes,
+            halves=HALVES,
+            timeout_s=self.together.own_deadline.remaining_s,
+            device=device.torch_device,
+            on_loaded=lambda half: self.events.record("load-end", self._in_half[half]),
+        )
+        self.together.failure.then(link.abort)
+        with link:
+            try:
+                paths = self.together.roster.exchange(
+                    "engine links", (device.id, link.socket_path), self.together.deadline
+                )
+                request = self._ask([(device_id, path) for device_id, path in paths.values()])
+                self._move(link)
+                self.together.roster.exchange("loading", None, self.together.deadline)
+                link.finish(self.together.own_deadline.remaining_s)
+                self._await_answer(request)
+                self.together.roster.exchange("finishing", None, self.together.deadline)
+            except BaseException as exc:
+                # Before the link closes, so that the engine hears the reason.
+                self.together.failure.set(exc if isinstance(exc, Exception) else RuntimeError("interrupted"))
+                raise
+
+    def _move(self, link: EngineLink) -> None:
+        own = [(number, bucket) for number, (root, bucket) in enumerate(self.order) if root == self.rank]
+        fetcher = Fetcher(
+            self.sources,
+            own,
+            # Alone, a rank fetches into the one half while its engine loads from the other.
+            staged_nbytes=self.size.nbytes if self.size.staged and self.together.group is not None else 0,
+            halves=[link.half(index) for index in range(HALVES)],
+            events=self.events,
+            failure=self.together.failure,
+        )
+        with fetcher, ThreadPoolExecutor(1, thread_name_prefix="parameter-server-copy") as copier:
+            fetcher.check_stamps()
+            for number, (root, bucket) in enumerate(self.order):
+                half = number % HALVES
+                link.await_free(half, self.together.own_deadline.remaining_s)
+                memory = link.half(half)[: bucket.nbytes]
+                if root == self.rank:
+                    self._spread(number, fetcher.take(number, bucket, memory), memory, copier)
+                    fetcher.release()
+                else:
+                    self._broadcast(number, root, memory)
+                self._in_half[half] = number
+                self.events.record("load-start", number)
+                link.offer(half, bucket.tensors)
+            for half in range(HALVES):
+                link.await_free(half, self.together.own_deadline.remaining_s)
+            fetcher.check_stamps()
+
+    def _spread(self, number: int, source: torch.Tensor, memory: torch.Tensor, copier: ThreadPoolExecutor) -> None:
+        """Send what this rank has fetched to the others, and have it in its own half, too."""
+        if source.data_ptr() == memory.data_ptr():
+            self._broadcast(number, self.rank, memory)
+        elif memory.device.type == "cpu":  # a copy takes a third of the time of a broadcast: beside it
+            copying = copier.submit(memory.copy_, source)
+            self._broadcast(number, self.rank, source)
+            copying.result()
+        else:
+            memory.copy_(source)
+            self.sources.device.synchronize()
+            self._broadcast(number, self.rank, memory)
+
+    def _broadcast(self, number: int, root: int, memory: torch.Tensor) -> None:
+        if self.together.group is None:
+            return
+        self.events.record("broadcast-start", number)
+        self.together.group.broadcast(memory, root, self.together.deadline, self.together.failure.check)
+        self.events.record("broadcast-end", number)
+
+    def _ask(self, paths: list[tuple[str, str]]) -> threading.Thread:
+        """`request` returns only when the engines are done, so it runs beside the transfer."""
+
+        def ask() -> None:
+            try:
+                self.request(paths)
+            except Exception as exc:  # noqa: BLE001 - whatever the caller's function raises ends the update
+                self.together.failure.set(_of_request(exc))
+
+        thread = threading.Thread(target=ask, name="parameter-server-request", daemon=True)
+        thread.start()
+        return thread
+
+    def _await_answer(self, request: threading.Thread) -> None:
+        while request.is_alive():
+            self.together.failure.check()
+            if self.together.deadline.passed:
+                raise TransportTimeout(
+                    f"the engines have loaded, but the request to them has not returned within "
+                    f"{self.together.deadline.timeout_s:.1f} s"
+                )
+            request.join(REQUEST_POLL_S)
+        self.together.failure.check()
+
+
+def _of_request(exc: Exception) -> CheckpointEngineError:
+    if isinstance(exc, CheckpointEngineError):
+        return exc
+    error = ActivationError(f"the request to the engines failed: {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error

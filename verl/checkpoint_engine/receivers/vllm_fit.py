@@ -1,0 +1,124 @@
+"""Whether a checkpoint fits the model that a vLLM worker serves, found out without moving a byte of it.
+
+vLLM's own loaders decide: the worker builds its model a second time, on the meta device, where tensors have shapes and
+no memory, and loads the checkpoint's names and shapes into that.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.receivers.vllm_plugin import DOES_NOT_FIT
+
+TensorShapes = Mapping[str, tuple[str, list[int]]]
+"""dtype (torch's name) and shape of every tensor of a checkpoint."""
+REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError, IndexError, AttributeError, TypeError)
+"""How vLLM's loaders refuse a tensor."""
+
+
+def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
+    """Raises ActivationError that lists every tensor that the model lacks, does not know, or has in another shape."""
+    alone = copy.copy(vllm_config)
+    alone.compilation_config = copy.copy(vllm_config.compilation_config)
+    alone.compilation_config.static_forward_context = {}  # layers enter themselves, once
+    with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
+        model: Any = initialize_model(alone)
+        with set_current_vllm_config(alone):
+            trial = _Trial(model, alone)
+            problems = trial.load_all(tensors)
+    if problems:
+        raise ActivationError(
+            f"{DOES_NOT_FIT} the engine's {type(model).__name__}, {len(problems)} problems: {'; '.join(problems)}"
+        )
+
+
+class _Trial:
+    """One model on the meta device, whose loaders note what arrives."""
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        self._model = model
+        self._plain = vllm_config.model_config.quantization is None
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._current = ""
+        self._sources: dict[str, set[str]] = defaultdict(set)
+        self._misshapen: dict[str, str] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                loader = getattr(parameter, "weight_loader", default_weight_loader)
+                sized = self._plain and isinstance(module, LinearBase)
+                full_name = f"{prefix}.{name}" if prefix else name
+                parameter.weight_loader = self._noting(full_name, loader, sized=sized)
+
+    def load_all(self, tensors: TensorShapes) -> list[str]:
+        """What is wrong with the checkpoint; empty if nothing."""
+        weights = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, shape) in tensors.items()
+        }
+        problems = []
+        try:
+            loaded: set[str] | None = self._model.load_weights(self._named(weights.items()))
+        except REFUSALS:
+            loaded = set()
+            for name, tensor in weights.items():  # one by one, to tell all that are refused
+                try:
+                    loaded |= self._model.load_weights(self._named([(name, tensor)])) or set()
+                except REFUSALS as exc:
+                    refusal = " ".join(str(exc).split())[:200]
+                    problems.append(f"{name} {list(tensor.shape)} is refused ({type(exc).__name__}: {refusal})")
+        problems += self._misshapen.values()
+        if loaded is not None and self._plain:
+            problems += [f"{name} is missing" for name in self._missing(loaded)]
+        return problems
+
+    def _named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._current = name
+            yield name, tensor
+
+    def _noting(self, parameter_name: str, loader: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
+        signature = inspect.signature(loader)
+
+        def noting(*arguments: Any, **named: Any) -> Any:
+            self._sources[parameter_name].add(self._current)
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            copied, answer = get_numel_loaded(loader, bound)
+            if sized:
+                self._check_size(parameter_name, bound.arguments["loaded_weight"], copied)
+            return answer
+
+        return noting
+
+    def _check_size(self, parameter_name: str, tensor: torch.Tensor, copied: int) -> None:
+        """Loaders take a rank's slice of a tensor that is too large without a word."""
+        shares = tensor.numel() / copied if copied else 0
+        if shares < 1 or self._ranks % shares != 0:
+            self._misshapen[self._current] = (
+                f"{self._current} {list(tensor.shape)} has another shape than its place in {parameter_name}"
+            )
+
+    def _missing(self, loaded: set[str]) -> list[str]:
+        packed: Mapping[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        missing = []
+        for name, _ in self._model.named_parameters():
+            fused = next((part for part in name.split(".") if len(packed.get(part, ())) > 1), None)
+            given = {component for source in self._sources[name] for component in source.split(".")}
+            if fused is None:
+                missing += [name] if name not in loaded and not given else []
+            elif fused not in given:  # a checkpoint may have it fused already
+                missing += [name.replace(f".{fused}.", f".{part}.") for part in packed[fused] if part not in given]
+        return missing

@@ -28,10 +28,10 @@ from verl.checkpoint_engine.backends.kimi_ckpt_engine import (
     NoWire,
     Relay,
     _rdma_devices,
-    free_nbytes,
 )
 from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
 from verl.utils import config as strict
 
@@ -313,7 +313,7 @@ async def test_buckets_are_made_smaller_until_all_nodes_have_memory_for_them(tmp
 
 
 async def test_a_share_of_memory_that_holds_no_piece_is_refused(tmp_path: Path):
-    share = 2**20 / free_nbytes() / 1000
+    share = 2**20 / free_host_nbytes() / 1000
     async with fleet_of(TENSORS, tmp_path, kimi={"mem_fraction": share}) as fleet:
         with pytest.raises(ConfigError, match=r"mem_fraction=.* of the free memory of .* is \d+ bytes, less than one"):
             await fleet.manager.update_weights(1)

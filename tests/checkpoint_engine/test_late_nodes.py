@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +14,11 @@ import torch
 
 from tests.checkpoint_engine.backends import CHAINS, using
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, Through, arenas_in
+from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet
 from tests.checkpoint_engine.test_contract import assert_bit_equal
 from tests.checkpoint_engine.test_one_sided import engine_of, fleet_of
 from verl.checkpoint_engine.arena import committed_version
+from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError
 from verl.checkpoint_engine.participants import RolloutNode
 
@@ -163,3 +167,32 @@ async def test_a_node_whose_owner_is_gone_is_refused_and_names_it(tmp_path: Path
         node.before["drop"] = lambda before=int(words[0]): answer_as(before)
         error = await refused(fleet, node, TransportError)
         assert (error.member, error.message) == ("trainer-0", "another process answers at its address")
+
+
+@pytest.mark.parametrize("backend", [using("kimi_ckpt_engine")])
+async def test_an_owner_that_dies_while_a_node_joins_is_named_and_the_node_may_try_again(backend: str, tmp_path: Path):
+    config = CheckpointEngineConfig.from_mapping(
+        {"backend": backend, "update_weights_bucket_megabytes": 1, "deadlines": {"stage_s": 30.0}}
+    )
+    async with ProcessFleet(config, tmp_path) as fleet:
+        await fleet.sync(1)
+        late = MemberProcess("node-1", Node, 1, config, tmp_path)
+        try:
+            await late.on_landing(signal.SIGKILL, fleet["trainer-1"].member.pid)
+            start_s = time.monotonic()
+            with pytest.raises(TransportError) as raised:
+                await fleet.manager.add_nodes([late])
+            assert time.monotonic() - start_s < 20
+            assert (raised.value.version, raised.value.phase, raised.value.member) == (1, "stage", "trainer-1")
+            assert committed_version(tmp_path / "verl-test-node-1") is None
+            fleet.assert_serves(1, arena=False)
+
+            await fleet.replace("trainer-1")
+            await fleet.sync(2)
+            await fleet.manager.add_nodes([late])
+            assert committed_version(tmp_path / "verl-test-node-1") == 2
+            await fleet.sync(3)
+            assert committed_version(tmp_path / "verl-test-node-1") == 3
+            fleet.assert_serves(3, arena=False)
+        finally:
+            await late.end()

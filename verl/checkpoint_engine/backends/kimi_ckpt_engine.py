@@ -40,6 +40,7 @@ from verl.checkpoint_engine.base import Capabilities
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks
+from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
 from verl.checkpoint_engine.parameter_server.rdma import (
     INFINIBAND,
     get_my_rdma_device,
@@ -128,7 +129,7 @@ class KimiCkptEngine(OneSidedEngine):
             stop=self._stop,
             role="node",
         )
-        allowed = int(free_nbytes() * options.mem_fraction)
+        allowed = int(free_host_nbytes() * options.mem_fraction)
         if allowed < self.config.block_nbytes:
             raise ConfigError(
                 f"checkpoint_engine.engine_kwargs.{NAME}.mem_fraction={options.mem_fraction} of the free memory of "
@@ -294,13 +295,6 @@ class NoWire(Wire):
 
     def close(self) -> None:
         """There is nothing to end."""
-
-
-def free_nbytes() -> int:
-    """Host memory that is free, or can be made free without swapping."""
-    with open("/proc/meminfo") as lines:
-        (kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return kib * 1024
 
 
 def _options_of(config: CheckpointEngineConfig) -> KimiCkptEngineOptions:

@@ -127,7 +127,7 @@ class KimiCkptEngineOptions:
 class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 
-    backend: str = option("naive", "name in CheckpointEngineRegistry")
+    backend: str = option("naive", "name in CheckpointEngineRegistry; auto: nccl on cuda, hccl on npu, gloo on cpu")
     update_weights_bucket_megabytes: int = option(2048, "largest run of bytes in flight per sender, in MiB")
     engine_kwargs: dict[str, Any] = option({}, "options of one backend: engine_kwargs.<backend>.<option>")
     custom_backend_module: str | None = option(

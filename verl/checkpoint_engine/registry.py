@@ -74,6 +74,19 @@ BUILTIN = {
 }
 
 
+COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+"""What `checkpoint_engine.backend=auto` means on each device."""
+
+
+def backend_of_device(device: str) -> str:
+    """Raises ConfigError that lists the known devices."""
+    if device not in COLLECTIVES:
+        raise ConfigError(
+            f"checkpoint_engine.backend=auto does not know the device {device!r}; known: {', '.join(COLLECTIVES)}"
+        )
+    return COLLECTIVES[device]
+
+
 class CheckpointEngineRegistry:
     """`register` adds a backend of one's own, `get` finds a class, `new` makes an instance."""
 

@@ -1,5 +1,6 @@
 import pytest
 
+from verl.checkpoint_engine.registry import backend_of_device
 from verl.trainer.config.loader import load_config, merge_checkpoint_engine
 from verl.utils.config import ConfigError, to_mapping
 from verl.workers.config import PPOConfig
@@ -68,6 +69,36 @@ def test_the_alias_works_from_the_command_line():
     assert config.checkpoint_engine.backend == "nixl"
     assert config.checkpoint_engine.engine_kwargs == {"nixl": {"device": "mlx5_0"}}
     assert config.actor_rollout_ref.rollout.checkpoint_engine == {}
+
+
+def test_verls_keys_of_rollout_nodes_are_accepted_at_the_top_level():
+    config = load_config(
+        ["rollout.n=3", "rollout.nnodes=2", "+rollout.total_rollout_steps=64", "rollout.n_gpus_per_node=1"]
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.n, rollout.nnodes, rollout.n_gpus_per_node) == (3, 2, 1)
+    assert config.async_training.total_rollout_steps == 64
+
+
+def test_a_rollout_key_in_two_places_with_two_values_is_an_error_that_names_both():
+    with pytest.raises(ConfigError, match=r"rollout\.n=3 and actor_rollout_ref\.rollout\.n=4 are the same key"):
+        load_config(["rollout.n=3", "actor_rollout_ref.rollout.n=4"])
+    assert load_config(["rollout.n=3", "actor_rollout_ref.rollout.n=3"]).actor_rollout_ref.rollout.n == 3
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl"), ("npu", "hccl"), ("cpu", "gloo")])
+def test_every_device_has_a_backend_of_its_own(device, backend):
+    assert backend_of_device(device) == backend
+
+
+def test_a_device_without_one_is_an_error_that_lists_those_that_have():
+    with pytest.raises(ConfigError, match="'tpu'; known: cuda, npu, cpu"):
+        backend_of_device("tpu")
+
+
+def test_auto_is_the_backend_of_the_runs_device():
+    config = load_config(["checkpoint_engine.backend=auto", "trainer.device=cpu"])
+    assert config.checkpoint_engine.backend == "gloo"
 
 
 def test_a_yaml_file_of_the_users_own_builds_on_the_built_in_one(tmp_path):

@@ -53,8 +53,13 @@ class FullyAsyncTrainer(RayPPOTrainer):
         rollout = config.actor_rollout_ref.rollout
         agent = replace(rollout.agent, partial_rollout=config.async_training.partial_rollout)
         policy = replace(config.actor_rollout_ref, rollout=replace(rollout, agent=agent))
-        data = replace(config.data, train_batch_size=_required(config))
-        return replace(config, data=data, actor_rollout_ref=policy)
+        required, trainer = _required(config), config.trainer
+        if (total := config.async_training.total_rollout_steps) is not None:
+            if total < required:
+                raise ConfigError(f"async_training.total_rollout_steps={total}, but a step takes {required} prompts")
+            trainer = replace(trainer, total_training_steps=total // required)
+        data = replace(config.data, train_batch_size=required)
+        return replace(config, data=data, actor_rollout_ref=policy, trainer=trainer)
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         step = self.load_checkpoint(resume_from) if resume_from else 0

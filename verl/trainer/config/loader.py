@@ -6,6 +6,7 @@ Hydra's compose API does the composing. It writes no files, changes no directory
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.checkpoint_engine.registry import backend_of_device
 from verl.trainer.config.overrides import normalize, parse, set_keys
 from verl.trainer.config.schema import keys
-from verl.trainer.config.suggest import ALIAS, CANONICAL, key_error, unknown_keys
+from verl.trainer.config.suggest import ALIAS, CANONICAL, MOVED, key_error, unknown_keys
 from verl.utils.config import ConfigError, did_you_mean, from_mapping
 from verl.workers.config import PPOConfig
 
@@ -45,7 +47,7 @@ def load_config(
     except OmegaConfBaseException as exc:
         where = f"{exc.full_key}: " if exc.full_key else ""
         raise ConfigError(where + _one_line(exc)) from exc
-    return build_config(values, set_keys(overrides))
+    return _with_backend(build_config(values, set_keys(overrides)))
 
 
 def compose_tree(
@@ -73,13 +75,44 @@ def compose_tree(
         raise ConfigError(_one_line(exc)) from exc
 
 
+def _with_backend(config: PPOConfig) -> PPOConfig:
+    """`checkpoint_engine.backend=auto` replaced by the one for the run's device."""
+    if config.checkpoint_engine.backend != "auto":
+        return config
+    from verl.utils.device import resolve_device  # torch: only for this
+
+    backend = backend_of_device(resolve_device(config.trainer.device))
+    return replace(config, checkpoint_engine=replace(config.checkpoint_engine, backend=backend))
+
+
 def build_config(values: Any, explicit: Collection[str] = ()) -> PPOConfig:
     """The typed configuration of composed plain `values`; `explicit` are the keys that the command line set."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a configuration file holds a mapping, not {values!r}")
     for dotted in unknown_keys(values):
         raise ConfigError(key_error(dotted) or f"unknown configuration key {dotted!r}.")
-    return from_mapping(PPOConfig, merge_checkpoint_engine(values, explicit))
+    return from_mapping(PPOConfig, merge_checkpoint_engine(move_keys(values, explicit), explicit))
+
+
+def move_keys(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:
+    """`values` with verl's top-level `rollout.*` where it belongs here.
+
+    Raises ConfigError, naming both keys, when the command line gives both and they differ.
+    """
+    moved: dict[str, Any] = _copy(values)
+    for name, value in (moved.pop("rollout", None) or {}).items():
+        target = MOVED[f"rollout.{name}"]
+        *path, last = target.split(".")
+        section: Any = moved
+        for part in path:
+            section = section.setdefault(part, {})
+        if target in explicit and section.get(last) != value:
+            raise ConfigError(
+                f"rollout.{name}={value!r} and {target}={section.get(last)!r} are the same key with different values: "
+                "set one of them"
+            )
+        section[last] = value
+    return moved
 
 
 def merge_checkpoint_engine(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:

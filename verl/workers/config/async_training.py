@@ -19,6 +19,9 @@ class AsyncTrainingConfig:
     partial_rollout: bool = option(
         True, "a sync interrupts responses, which go on with the new weights; false: it waits until they are complete"
     )
+    total_rollout_steps: int | None = option(
+        None, "prompts of the whole run; null: as many as trainer.total_training_steps take"
+    )
     concurrent_samples_per_replica: int = option(16, "prompts in flight per rollout replica")
 
     def __post_init__(self) -> None:

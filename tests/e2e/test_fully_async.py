@@ -141,7 +141,7 @@ def test_vllm_knows_the_version_of_every_token(ray_cluster, tmp_path):
     run = fully_async(
         tmp_path,
         *STALE,
-        "checkpoint_engine.backend=" + ("mooncake" if find_spec("mooncake") else "gloo"),
+        "checkpoint_engine.backend=" + ("kimi_ckpt_engine" if find_spec("mooncake") else "gloo"),
         "trainer.total_training_steps=4",
         "actor_rollout_ref.actor.entropy_coeff=0.01",
         "actor_rollout_ref.rollout.name=vllm",

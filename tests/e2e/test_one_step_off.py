@@ -97,7 +97,7 @@ def test_a_resumed_run_generates_again_what_was_on_its_way(run, resumed):
 def test_vllm_generates_with_the_version_before_the_trainers(ray_cluster, tmp_path):
     run = one_step_off(
         tmp_path,
-        "checkpoint_engine.backend=" + ("mooncake" if find_spec("mooncake") else "gloo"),
+        "checkpoint_engine.backend=" + ("nixl" if find_spec("nixl") else "gloo"),
         "trainer.total_training_steps=3",
         "actor_rollout_ref.actor.entropy_coeff=0.01",
         "actor_rollout_ref.rollout.name=vllm",

@@ -75,7 +75,7 @@ MISTAKES = [
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
     (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
     (["actor_rollout_ref.actor.strategy=fdsp"], ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2"]),
-    (["actor_rollout_ref.actor.strategy=megatron"], ["strategy='megatron'. Known: fsdp, fsdp2."]),
+    (["actor_rollout_ref.actor.strategy=megatron"], ["strategy='megatron'. Known: fsdp, fsdp2"]),
     (["algorithm.adv_estimator=gae", "critic.enable=false"], ["adv_estimator=gae needs a critic", "enable=false"]),
     (["critic.enable=true"], ["critic.enable=true", "adv_estimator=grpo", "gae"]),
     (["trainer.critic_warmup=3"], ["trainer.critic_warmup=3", "adv_estimator=grpo"]),

@@ -70,7 +70,7 @@ def test_what_one_engine_says_ends_the_update_on_all_ranks_and_the_next_one_work
 
 
 def test_an_engine_that_never_comes_is_named_at_the_deadline(tmp_path: Path):
-    world = World(2, tmp_path, timeout_s=4.0)
+    world = World(2, tmp_path, timeout_s=6.0)
     try:
         world.all("register", "one", 1)
         world.all("gather", "one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from verl.checkpoint_engine.parameter_server.records import RankMetas
 
 STAMP_NBYTES = 8
 POLL_S = 0.2
+LAST_WORD_S = 0.5
 LANDING = "update/landing"
 """Names of what the P2P store has registered for reads to land in, while an update runs."""
 
@@ -180,16 +182,18 @@ class Fetcher:
         """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
         if not self._ahead:
             return self._fetch(number, bucket)
+        # The thread waits for engine and owner, which it names, until the same deadline: it has the last word.
+        end = time.monotonic() + self._sources.deadline.remaining_s + LAST_WORD_S
         with self._changed:
             while self._ready is None or self._ready[0] != number:
                 self._failure.check()
-                if self._sources.deadline.passed:
+                if time.monotonic() > end:
                     owner = self._sources.metas[bucket.owner]
                     raise TransportTimeout(
                         f"bucket {number} of rank {bucket.owner} on {owner.host} not fetched within "
                         f"{self._sources.deadline.timeout_s:.1f} s"
                     )
-                self._changed.wait(min(POLL_S, self._sources.deadline.remaining_s))
+                self._changed.wait(POLL_S)
             return self._ready[1]
 
     def go_on(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.job import QUICK, Job, in_process
 from tests.e2e.test_training import REWARD, Run
+from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.utils.config import ConfigError
@@ -52,12 +53,16 @@ def repeatable(tmp_path_factory, tiny_model):
     )
 
 
-def test_without_staleness_it_is_hybrid_training(ray_cluster, tmp_path, repeatable):
-    batch = f"data.train_batch_size={PROMPTS}"
-    samples = f"trainer.rollout_data_dir={tmp_path / 'hybrid/samples'}"
-    hybrid = Run(tmp_path / "hybrid", in_process(tmp_path / "hybrid", *repeatable, batch, samples))
+@pytest.fixture(scope="module")
+def hybrid(ray_cluster, tmp_path_factory, repeatable):
+    directory = tmp_path_factory.mktemp("hybrid")
+    samples = f"trainer.rollout_data_dir={directory / 'samples'}"
+    return Run(directory, in_process(directory, *repeatable, f"data.train_batch_size={PROMPTS}", samples))
+
+
+def test_without_staleness_it_is_hybrid_training(hybrid, ray_cluster, tmp_path, repeatable):
     ours = fully_async(
-        tmp_path / "async",
+        tmp_path,
         *repeatable,
         *ON_POLICY,
         "algorithm.rollout_correction.rollout_is=null",
@@ -124,16 +129,11 @@ def resumed(ray_cluster, tmp_path_factory, repeatable):
     return fully_async(directory, *overrides)
 
 
-def test_no_prompt_is_lost_or_trained_twice_when_a_run_is_killed_and_resumed(resumed, tmp_path, repeatable):
+def test_no_prompt_is_lost_or_trained_twice_when_a_run_is_killed_and_resumed(resumed, hybrid):
     assert list(resumed.metrics) == list(range(1, STEPS + 1))
     trained = [question for step in range(1, STEPS + 1) for question in resumed.questions(step)]
-    drawn = Run(tmp_path, in_process(tmp_path, *repeatable, f"data.train_batch_size={PROMPTS}", _samples(tmp_path)))
-    expected = [question for step in range(1, STEPS + 1) for question in drawn.questions(step)]
-    assert sorted(trained) == sorted(expected)
-
-
-def _samples(directory):
-    return f"trainer.rollout_data_dir={directory / 'samples'}"
+    drawn = [question for step in range(1, STEPS + 1) for question in hybrid.questions(step)]
+    assert sorted(trained) == sorted(drawn)
 
 
 @pytest.mark.vllm
@@ -152,7 +152,7 @@ def test_vllm_knows_the_version_of_every_token(ray_cluster, tmp_path):
     assert [report["version"] for report in run.reports] == [0, 1, 2, 3, 4]
 
 
-def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(tmp_path, tiny_model):
+def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(ray_cluster, tmp_path, tiny_model):
     (tmp_path / "loop.py").write_text(
         "from verl.experimental.agent_loop import AgentLoopBase\n\n\n"
         "class Broken(AgentLoopBase):\n"
@@ -160,18 +160,13 @@ def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(tmp_path,
         "        raise ValueError('the loop is broken')\n"
     )
     (tmp_path / "loops.yaml").write_text(f"- {{name: broken, _target_: '{tmp_path / 'loop.py'}:Broken'}}\n")
-    job = Job(
-        tmp_path / "job",
-        *QUICK,
-        f"actor_rollout_ref.model.path={tiny_model}",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=broken",
-        module=fully_async_main.__name__,
-    )
-    with job:
-        assert job.wait() == 1
-        assert job.left() == []
-    assert "the loop is broken" in job.stderr
+    with pytest.raises(AgentLoopError, match="the loop is broken"):
+        fully_async(
+            tmp_path,
+            f"actor_rollout_ref.model.path={tiny_model}",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=broken",
+        )
 
 
 def test_engines_on_the_trainers_devices_are_refused(tmp_path):

@@ -13,16 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class SampleWriter:
-    """Writes `<directory>/<step>.jsonl`, one line per sample; does nothing without a directory."""
+    """Writes `<directory>/<step>.jsonl`, one line per sample; does nothing without a directory.
+
+    What an earlier run, killed after its last checkpoint, wrote about the same step is replaced.
+    """
 
     def __init__(self, directory: str | Path | None) -> None:
         self._directory = Path(directory) if directory else None
+        self._begun: set[int] = set()
 
     def write(self, step: int, batch: DataProto, reward: RewardOutput) -> None:
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / f"{step}.jsonl").open("a") as file:
+        mode = "a" if step in self._begun else "w"
+        self._begun.add(step)
+        with (self._directory / f"{step}.jsonl").open(mode) as file:
             for row in _rows(batch, reward):
                 file.write(json.dumps({"step": step, **row}, default=str) + "\n")
 

@@ -31,9 +31,11 @@ class Engines:
     def __init__(self, *dead):
         self.dead = list(dead)
         self.server_handles = ["first"]
+        self.restarts = 0
 
     def heal(self):
         healed = self.dead.pop(0) if self.dead else 0
+        self.restarts += healed
         self.server_handles = ["second"] if healed else self.server_handles
         return healed
 
@@ -54,6 +56,16 @@ def test_what_is_generated_in_the_background_is_healed_by_whoever_asks_for_it():
     assert generation.result() is PROMPTS
     assert rollouts.batches == 2
     assert rollouts.servers == ["second"]
+
+
+def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_its_engine_by_then():
+    rollouts, engines = Rollouts(failures=1), Engines(1)
+    generation = HealingRollouts(rollouts, engines, max_restarts=2).start(PROMPTS)
+    with pytest.raises(RuntimeError, match="first"):
+        generation.future.result(timeout=10)
+    assert engines.heal() == 1
+    assert generation.result() is PROMPTS
+    assert rollouts.batches == 2
 
 
 def test_what_was_generated_in_the_background_is_not_generated_again():

@@ -38,6 +38,10 @@ class Engines(Protocol):
     def server_handles(self) -> list[Any]:
         """Servers of the engines in service."""
 
+    @property
+    def restarts(self) -> int:
+        """Engines that have been restarted so far, by whomever."""
+
     def heal(self) -> int:
         """Restart what died; how many are back in service. Raises if none is in service."""
 
@@ -70,7 +74,8 @@ class HealingRollouts:
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Raises what the last attempt raised, or at once if no engine had died: it was not for that reason then."""
-        return self._healing(prompts, partial(self._rollouts.generate_sequences, prompts))
+        attempt = partial(self._rollouts.generate_sequences, prompts)
+        return self._healing(prompts, attempt, self._engines.restarts)
 
     @property
     def workers(self) -> list[Any]:
@@ -80,15 +85,17 @@ class HealingRollouts:
     def start(self, prompts: DataProto) -> Generation:
         """Generate in the background, one batch at a time. Only the batch's `result` heals, on the caller's thread."""
         future = self._background.submit(self._rollouts.generate_sequences, prompts)
-        return Generation(future, partial(self._healing, prompts, future.result))
+        return Generation(future, partial(self._healing, prompts, future.result, self._engines.restarts))
 
-    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto]) -> DataProto:
+    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], restarts: int) -> DataProto:
+        """`restarts`: of the engines, when the attempt began. A sync may have healed them since."""
         for _ in range(self._max_restarts):
             try:
                 return attempt()
             except Exception:
-                if not self._engines.heal():
+                if not self._engines.heal() and self._engines.restarts == restarts:
                     raise
+                restarts = self._engines.restarts
                 self._rollouts.set_servers(self._engines.server_handles)
                 logger.warning("generating the batch of %d samples again", len(prompts))
             attempt = partial(self._rollouts.generate_sequences, prompts)

@@ -133,7 +133,7 @@ class Cluster:
         if generating is None:
             return await self._manager.update_weights(version)
         return await self._manager.update_weights(
-            version, boundary=lambda: asyncio.wait([asyncio.wrap_future(generating)])
+            version, boundary=lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
         )
 
     def free_rollout_memory(self) -> None:

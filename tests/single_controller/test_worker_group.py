@@ -240,14 +240,14 @@ class TestConcurrency:
         assert group.ordered_control() == [True, True]
 
     async def test_futures_can_be_awaited(self, group):
-        slow, quick = group.submit("sleep", 0.5), group.submit("control")
+        slow, quick = group.submit("sleep", 2), group.submit("control")
         started = time.monotonic()
         assert await quick == [False, False]
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < 2
         assert await slow == await slow == [0, 1]
 
     async def test_a_cancelled_wait_leaves_the_call_running(self, group):
-        future = group.sleep(0.5)
+        future = group.sleep(2)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(future, timeout=0.1)
         assert await future == [0, 1]
@@ -288,11 +288,11 @@ class TestFailures:
     def test_the_first_failure_is_reported_at_once_and_the_next_call_waits_for_the_others(self, group):
         started = time.monotonic()
         with pytest.raises(StatefulError):
-            group.fail("stateful", 1, others_sleep=2.0)
-        assert time.monotonic() - started < 1.5
+            group.fail("stateful", 1, others_sleep=4.0)
+        assert time.monotonic() - started < 4
         assert group.control() == [False, False]
         assert group.only_zero() == 0
-        assert time.monotonic() - started >= 2.0
+        assert time.monotonic() - started >= 4.0
 
 
 class Collective(Worker):

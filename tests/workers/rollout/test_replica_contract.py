@@ -144,7 +144,7 @@ async def test_wait_lets_requests_finish_before_it_returns(served: Served):
     running = [asyncio.ensure_future(served.generate(max_tokens=100, ignore_eos=True)) for _ in range(4)]
     await asyncio.sleep(0.1)
     await served.replica.pause("wait")
-    outputs = await asyncio.wait_for(asyncio.gather(*running), 1)
+    outputs = await asyncio.wait_for(asyncio.gather(*running), 10)
     assert lengths(outputs) == [100] * 4
 
 
@@ -191,7 +191,7 @@ async def test_control_calls_are_answered_while_hundreds_of_requests_are_parked(
     await asyncio.sleep(BRIEFLY_S)
     began = time.monotonic()
     await served.replica.health()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0
     await served.replica.resume()
     assert lengths(await asyncio.gather(*parked)) == [2] * 300
 

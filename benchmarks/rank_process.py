@@ -85,6 +85,10 @@ class RankProcess:
         published: Published = await self._call("publish", version, dict(slots))
         return published
 
+    async def digest(self, version: int) -> bytes:
+        digests: bytes = await self._call("digest", version)
+        return digests
+
     async def serve(self, version: int) -> int:
         moved: int = await self._call("serve", version)
         return moved

@@ -21,9 +21,9 @@ from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member
@@ -82,8 +82,7 @@ class TcpEngine(CheckpointEngineWithCache):
         """Publish into the private copy; `slots` are paths on the nodes' hosts, which this backend does not need."""
         assert self._plan is not None and self._copy is not None  # the manager prepares every member first
         self._published = None
-        owner = self.member.index
-        publication = publish(source, self._plan, owner, [SlotPieces(self._copy, self._plan, owner)])
+        publication = publish(source, SlotPieces(self._copy, self._plan, self.member.index))
         self._published = version
         return publication
 

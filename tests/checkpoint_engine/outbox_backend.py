@@ -10,9 +10,9 @@ import numpy as np
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWithCache
 from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities
-from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member
 
@@ -35,8 +35,8 @@ class OutboxEngine(CheckpointEngineWithCache):
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         outbox = Path(next(iter(slots.values()))).with_name(f"outbox-{self.member.index}")
         outbox.write_bytes(bytes(self.plan.layout.nbytes))
-        view, owner = SlotView(outbox, self.plan.layout, writable=True), self.member.index
-        return publish(source, self.plan, owner, [SlotPieces(view, self.plan, owner)])
+        view = SlotView(outbox, self.plan.layout, writable=True)
+        return publish(source, SlotPieces(view, self.plan, self.member.index))
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         slot = SlotView(arena.slot_view().path, self.plan.layout, writable=True).bytes.numpy()

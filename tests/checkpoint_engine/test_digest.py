@@ -35,10 +35,7 @@ def region() -> np.ndarray:
 
 def manifest_of(region: np.ndarray) -> Manifest:
     made = plan()
-    per_owner = [
-        digest_pieces(region, made, range(int(low), int(high)))
-        for low, high in zip(made.first, made.first[1:], strict=False)
-    ]
+    per_owner = [digest_pieces(region, made.extents_of(owner)) for owner in range(made.num_owners)]
     return Manifest.of(7, made, per_owner)
 
 
@@ -90,14 +87,14 @@ def test_the_gaps_between_tensors_do_not_matter():
     held = [ShardTable.of(layout, [Shard(spec.name, Box.whole(spec.shape)) for spec in layout.specs])]
     made = make_plan(layout, held, block_nbytes=128)
     region = np.zeros(layout.nbytes, np.uint8)
-    manifest = Manifest.of(1, made, [digest_pieces(region, made, range(len(made)))])
+    manifest = Manifest.of(1, made, [digest_pieces(region, made.extents)])
     region[3:256] = 9
     verify(region, manifest)
 
 
 def test_digests_that_are_missing_or_too_many_are_refused_by_owner(region: np.ndarray):
     made = plan()
-    good = digest_pieces(region, made, range(4))
+    good = digest_pieces(region, made.extents_of(0))
     with pytest.raises(IntegrityError, match="trainer-1 sent 3 digests for 4 pieces"):
         Manifest.of(7, made, [good, good[:3]])
 

@@ -55,7 +55,7 @@ class Trainer:
         self.source.tensors, self.source.marker = weights(version, self.rows), marker
         return os.getpid()
 
-    async def describe_weights(self) -> Any:
+    async def describe_weights(self, config: CheckpointEngineConfig) -> Any:
         return await self.rank.describe()
 
     async def prepare_weight_sync(self, plan: bytes) -> str:
@@ -66,6 +66,9 @@ class Trainer:
 
     async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Any:
         return await self.rank.publish(version, slots)
+
+    async def digest_weight_sync(self, version: int) -> bytes:
+        return await self.rank.digest(version)
 
     async def serve_weight_sync(self, version: int) -> int:
         return await self.rank.serve(version)
@@ -82,7 +85,7 @@ class Processes:
         self.trainers = [self.start_trainer(rank) for rank in range(2)]
         self.node = self.start_node()
         self.replica = RecordingReplica()
-        trainers = [RayTrainerRank(rank, handle) for rank, handle in enumerate(self.trainers)]
+        trainers = [RayTrainerRank(rank, handle, config) for rank, handle in enumerate(self.trainers)]
         nodes = [RayRolloutNode(0, self.node)]
         self.manager = CheckpointEngineManager(config=config, trainers=trainers, nodes=nodes)
 

@@ -18,7 +18,7 @@ from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.rank_pool import RankPool
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.naive import NaiveEngine
-from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import make_plan
 from verl.checkpoint_engine.shards import ShardTable
@@ -93,7 +93,7 @@ def publish_under_a_limit(path: Path, strategy: str, shm_dir: Path) -> tuple[int
         with little_memory(ALLOWANCE):
             publication = backend.send_weights(1, source, {"node-0": slot})
             refused = not fits(publication.nbytes)
-        digests = everywhere(publication.digests)
+        digests = everywhere(digest_pieces(publication.memory.bytes.numpy(), publication.memory.extents))
         if arena is not None:
             verify(arena.slot_view().bytes.numpy(), Manifest.of(1, plan, digests))
         backend.finalize()

@@ -102,9 +102,7 @@ class FSDPTrainer(Trainer):
         )
         self.group = RayWorkerGroup(
             resource_pool=RayResourcePool([NUM_RANKS], num_cpus_per_process=0.4),
-            ray_cls_with_init=RayClassWithInitArgs(
-                WatchedWorker, config, "actor", device="cpu", checkpoint_engine=CONFIG
-            ),
+            ray_cls_with_init=RayClassWithInitArgs(WatchedWorker, config, "actor", device="cpu"),
             env_vars={"OMP_NUM_THREADS": "1"},
         )
         self.group.init_model()
@@ -138,7 +136,7 @@ class PlainTrainerOnRay(Trainer):
         self._shm_dir, self._config = shm_dir, config
         self.group = RayWorkerGroup(
             resource_pool=RayResourcePool([NUM_RANKS], num_cpus_per_process=0.1),
-            ray_cls_with_init=RayClassWithInitArgs(PlainTrainer, str(path), config),
+            ray_cls_with_init=RayClassWithInitArgs(PlainTrainer, str(path)),
             env_vars={"OMP_NUM_THREADS": "1"},
         )
         self.start_sync()
@@ -160,6 +158,6 @@ def manager_on_ray(
 ) -> CheckpointEngineManager:
     return CheckpointEngineManager(
         config=config,
-        trainers=[RayTrainerRank(rank, worker) for rank, worker in enumerate(group.workers)],
+        trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(group.workers)],
         nodes=[RayRolloutNode(0, start_node(0, config, job=job, shm_dir=shm_dir, options={}))],
     )

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint_engine.fakes import RowShardedSource
-from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.ports import WeightSource
 from verl.single_controller import Dispatch, register
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -70,8 +69,7 @@ def collectives() -> int:
 class PlainTrainer(WeightPublisher):
     """A trainer rank over plain tensors behind the project's own publisher: starts quickly, to be killed."""
 
-    def __init__(self, model_path: str, config: CheckpointEngineConfig) -> None:
-        self.checkpoint_engine = config
+    def __init__(self, model_path: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -6,7 +6,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
     driver                          build_topology          who sends to whom
     every trainer rank and node     init_process_group      connect
     for every version
-        every trainer rank          send_weights            publish: the rank's own pieces, digested
+        every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
         every node                  receive_weights         stage: until the spare slot holds every byte
         every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
     every trainer rank and node     finalize                disconnect, release
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from verl.checkpoint_engine.arena import NodeArena, open_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.pipeline import Publication
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 

@@ -5,6 +5,7 @@ xxh3 (https://github.com/Cyan4973/xxHash) detects accidents, not attackers: torn
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import xxhash
 
 from verl.checkpoint_engine.errors import IntegrityError, PlanError
 from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.shards import ROWS_AT_A_TIME
+from verl.checkpoint_engine.shards import ROWS_AT_A_TIME, Extents
 
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8
@@ -69,30 +70,36 @@ def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, ro
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(runs).data)
 
 
-def digest_pieces(region: npt.NDArray[np.uint8], plan: SyncPlan, pieces: range) -> UInt64s:
-    """The digests of the given pieces of `plan`, read from `region`."""
-    digests = np.empty(len(pieces), np.uint64)
-    for low in range(0, len(pieces), ROWS_AT_A_TIME):
-        part = pieces[low : low + ROWS_AT_A_TIME]
-        found = (digest_piece(region, *extent) for extent in plan.extents.of(part))
-        digests[low : low + len(part)] = np.fromiter(found, np.uint64, len(part))
+def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: int = 1) -> UInt64s:
+    """The digests of the pieces that lie at `extents` of `region`, in that order.
+
+    xxhash gives up Python's global lock while it works on large inputs, so threads help where there are cores.
+    """
+    digests = np.empty(len(extents), np.uint64)
+
+    def fill(bounds: tuple[int, int]) -> None:
+        for low in range(*bounds, ROWS_AT_A_TIME):
+            part = range(low, min(low + ROWS_AT_A_TIME, bounds[1]))
+            found = (digest_piece(region, *extent) for extent in extents.of(part))
+            digests[part.start : part.stop] = np.fromiter(found, np.uint64, len(part))
+
+    bounds = np.linspace(0, len(extents), threads + 1).astype(int).tolist()
+    parts = list(itertools.pairwise(bounds))
+    if threads == 1:
+        fill(parts[0])
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+            list(pool.map(fill, parts))
     return digests
 
 
 def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:
     """Digest every piece of `region` and compare with the manifest.
 
-    xxhash gives up Python's global lock while it works on large inputs, so threads help where there are cores.
     Raises IntegrityError that names tensor, box and owner of the pieces that differ.
     """
     plan = manifest.plan
-    bounds = np.linspace(0, len(plan), threads + 1).astype(int).tolist()
-    parts = [range(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
-    if threads == 1:
-        found = digest_pieces(region, plan, parts[0])
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-            found = np.concatenate(list(pool.map(lambda part: digest_pieces(region, plan, part), parts)))
+    found = digest_pieces(region, plan.extents, threads=threads)
     wrong = np.flatnonzero(found != manifest.digests)
     if len(wrong):
         named = "; ".join(plan.describe(piece) for piece in wrong[:MAX_PIECES_IN_MESSAGE].tolist())

@@ -7,10 +7,10 @@ strided pieces come last, side by side, so that many of them can travel as one r
 
 from __future__ import annotations
 
+import math
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.layout import ALIGNMENT
 from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.publishing import joined_pieces
 from verl.checkpoint_engine.shards import Extents, Int64s
 from verl.checkpoint_engine.types import Shard
 
@@ -87,6 +88,11 @@ class PackedRegion:
         self.plan = plan
         self.packing = Packing.of(plan, owner)
         self.bytes: torch.Tensor = torch.from_numpy(private_memory(max(self.packing.region_nbytes, 1)))
+        one = np.ones_like(self.packing.nbytes)
+        self.extents = Extents(self.packing.offset, self.packing.nbytes, rows=one, stride=0 * one)
+        self.places = [
+            (shard, self._place(offset, shard)) for offset, shard in joined_pieces(plan, owner, self.extents)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -97,19 +103,9 @@ class PackedRegion:
         """Where the region begins in this process."""
         return self.bytes.data_ptr()
 
-    @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        return list(zip(self.packing.offset.tolist(), self.packing.nbytes.tolist(), strict=True))
-
-    def part(self, row: int, shard: Shard) -> torch.Tensor:
-        """The memory of the owner's piece number `row`, as the tensor `shard`; borrowed."""
+    def _place(self, offset: int, shard: Shard) -> torch.Tensor:
         import torch
 
-        spec = self.plan.layout.specs[self.plan.layout.index[shard.name]]
-        offset, nbytes = self._places[row]
-        return self.bytes[offset : offset + nbytes].view(getattr(torch, spec.dtype)).view(shard.box.shape)
-
-    def extent(self, row: int) -> tuple[int, int, int, int]:
-        """(offset, run_nbytes, rows, stride) of that piece here: always one run."""
-        offset, nbytes = self._places[row]
-        return offset, nbytes, 1, 0
+        dtype = getattr(torch, self.plan.layout.specs[self.plan.layout.index[shard.name]].dtype)
+        nbytes = math.prod(shard.box.shape) * dtype.itemsize
+        return self.bytes[offset : offset + nbytes].view(dtype).view(shard.box.shape)

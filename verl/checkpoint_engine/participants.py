@@ -21,11 +21,12 @@ import numpy as np
 
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import Topology
@@ -33,7 +34,7 @@ from verl.checkpoint_engine.types import Member
 
 T = TypeVar("T")
 
-VERIFY_THREADS = 4
+DIGEST_THREADS = 4
 """More do not help: a few threads saturate the memory of one host."""
 
 
@@ -50,9 +51,8 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What one trainer rank says after publishing."""
+    """What one trainer rank says after publishing: bytes written, and seconds for which its trainer waited."""
 
-    digests: bytes
     nbytes: int
     seconds: float
 
@@ -72,6 +72,7 @@ class TrainerPort(MemberPort, Protocol):
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
+    async def digest(self, version: int) -> bytes: ...
     async def serve(self, version: int) -> int: ...
 
 
@@ -144,6 +145,7 @@ class TrainerRank(_Participant):
         super().__init__("trainer", index, config, host)
         self._source = source
         self._prepared = False
+        self._published: tuple[int, Publication] | None = None
 
     async def describe(self) -> Holding:
         """Specs and shards of this rank. Raises PlanError if they contradict each other."""
@@ -163,6 +165,7 @@ class TrainerRank(_Participant):
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> str:
+        self._published = None
         address = self._engine.prepare(plan, None)
         self._prepared = True
         return address
@@ -171,8 +174,26 @@ class TrainerRank(_Participant):
         """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
         if not self._prepared:
             raise NotPrepared("it was never prepared", member=self.name)
-        publication = await self._run(lambda: self._engine.send_weights(version, self._source, slots))
-        return Published(digests=publication.digests.tobytes(), nbytes=publication.nbytes, seconds=publication.seconds)
+        return await self._run(lambda: self._publish(version, slots))
+
+    def _publish(self, version: int, slots: Mapping[str, str]) -> Published:
+        self._published = None
+        publication = self._engine.send_weights(version, self._source, slots)
+        self._published = version, publication
+        return Published(nbytes=publication.nbytes, seconds=publication.seconds)
+
+    async def digest(self, version: int) -> bytes:
+        """The digests of what was published as `version`, in plan order.
+
+        The trainer may already be changing its weights: it is the copy that is read.
+        """
+        return await self._run(lambda: self._digest(version))
+
+    def _digest(self, version: int) -> bytes:
+        if self._published is None or self._published[0] != version:
+            raise TransportError("that version is not what was published", version=version, member=self.name)
+        memory = self._published[1].memory
+        return digest_pieces(memory.bytes.numpy(), memory.extents, threads=_digest_threads()).tobytes()
 
     async def serve(self, version: int) -> int:
         """Take part in staging, for backends whose senders do; the bytes written into slots.
@@ -182,6 +203,7 @@ class TrainerRank(_Participant):
         return await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
+        self._published = None
         await self._run(self._engine.finalize)
         self._thread.shutdown(wait=False)
 
@@ -246,7 +268,7 @@ class RolloutNode(_Participant):
 
     def _verify(self, manifest: Manifest) -> None:
         region = self._open_arena.slot_view().bytes.numpy()
-        verify(region, manifest, threads=_verify_threads())
+        verify(region, manifest, threads=_digest_threads())
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""
@@ -267,7 +289,7 @@ class RolloutNode(_Participant):
 
     async def reverify(self, version: int) -> None:
         """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
-        await self._run(lambda: self._open_arena.reverify(version, threads=_verify_threads()))
+        await self._run(lambda: self._open_arena.reverify(version, threads=_digest_threads()))
 
     async def close(self) -> None:
         """Remove the arena."""
@@ -292,5 +314,5 @@ class RolloutNode(_Participant):
         return Manifest(version, self._plan, np.frombuffer(digests, np.uint64))
 
 
-def _verify_threads() -> int:
-    return min(VERIFY_THREADS, len(os.sched_getaffinity(0)))
+def _digest_threads() -> int:
+    return min(DIGEST_THREADS, len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""The loops that move bytes. There is one of each; backends bring memory and wires, never loops of their own."""
+"""The loop that fetches, and the buckets that it fetches. Backends bring wires, never loops of their own."""
 
 from __future__ import annotations
 
@@ -8,92 +8,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.digest import UInt64s, digest_piece
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import Packing
 from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.shards import extents_of
-from verl.checkpoint_engine.types import Range, Shard
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl.checkpoint_engine.arena import SlotView
-
-
-@dataclass(frozen=True)
-class Publication:
-    """What one trainer rank did: the digests of its pieces in plan order, the bytes it wrote, how long it was busy."""
-
-    digests: UInt64s
-    nbytes: int
-    seconds: float
-
-
-class PieceMemory(Protocol):
-    """Memory that has a place for every piece of one owner; pieces are numbered as in `SyncPlan.pieces_of`."""
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """All of it, uint8."""
-
-    def part(self, row: int, shard: Shard) -> torch.Tensor:
-        """The place of piece `row`, which is `shard`: its shape and dtype, perhaps strided; borrowed."""
-
-    def extent(self, row: int) -> tuple[int, int, int, int]:
-        """(offset, run_nbytes, rows, stride) of that place in `bytes`."""
-
-
-def publish(source: WeightSource, plan: SyncPlan, owner: int, memories: Sequence[PieceMemory]) -> Publication:
-    """Write the pieces of `owner` into each of `memories`, digesting each piece while it is still in the cache.
-
-    The source casts once, into the first memory; the others get copies of that. Called on the owner's rank.
-    """
-    start_s = time.perf_counter()
-    digests = np.zeros(len(plan.pieces_of(owner)), np.uint64)
-    if memories:
-        first, *others = memories
-        region = first.bytes.numpy()
-        for row, shard in enumerate(plan.shards_of(owner)):
-            destination = first.part(row, shard)
-            source.copy(shard, destination)
-            digests[row] = digest_piece(region, *first.extent(row))
-            for other in others:
-                other.part(row, shard).copy_(destination)
-    nbytes = plan.nbytes_of(owner) * len(memories)
-    return Publication(digests, nbytes, time.perf_counter() - start_s)
-
-
-class SlotPieces:
-    """The places of one owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
-
-    def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
-        self.bytes = slot.bytes
-        self._slot = slot
-        self._specs = {spec.name: spec for spec in slot.layout.specs}
-        self._extents = plan.extents_of(owner).of(range(len(plan.pieces_of(owner))))
-        # The pieces of one tensor follow each other.
-        self._name: str | None = None
-        self._tensor: torch.Tensor | None = None
-
-    def part(self, row: int, shard: Shard) -> torch.Tensor:
-        if self._tensor is None or shard.name != self._name:
-            self._tensor = self._slot.tensor(self._specs[shard.name])
-            self._name = shard.name
-        return self._tensor[tuple(map(slice, shard.box.start, shard.box.stop))]
-
-    def extent(self, row: int) -> tuple[int, int, int, int]:
-        return self._extents[row]
-
-
-# --- fetching ---------------------------------------------------------------------------------------------------------
+from verl.checkpoint_engine.types import Range
 
 
 @dataclass(frozen=True)

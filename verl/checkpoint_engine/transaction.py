@@ -177,12 +177,17 @@ class SyncTransaction:
                 {trainer.name: trainer.publish(self.version, slots) for trainer in self.fleet.trainers},
                 "publish",
             )
-        self.nbytes_moved += sum(result.nbytes for result in published.values())
-        self.trainer_blocked_s = max(result.seconds for result in published.values())
+            self.nbytes_moved += sum(result.nbytes for result in published.values())
+            self.trainer_blocked_s = max(result.seconds for result in published.values())
+            digested = await self._all(
+                deadlines.publish_s,
+                {trainer.name: trainer.digest(self.version) for trainer in self.fleet.trainers},
+                "publish",
+            )
         manifest = Manifest.of(
             self.version,
             self.fleet.plan,
-            [np.frombuffer(published[trainer.name].digests, np.uint64) for trainer in self.fleet.trainers],
+            [np.frombuffer(digested[trainer.name], np.uint64) for trainer in self.fleet.trainers],
         )
         digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):

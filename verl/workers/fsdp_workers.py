@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
@@ -40,7 +39,6 @@ class ActorRolloutRefWorker(WeightPublisher):
         *,
         loss_fn: LossFunction | None = None,
         device: str | None = None,
-        checkpoint_engine: CheckpointEngineConfig | None = None,
         seed: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
@@ -57,7 +55,6 @@ class ActorRolloutRefWorker(WeightPublisher):
         if config.rollout.temperature <= 0:
             raise ConfigError(f"training needs rollout.temperature above 0, not {config.rollout.temperature}")
         self.config = config
-        self.checkpoint_engine = checkpoint_engine or CheckpointEngineConfig()
         self.device_name = resolve_device(device)
         parts = role.split("_")
         self._has_actor, self._has_ref = "actor" in parts, "ref" in parts

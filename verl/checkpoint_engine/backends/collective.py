@@ -23,9 +23,10 @@ from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.pipeline import Bucket, Publication, messages_of, publish
+from verl.checkpoint_engine.pipeline import Bucket, messages_of
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication, publish
 from verl.checkpoint_engine.topology import Topology, broadcast
 from verl.checkpoint_engine.types import Member
 from verl.utils import config as strict
@@ -84,7 +85,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
         assert self._plan is not None  # the manager prepares every member before it publishes
         assert self._region is not None
         self._published = None
-        publication = publish(source, self._plan, self.member.index, [self._region])
+        publication = publish(source, self._region)
         self._published = version
         return publication
 

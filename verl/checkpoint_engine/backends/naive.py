@@ -14,9 +14,9 @@ from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.pipeline import Publication, SlotPieces, publish
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
 from verl.checkpoint_engine.topology import Topology, across_hosts
 from verl.checkpoint_engine.types import Member
 
@@ -32,11 +32,13 @@ class NaiveEngine(CheckpointEngineWithCache):
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
         self._plan: SyncPlan | None = None
-        self._mapped: dict[str, SlotView] = {}
+        self._mapped: dict[str, tuple[SlotView, SlotPieces]] = {}
+        """The slots of this host's nodes by path, and this rank's places in them."""
         self._relay: HostRelay | None = None
         self._here: frozenset[str] = frozenset()
         """Names of the nodes on this host."""
-        self._published: tuple[int, list[SlotView]] | None = None
+        self._published: tuple[int, list[str]] | None = None
+        """Version, and the slots that are to have it. The first has this rank's pieces."""
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
         self.finalize()
@@ -77,22 +79,30 @@ class NaiveEngine(CheckpointEngineWithCache):
             )
         try:
             self._unmap(keep=self._kept(paths))
-            views = [self._view(path) for path in paths]
+            for path in paths:
+                self._map(path)
         except OSError as exc:
             raise TransportError(
                 f"cannot map the spare slot: {exc}", version=version, phase="publish", member=self.member.name
             ) from exc
-        owner = self.member.index
-        publication = publish(source, self._plan, owner, [SlotPieces(view, self._plan, owner) for view in views])
-        self._published = version, views
+        publication = publish(source, self._mapped[paths[0]][1])
+        self._published = version, paths
         return publication
 
     def serve_weights(self, version: int) -> int:
-        if self._relay is None:
-            return 0
+        """Bring this rank's pieces from the slot that has them to the other slots of this host, and to other hosts."""
         if self._published is None or self._published[0] != version:
             raise TransportError("that version is not what was published", version=version, phase="stage")
-        return self._relay.exchange(version, self._published[1])
+        (first, pieces), *others = (self._mapped[path] for path in self._published[1])
+        for _, other in others:
+            for (_, written), (_, place) in zip(pieces.places, other.places, strict=True):
+                if self._stop.is_set():
+                    raise TransportError("given up by the manager", version=version, phase="stage")
+                place.copy_(written)
+        nbytes = len(others) * int(pieces.extents.nbytes.sum())
+        if self._relay is not None:
+            nbytes += self._relay.exchange(version, [first, *(view for view, _ in others)])
+        return nbytes
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         """Trainer ranks write the slot."""
@@ -108,11 +118,11 @@ class NaiveEngine(CheckpointEngineWithCache):
             self._relay.close()
             self._relay = None
 
-    def _view(self, path: str) -> SlotView:
+    def _map(self, path: str) -> None:
         if path not in self._mapped:
             assert self._plan is not None
-            self._mapped[path] = SlotView(Path(path), self._plan.layout, writable=True)
-        return self._mapped[path]
+            view = SlotView(Path(path), self._plan.layout, writable=True)
+            self._mapped[path] = view, SlotPieces(view, self._plan, self.member.index)
 
     @staticmethod
     def _kept(paths: Sequence[str]) -> set[str]:
@@ -122,4 +132,5 @@ class NaiveEngine(CheckpointEngineWithCache):
 
     def _unmap(self, keep: set[str]) -> None:
         for path in [path for path in self._mapped if path not in keep]:
-            self._mapped.pop(path).close()
+            view, _ = self._mapped.pop(path)
+            view.close()

@@ -38,14 +38,13 @@ from verl.checkpoint_engine.packed import PackedRegion
 from verl.checkpoint_engine.pipeline import (
     Bucket,
     FetchLoop,
-    Publication,
     RangeReader,
     bounce_nbytes,
     messages_of,
-    publish,
 )
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.publishing import Publication, publish
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member, Range
 
@@ -279,7 +278,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         assert self._region is not None
         assert self._stamp is not None
         self._stamp.begin()
-        publication = publish(source, self._plan, self.member.index, [self._region])
+        publication = publish(source, self._region)
         self._stamp.finish(version)
         return publication
 

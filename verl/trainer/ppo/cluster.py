@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl import envs
+from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.deadline import all_within
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
@@ -86,14 +87,14 @@ class Cluster:
             self._ray.start(config.ray_kwargs.ray_init)
             require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference, critic)
-            placement = self._place_rollouts()
-            nodes = self._start_nodes(placement)  # while the trainer ranks build their model
+            self._placement = self._place_rollouts()
+            self._start_nodes(config.checkpoint_engine)  # while the trainer ranks build their model
             self.actor.init_model()
             if critic is not None:
                 self.actor.init_critic()
-            self._check(nodes, placement, arena_nbytes)
-            self._start_rollouts(placement)
-            self._join(nodes)
+            self._check(arena_nbytes)
+            self._start_rollouts()
+            self._join(config.checkpoint_engine)
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
@@ -135,6 +136,18 @@ class Cluster:
         return await self._manager.update_weights(
             version, boundary=lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
         )
+
+    def rejoin(self, config: CheckpointEngineConfig) -> None:
+        """Go on with another backend: new rollout nodes, the same trainer ranks and engines, which start no process.
+
+        The engines keep their weights until the next `update_weights`.
+        """
+        self.run(self._manager.close())
+        for node in self._nodes:
+            ray.kill(node)
+        self._nodes.clear()
+        self._start_nodes(config)
+        self._join(config)
 
     def free_rollout_memory(self) -> None:
         """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
@@ -211,7 +224,6 @@ class Cluster:
                 config=policy,
                 role="actor_ref" if with_reference else "actor",
                 device=self._device,
-                checkpoint_engine=config.checkpoint_engine,
                 seed=trainer.seed,
                 **({} if critic is None else {"critic": critic}),
             ),
@@ -259,45 +271,45 @@ class Cluster:
             keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
         )
 
-    def _start_rollouts(self, placement: RolloutPlacement) -> None:
+    def _start_rollouts(self) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
         separate = self._config.trainer.placement == "separate"
         launches = [
             replica.init_standalone(place) if separate else replica.init_hybrid(place)
-            for replica, place in zip(self.replicas, placement.replicas, strict=True)
+            for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
         ]
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
 
-    def _start_nodes(self, placement: RolloutPlacement) -> list[RayRolloutNode]:
-        config = self._config
+    def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        for index, node_id in enumerate(placement.nodes):
+        for index, node_id in enumerate(self._placement.nodes):
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
-            node = start_node(index, config.checkpoint_engine, job=job, shm_dir=envs.shm_dir(), options=options)
-            self._nodes.append(node)
+            self._nodes.append(start_node(index, config, job=job, shm_dir=envs.shm_dir(), options=options))
+
+    def _node_ports(self) -> list[RayRolloutNode]:
         return [RayRolloutNode(index, node) for index, node in enumerate(self._nodes)]
 
-    def _check(self, nodes: Sequence[RayRolloutNode], placement: RolloutPlacement, arena_nbytes: int) -> None:
+    def _check(self, arena_nbytes: int) -> None:
         """Ask every rollout node's machine before its engines start, which takes them half a minute."""
         machines = _ray_nodes()
-        hosts = [machines[node]["NodeManagerAddress"] for node in placement.nodes]
+        hosts = [machines[node]["NodeManagerAddress"] for node in self._placement.nodes]
         checks = {
-            node.name: node.check(arena_nbytes, hosts.count(host)) for node, host in zip(nodes, hosts, strict=True)
+            node.name: node.check(arena_nbytes, hosts.count(host))
+            for node, host in zip(self._node_ports(), hosts, strict=True)
         }
         timeout_s = self._config.checkpoint_engine.deadlines.prepare_s
         self.run(all_within(timeout_s, checks, version=None, phase="prepare"))
 
-    def _join(self, nodes: Sequence[RayRolloutNode]) -> None:
-        config = self._config
-        output_dir = Path(config.trainer.output_dir)
+    def _join(self, config: CheckpointEngineConfig) -> None:
+        output_dir = Path(self._config.trainer.output_dir)
         self.manager = CheckpointEngineManager(
-            config=config.checkpoint_engine,
-            trainers=[RayTrainerRank(rank, worker) for rank, worker in enumerate(self.actor.workers)],
-            nodes=nodes,
-            report_path=Path(config.checkpoint_engine.report_path or output_dir / "sync_reports.jsonl"),
+            config=config,
+            trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(self.actor.workers)],
+            nodes=self._node_ports(),
+            report_path=Path(config.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))
 

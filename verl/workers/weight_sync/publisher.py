@@ -19,16 +19,15 @@ class WeightPublisher(Worker, ABC):
     """
 
     _participant: TrainerRank | None = None
-    checkpoint_engine: CheckpointEngineConfig
 
     @abstractmethod
     def weight_source(self) -> WeightSource:
         """The weights that this rank holds."""
 
-    async def describe_weights(self) -> Holding:
-        """First call of a sync: this rank's specs and shards."""
+    async def describe_weights(self, config: CheckpointEngineConfig) -> Holding:
+        """First call of a sync: this rank's specs and shards. `config` stands until `close_weight_sync`."""
         if self._participant is None:
-            self._participant = TrainerRank(self.rank, self.weight_source(), self.checkpoint_engine)
+            self._participant = TrainerRank(self.rank, self.weight_source(), config)
         return await self._participant.describe()
 
     async def prepare_weight_sync(self, plan: bytes) -> str:
@@ -43,6 +42,10 @@ class WeightPublisher(Worker, ABC):
         When it returns, the next optimizer step may change the weights. `slots` are paths of the nodes' spare slots.
         """
         return await self._sync.publish(version, slots)
+
+    async def digest_weight_sync(self, version: int) -> bytes:
+        """The digests of what was published, while the rank's own thread trains on."""
+        return await self._sync.digest(version)
 
     async def serve_weight_sync(self, version: int) -> int:
         """Take part in staging with what was published, while the rank's own thread trains on."""

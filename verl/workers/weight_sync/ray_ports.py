@@ -10,6 +10,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 from verl.checkpoint_engine.participants import Holding, Published
 from verl.checkpoint_engine.topology import Topology
@@ -42,11 +43,12 @@ class _RayMember:
 class RayTrainerRank(_RayMember):
     """A trainer rank in an actor worker; see `WeightPublisher` in `publisher.py` for the other end."""
 
-    def __init__(self, rank: int, handle: ActorHandle[Any]) -> None:
+    def __init__(self, rank: int, handle: ActorHandle[Any], config: CheckpointEngineConfig) -> None:
         super().__init__(f"trainer-{rank}", handle)
+        self._config = config
 
     async def describe(self) -> Holding:
-        result: Holding = await self._call("describe_weights")
+        result: Holding = await self._call("describe_weights", self._config)
         return result
 
     async def prepare(self, plan: bytes) -> str:
@@ -58,6 +60,10 @@ class RayTrainerRank(_RayMember):
 
     async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
         result: Published = await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots))
+        return result
+
+    async def digest(self, version: int) -> bytes:
+        result: bytes = await self._call("digest_weight_sync", version)
         return result
 
     async def serve(self, version: int) -> int:

@@ -1,0 +1,112 @@
+"""Copying out of a source: every piece once, into memory of both kinds, in as few copies as may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.checkpoint_engine.arena import SlotView
+from verl.checkpoint_engine.digest import digest_pieces
+from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.packed import PackedRegion
+from verl.checkpoint_engine.plan import SyncPlan, make_plan
+from verl.checkpoint_engine.publishing import COPY_NBYTES, PieceMemory, SlotPieces, publish
+from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+
+BLOCK_NBYTES = 1024
+WEIGHTS = {
+    "rows": torch.randn(300, 16),
+    "columns": torch.randn(40, 64),
+    "line": torch.randn(700),
+    "one": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4),
+    "cube": torch.randn(6, 10, 8),
+}
+BOXES = [
+    [Box((0, 0), (200, 16)), Box((0, 0), (40, 24)), Box((0,), (333,)), Box((), ()), Box((0, 0, 0), (6, 4, 8))],
+    [Box((200, 0), (300, 16)), Box((0, 24), (40, 64)), Box((333,), (700,)), Box((), ()), Box((0, 4, 0), (6, 10, 8))],
+]
+"""Of every tensor that has elements, what each rank holds: rows, columns, flat ranges; the scalar on both."""
+
+
+class Source:
+    def __init__(self, held: Sequence[Box]) -> None:
+        names = [name for name in WEIGHTS if name != "empty"]
+        self._shards = [Shard(name, box) for name, box in zip(names, held, strict=True)]
+        self.copied: list[int] = []
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return [TensorSpec(name=name, shape=tuple(value.shape), dtype="bfloat16") for name, value in WEIGHTS.items()]
+
+    def shards(self) -> Sequence[Shard]:
+        return self._shards
+
+    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        self.copied.append(destination.nbytes)
+        destination.copy_(WEIGHTS[shard.name][tuple(map(slice, shard.box.start, shard.box.stop))])
+
+
+@pytest.fixture
+def sources() -> list[Source]:
+    return [Source(held) for held in BOXES]
+
+
+@pytest.fixture
+def plan(sources: list[Source]) -> SyncPlan:
+    layout = Layout.of(sources[0].specs())
+    tables = [ShardTable.of(layout, source.shards()) for source in sources]
+    return make_plan(layout, tables, block_nbytes=BLOCK_NBYTES)
+
+
+@pytest.fixture
+def slot(plan: SyncPlan, tmp_path: Path) -> SlotView:
+    path = tmp_path / "slot"
+    path.write_bytes(bytes(plan.layout.nbytes))
+    return SlotView(path, plan.layout, writable=True)
+
+
+def digests(memory: PieceMemory) -> list[int]:
+    return digest_pieces(memory.bytes.numpy(), memory.extents).tolist()
+
+
+def test_all_ranks_together_fill_a_slot(sources: list[Source], plan: SyncPlan, slot: SlotView):
+    published = [publish(source, SlotPieces(slot, plan, owner)) for owner, source in enumerate(sources)]
+    for name, tensor in slot.tensors():
+        assert torch.equal(tensor, WEIGHTS[name].bfloat16()), name
+    assert [publication.nbytes for publication in published] == [plan.nbytes_of(owner) for owner in range(2)]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_pieces_have_the_same_digests_in_a_slot_and_packed(
+    sources: list[Source], plan: SyncPlan, slot: SlotView, owner: int
+):
+    in_slot, packed = SlotPieces(slot, plan, owner), PackedRegion(plan, owner)
+    publish(sources[owner], in_slot)
+    publish(sources[owner], packed)
+    assert digests(in_slot) == digests(packed)
+    assert len(set(digests(packed))) == len(plan.pieces_of(owner))
+
+
+def test_neighbouring_rows_are_one_copy(sources: list[Source], plan: SyncPlan, slot: SlotView):
+    publish(sources[0], SlotPieces(slot, plan, 0))
+    assert len(plan.pieces_of(0)) > 2 * len(sources[0].copied)
+    assert 200 * 16 * 2 in sources[0].copied
+
+
+def test_a_copy_has_at_most_so_many_bytes():
+    layout = Layout.of([TensorSpec(name="w", shape=(3 * COPY_NBYTES // 64, 32), dtype="bfloat16")])
+    whole = ShardTable.of(layout, [Shard("w", Box.whole(layout.specs[0].shape))])
+    memory = PackedRegion(make_plan(layout, [whole], block_nbytes=2**20), 0)
+    assert [place.nbytes for _, place in memory.places] == [COPY_NBYTES] * 3
+
+
+def test_an_owner_of_nothing_publishes_nothing(sources: list[Source], plan: SyncPlan):
+    layout = plan.layout
+    tables = [*(ShardTable.of(layout, source.shards()) for source in sources), ShardTable.empty(layout, 0)]
+    memory = PackedRegion(make_plan(layout, tables, block_nbytes=BLOCK_NBYTES), 2)
+    assert publish(sources[0], memory).nbytes == 0
+    assert digests(memory) == []

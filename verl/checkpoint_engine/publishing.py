@@ -1,0 +1,105 @@
+"""The loop that copies weights out of a trainer. Backends bring the memory that it copies into."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.shards import Extents
+from verl.checkpoint_engine.types import Box, Shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.arena import SlotView
+
+COPY_NBYTES = 16 * 2**20
+"""At most so many bytes, or one piece, are copied out of a source at once."""
+
+
+class PieceMemory(Protocol):
+    """Memory that has a place for every piece of one owner."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, uint8."""
+
+    @property
+    def places(self) -> Sequence[tuple[Shard, torch.Tensor]]:
+        """What publishing copies and where to, neighbouring pieces as one; tensors may be strided; borrowed."""
+
+    @property
+    def extents(self) -> Extents:
+        """Where each piece lies in `bytes`, in the order of `SyncPlan.pieces_of`."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What one trainer rank did: where its pieces are now, the bytes that it wrote, how long its trainer waited.
+
+    `memory` is borrowed from the backend until its next `send_weights` or `finalize`.
+    """
+
+    memory: PieceMemory
+    nbytes: int
+    seconds: float
+
+
+def publish(source: WeightSource, memory: PieceMemory) -> Publication:
+    """Copy every piece of an owner out of `source`, which casts on the way. Called on the owner's rank.
+
+    The trainer waits for this. What can be done with the copy comes later: digests, other slots, wires.
+    """
+    start_s = time.perf_counter()
+    for shard, place in memory.places:
+        source.copy(shard, place)
+    seconds = time.perf_counter() - start_s
+    return Publication(memory, int(memory.extents.nbytes.sum()), seconds)
+
+
+def joined_pieces(plan: SyncPlan, owner: int, extents: Extents) -> Iterator[tuple[int, Shard]]:
+    """What lies back to back at `extents` and makes one box of a tensor, as one: (offset, shard), in plan order. Pure.
+
+    A copy costs a few microseconds of Python, however long it is. Sources that make what they copy need memory for it,
+    so there is a limit.
+    """
+    pending: tuple[int, int, Shard] | None = None
+    places = extents.of(range(len(extents)))
+    for (offset, run_nbytes, rows, _), shard in zip(places, plan.shards_of(owner), strict=True):
+        if pending is not None:
+            start, end, before = pending
+            if rows == 1 and offset == end and end + run_nbytes - start <= COPY_NBYTES and _continues(before, shard):
+                box = Box(before.box.start, (shard.box.stop[0], *before.box.stop[1:]))
+                pending = start, end + run_nbytes, Shard(shard.name, box)
+                continue
+            yield start, before
+        pending = offset, offset + run_nbytes if rows == 1 else -1, shard
+    if pending is not None:
+        yield pending[0], pending[2]
+
+
+def _continues(before: Shard, shard: Shard) -> bool:
+    """Whether the rows of `shard` are the next ones."""
+    first, then = before.box, shard.box
+    return (
+        shard.name == before.name
+        and first.stop[:1] == then.start[:1] != ()
+        and (first.start[1:], first.stop[1:]) == (then.start[1:], then.stop[1:])
+    )
+
+
+class SlotPieces:
+    """The places of one owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
+
+    def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
+        self.bytes = slot.bytes
+        self.extents = plan.extents_of(owner)
+        specs = {spec.name: spec for spec in slot.layout.specs}
+        self.places = [
+            (shard, slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))])
+            for _, shard in joined_pieces(plan, owner, self.extents)
+        ]

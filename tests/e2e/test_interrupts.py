@@ -14,6 +14,8 @@ from verl.utils.tracking import read_metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 ENDS_WITHIN_S = 10.0
+SHARED = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""So many test processes share the machine; a test that is not `alone` on it is given as many times the seconds."""
 LONG_RESPONSES = (
     "data.max_response_length=400",
     "actor_rollout_ref.rollout.ignore_eos=true",
@@ -21,6 +23,7 @@ LONG_RESPONSES = (
 )
 """One after the other, each of 400 tokens: half a minute of generation."""
 LONG_UPDATES = ("actor_rollout_ref.actor.ppo_epochs=10000",)
+ONE_RANK = "trainer.n_gpus_per_node=1"
 
 
 def ctrl_c(job):
@@ -44,12 +47,12 @@ def impatient(job):
         ctrl_c(job)
 
 
-def assert_ends_in_one_line(job, interrupt):
+def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
     before = job.stderr
-    with within(ENDS_WITHIN_S, "the end of the run"):
+    with within(seconds, "the end of the run"):
         interrupt(job)
         code = job.wait()
-        left = job.left(ENDS_WITHIN_S)
+        left = job.left(seconds)
     said = job.stderr.removeprefix(before).splitlines()
     assert code == 130, job.stderr
     assert left == []
@@ -58,7 +61,6 @@ def assert_ends_in_one_line(job, interrupt):
     assert "Traceback" not in job.stdout
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("line", "wait_s", "interrupt"),
     [
@@ -75,17 +77,15 @@ def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrup
     assert_ends_in_one_line(job, interrupt)
 
 
-@pytest.mark.alone
 @pytest.mark.vllm
 def test_an_interrupt_while_vllm_starts_ends_it_too(start):
-    job = start("actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=1")
+    job = start("actor_rollout_ref.rollout.name=vllm", ONE_RANK)
     job.wait_for(lambda: job.find("VLLM::EngineCore"), "vLLM's engine core")
     assert_ends_in_one_line(job, ctrl_c)
 
 
-@pytest.mark.alone
 def test_an_interrupt_during_generation_ends_the_run(start):
-    job = start("trainer.n_gpus_per_node=1", *LONG_RESPONSES)
+    job = start(ONE_RANK, *LONG_RESPONSES)
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(1.0)
     assert_ends_in_one_line(job, sigterm)
@@ -96,7 +96,7 @@ def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, 
     job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
-    assert_ends_in_one_line(job, impatient)
+    assert_ends_in_one_line(job, impatient, ENDS_WITHIN_S)
 
 
 @pytest.mark.alone
@@ -120,6 +120,7 @@ def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path
 def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, tmp_path):
     """Once while it generates, once while the trainer trains: then it is missed at the next sync."""
     job = start(
+        ONE_RANK,
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.ppo_epochs=50",
@@ -148,24 +149,3 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         (1, "committed"),
         (2, "committed"),
     ]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_vllm_engine_that_is_killed_is_replaced_and_the_run_goes_on(start):
-    job = start(
-        "actor_rollout_ref.rollout.name=vllm",
-        "trainer.total_training_steps=1",
-        "trainer.n_gpus_per_node=1",
-        "data.max_response_length=200",
-        *LONG_RESPONSES[1:],
-    )
-    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
-    time.sleep(0.3)
-    (engine,) = job.find("VLLM::EngineCore")
-    engine.kill()
-    assert job.wait() == 0, job.stderr
-    assert job.left() == []
-    (metrics,) = read_metrics(job.output_dir / "metrics.jsonl")
-    assert metrics["rollout/restarts"] == 1.0
-    assert metrics["training/rollout_probs_diff_mean"] < 0.02

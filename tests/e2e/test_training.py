@@ -158,37 +158,7 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     assert list((run.out / "tensorboard").glob("events.out.tfevents.*"))
 
 
-# -- trainer and rollouts on nodes of their own -----------------------------------------------------------------------
-
-SEPARATE = [using(backend) for backend in ("gloo", "nixl", "mooncake", "kimi_ckpt_engine")]
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("backend", SEPARATE)
-def test_vllm_on_a_node_of_its_own_has_the_trainers_weights_on_every_step(ray_cluster, tmp_path, backend):
-    run = Run(
-        tmp_path,
-        in_process(
-            tmp_path,
-            f"checkpoint_engine.backend={backend}",
-            "trainer.placement=separate",
-            "trainer.total_training_steps=2",
-            "actor_rollout_ref.actor.entropy_coeff=0.01",  # weights change, also when all responses are equally good
-            "actor_rollout_ref.rollout.name=vllm",
-            "actor_rollout_ref.rollout.cpu_kvcache_gib=0.1",
-        ),
-    )
-    assert list(run.metrics) == [1, 2]
-    assert max(metrics["training/rollout_probs_diff_mean"] for metrics in run.metrics.values()) < 0.02
-    assert all(metrics["actor/grad_norm"] > 0 for metrics in run.metrics.values())
-    assert [(report["version"], report["outcome"]) for report in run.reports] == [
-        (version, "committed") for version in range(3)
-    ]
-    for report in run.reports:
-        assert (report["backend"], report["retries"], report["replicas_updated"]) == (backend, 0, ["replica-0"])
-        assert report["nbytes_moved"] == 2 * report["nbytes_needed"] > 0  # into the trainer's copy, and to the node
-        assert report["phase_s"]["stage"] > 0
-        assert report["paused_s"]["replica-0"] < report["total_s"]
+# -- rollouts on nodes of their own ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [using("kimi_ckpt_engine")])

@@ -60,7 +60,7 @@ def write(arena: NodeArena, version: int) -> Path:
 
 def commit(arena: NodeArena, version: int) -> Path:
     path = write(arena, version)
-    digests = digest_pieces(arena.slot_view().bytes.numpy(), PLAN, range(len(PLAN)))
+    digests = digest_pieces(arena.slot_view().bytes.numpy(), PLAN.extents)
     arena.commit(version, Manifest(version, PLAN, digests))
     return path
 

@@ -50,7 +50,7 @@ class Trainer:
         weights = self.models[version].state_dict()
         for name, tensor in slot.tensors():
             tensor.copy_(weights[name])
-        digests = digest_pieces(slot.bytes.numpy(), self._plan, range(len(self._plan)))
+        digests = digest_pieces(slot.bytes.numpy(), self._plan.extents)
         self._arena.commit(version, Manifest.of(version, self._plan, [digests]))
         slot.close()
 

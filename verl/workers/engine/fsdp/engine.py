@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.hf_export import export_hf
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.model import CAUSAL_LM, Head, build_model
+from verl.workers.engine.fsdp.tensors import split_experts
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -188,7 +189,9 @@ class FSDPEngine:
         export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype])
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
-        return FSDPWeightSource(self.sharding.held(self._built()), rollout_dtype=rollout_dtype)
+        model: Any = self._built()
+        tensors = split_experts(self.sharding.held(model), model.config.model_type)
+        return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype)
 
     # ---- helpers
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 from verl.workers.engine.fsdp.mesh import replication_allowed
-from verl.workers.engine.fsdp.tensors import tied_aliases
+from verl.workers.engine.fsdp.tensors import HeldTensor, split_experts, tied_aliases
 
 FILE_NBYTES = 5 * 10**9
 
@@ -40,7 +40,7 @@ def export_hf(
     A collective: each tensor is gathered on its own, and rank 0 holds no more than one file of about `file_nbytes`.
     Everything is synced to disk when this returns.
     """
-    aliases = tied_aliases(model)
+    aliases, hf_config = tied_aliases(model), cast("PretrainedConfig", model.config)
     state: dict[str, Any] = get_model_state_dict(model)
     tensors: dict[str, torch.Tensor] = {name: state[name] for name in state if name not in aliases}
     groups = list(_files(tensors, dtype, file_nbytes))
@@ -50,9 +50,13 @@ def export_hf(
     weight_map: dict[str, str] = {}
     for index, names in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
-        content = {name: full for name in names if (full := _gather(tensors[name], dtype, keep=is_writer)) is not None}
+        content: dict[str, torch.Tensor] = {}
+        for name in names:
+            full = _gather(tensors[name])
+            if is_writer:
+                content |= _as_in_checkpoint(name, full, hf_config.model_type, dtype)
         if is_writer:
+            weight_map |= dict.fromkeys(content, file)
             save_file(content, directory / file, metadata={"format": "pt"})
     if is_writer:
         if len(groups) > 1:
@@ -64,11 +68,18 @@ def export_hf(
     dist.barrier()
 
 
-def _gather(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if not keep:
-        return None
-    return full.to(device="cpu", dtype=dtype if full.is_floating_point() else full.dtype).contiguous().clone()
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_in_checkpoint(name: str, full: torch.Tensor, model_type: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Copies in host memory, under the names of the checkpoint."""
+    whole = {name: HeldTensor.whole(full, is_parameter=True)}
+    dtype = dtype if full.is_floating_point() else full.dtype
+    return {
+        name: tensor.parts[0].values().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        for name, tensor in split_experts(whole, model_type).items()
+    }
 
 
 def _files(tensors: dict[str, torch.Tensor], dtype: torch.dtype, file_nbytes: int) -> Iterator[list[str]]:

@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.tensors import (
     check_names,
     named_parameters,
     persistent_buffers,
+    split_experts,
     tied_aliases,
 )
 
@@ -83,13 +84,15 @@ def build_model(
                 trust_remote_code=model_config.trust_remote_code,
             )
         model.requires_grad_(trainable)
-        names = [name for name, _ in (*named_parameters(model), *persistent_buffers(model))]
+        model_type = hf_config.model_type
+        whole = {name: HeldTensor.whole(parameter, is_parameter=True) for name, parameter in named_parameters(model)}
+        names = [*split_experts(whole, model_type), *(name for name, _ in persistent_buffers(model))]
         new = head.new - checkpoint.names
         check_names(set(names) - new, checkpoint.names, tied_aliases(model) | head.unused, type(model).__name__)
         if trainable and model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         sharded = sharding.shard(model, fsdp_config, device)
-        _load(sharding.held(sharded), checkpoint, new)
+        _load(split_experts(sharding.held(sharded), model_type), checkpoint, new)
     _compute_buffers(model, device)
     return sharded
 

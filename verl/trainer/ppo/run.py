@@ -57,6 +57,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
+    _require_adapters(config, model_path)
     arena_nbytes = _arena_nbytes(config, model_path)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
@@ -193,6 +194,15 @@ def _require_positions(config: PPOConfig) -> None:
             f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
             f"{needed} tokens, but {config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
         )
+
+
+def _require_adapters(config: PPOConfig, model_path: Path) -> None:
+    """Raises ConfigError if LoRA's target modules are not there, BackendUnavailable if its package is not."""
+    model = config.actor_rollout_ref.model
+    if model.lora_rank:
+        from verl.workers.engine.fsdp.model import require_adapters
+
+        require_adapters(replace(model, path=str(model_path)))
 
 
 def _arena_nbytes(config: PPOConfig, model_path: Path) -> int:

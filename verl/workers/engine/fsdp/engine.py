@@ -28,6 +28,7 @@ from verl.workers.losses import LossTotals
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
+    from verl.workers.engine.fsdp.lora import Adapters
     from verl.workers.engine.fsdp.sharding import Sharding
     from verl.workers.engine.micro_batches import MicroBatchLimits
 
@@ -63,15 +64,22 @@ class FSDPEngine:
         self.device = device or torch.device("cpu")
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self._adapters: Adapters | None = None
 
     def build(self) -> None:
         trainable = self._optim_config is not None
-        self.model = build_model(
-            self._model_config, self._fsdp_config, self.device, self.sharding, trainable=trainable, head=self.head
+        self.model, self._adapters = build_model(
+            self._model_config,
+            self._fsdp_config,
+            self.device,
+            self.sharding,
+            trainable=trainable,
+            head=self.head,
+            seed=self._seed,
         )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
+                [parameter for parameter in self.model.parameters() if parameter.requires_grad],
                 lr=learning_rate(0, self._optim_config),
                 betas=(self._optim_config.betas[0], self._optim_config.betas[1]),
                 weight_decay=self._optim_config.weight_decay,
@@ -142,6 +150,8 @@ class FSDPEngine:
             self.optimizer.step()
             if self._fsdp_config.optimizer_offload:
                 self._move_optimizer_state(torch.device("cpu"))
+            if self._adapters is not None:
+                self._adapters.gather()
         else:
             logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,6 +177,8 @@ class FSDPEngine:
             lr_step=self._lr_step,
             device=self.device.type,
         )
+        if "model" in contents and self._adapters is not None:
+            self._adapters.save_peft(directory / "lora_adapter")
         if "hf_model" in contents:
             self.export_hf(directory / "huggingface")
 
@@ -180,18 +192,22 @@ class FSDPEngine:
             device=self.device.type,
             seed=self._seed,
         )
+        if self._adapters is not None:
+            self._adapters.gather()
         if lr_step is not None:
             self._lr_step = lr_step
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of the sharded parameters."""
+        """At `dtype`, by default that of the sharded parameters. Adapters are merged into the weights."""
         dtype = dtype or self._fsdp_config.model_dtype
-        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype])
+        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype], adapters=self._adapters)
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
         model: Any = self._built()
-        tensors = split_experts(self.sharding.held(model), model.config.model_type)
-        return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype)
+        tensors = self.sharding.held(model)
+        if self._adapters is not None:
+            tensors = self._adapters.merged(tensors)
+        return FSDPWeightSource(split_experts(tensors, model.config.model_type), rollout_dtype=rollout_dtype)
 
     # ---- helpers
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import INDEX_FILE, SINGLE_FILE
+from verl.workers.engine.fsdp.lora import BASE, Adapters, is_adapter
 from verl.workers.engine.fsdp.mesh import replication_allowed
 from verl.workers.engine.fsdp.tensors import HeldTensor, split_experts, tied_aliases
 
@@ -33,16 +34,21 @@ def export_hf(
     model_config: HFModelConfig,
     *,
     dtype: torch.dtype,
+    adapters: Adapters | None = None,
     file_nbytes: int = FILE_NBYTES,
 ) -> None:
     """Write config, tokenizer and safetensors files (floating tensors as `dtype`) that transformers and vLLM load.
+
+    `adapters` are merged into the weights.
 
     A collective: each tensor is gathered on its own, and rank 0 holds no more than one file of about `file_nbytes`.
     Everything is synced to disk when this returns.
     """
     aliases, hf_config = tied_aliases(model), cast("PretrainedConfig", model.config)
     state: dict[str, Any] = get_model_state_dict(model)
-    tensors: dict[str, torch.Tensor] = {name: state[name] for name in state if name not in aliases}
+    tensors: dict[str, torch.Tensor] = {
+        name: state[name] for name in state if name not in aliases and not is_adapter(name)
+    }
     groups = list(_files(tensors, dtype, file_nbytes))
     is_writer = dist.get_rank() == 0
     if is_writer:
@@ -53,6 +59,8 @@ def export_hf(
         content: dict[str, torch.Tensor] = {}
         for name in names:
             full = _gather(tensors[name])
+            if adapters is not None:
+                full, name = adapters.merge(name, full), name.replace(BASE, ".")
             if is_writer:
                 content |= _as_in_checkpoint(name, full, hf_config.model_type, dtype)
         if is_writer:

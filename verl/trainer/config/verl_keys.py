@@ -12,7 +12,6 @@ _CORRECTION = "algorithm.rollout_correction"
 
 VERL_KEYS: dict[str, str] = {
     f"{_POLICY}.model.use_remove_padding": f"the nearest is {_POLICY}.actor.use_dynamic_bsz, which packs by tokens",
-    f"{_POLICY}.model.lora.*": f"adapters are described by {_POLICY}.model.{{lora_rank,lora_alpha,target_modules}}",
     f"{_POLICY}.actor.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.actor.fsdp_config",
     f"{_POLICY}.ref.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.ref.fsdp_config",
     f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",

@@ -166,8 +166,9 @@ def _with_schedule(config: PPOConfig, total_steps: int) -> PPOConfig:
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     if optim.lr is None:
-        is_builtin = builtin.is_builtin(config.actor_rollout_ref.model.path)
-        optim = replace(optim, lr=builtin.LEARNING_RATE if is_builtin else optim.peak_lr)
+        model = config.actor_rollout_ref.model
+        of_builtin = builtin.LORA_LEARNING_RATE if model.lora_rank else builtin.LEARNING_RATE
+        optim = replace(optim, lr=of_builtin if builtin.is_builtin(model.path) else optim.peak_lr)
     if optim.total_training_steps <= 0:
         optim = replace(optim, total_training_steps=total_steps)
     policy = replace(config.actor_rollout_ref, actor=replace(actor, optim=optim))

@@ -19,6 +19,8 @@ __all__ = ["ARCHITECTURES", "PREFIX", "builtin_data", "builtin_model", "is_built
 PREFIX = "builtin:"
 LEARNING_RATE = 2e-4
 """For `builtin:tiny-qwen2`: it is small, and fresh from a warm-up."""
+LORA_LEARNING_RATE = 2e-3
+"""For adapters of that model: they start at zero."""
 CRITIC_LEARNING_RATE = 1e-3
 """For a critic that starts as that model, with a value head that starts at zero."""
 TRAINING_STEPS = 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from verl.utils.files import sync_to_disk
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 from verl.workers.engine.fsdp.lora import BASE, Adapters, is_adapter
@@ -72,7 +72,7 @@ def export_hf(
             index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             (directory / INDEX_FILE).write_text(index_text)
         _write_config(directory, model, model_config, dtype)
-        _sync(directory)
+        sync_to_disk(directory)
     dist.barrier()
 
 
@@ -119,12 +119,3 @@ def _write_config(directory: Path, model: Any, model_config: HFModelConfig, dtyp
         if model_config.custom_chat_template:
             tokenizer.chat_template = model_config.custom_chat_template
         tokenizer.save_pretrained(directory)
-
-
-def _sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

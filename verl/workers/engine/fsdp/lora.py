@@ -2,8 +2,8 @@
 
 A layer that computes x W' gets (B A) scale added to its W, with A [rank, inputs] and B [outputs, rank]. FSDP2 shards A
 and B by rows like every parameter, so a rank has those rows of B that belong to its rows of W, but not all of A. After
-each optimizer step the ranks gather A, on the thread that trains: less than a hundredth of what a forward pass gathers.
-A sync then merges any box of W without asking another rank.
+each optimizer step the ranks gather A, on the thread that trains: of a layer, rank / outputs of what every forward pass
+gathers. A sync then merges any box of W without asking another rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
 from verl.checkpoint_engine.types import Box
 from verl.utils.config import ConfigError
+from verl.utils.files import sync_to_disk
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, tied_aliases
 
@@ -143,7 +144,7 @@ class Adapters:
         return base.float() + (b @ a).mul_(self._scale)
 
     def save_peft(self, directory: Path) -> None:
-        """Write the adapters as peft does; `PeftModel.from_pretrained` and engines load them. A collective."""
+        """Write the adapters as peft does, durably; `PeftModel.from_pretrained` and engines load them. A collective."""
         tensors = {}
         for layer, factors in self._pairs.items():
             for kind, factor in zip(("lora_A", "lora_B"), factors, strict=True):
@@ -154,6 +155,7 @@ class Adapters:
             config = _peft_config(self._config, list(self._pairs))
             config.inference_mode = True
             config.save_pretrained(directory)
+            sync_to_disk(directory)
         dist.barrier()
 
 

@@ -19,7 +19,9 @@ class LoRAConfig:
 class HFModelConfig:
     """The policy model: a local Hugging Face causal-LM directory, or a built-in one."""
 
-    path: str = option("builtin:tiny-qwen2", "local Hugging Face directory, or builtin:tiny-qwen2 (made on first use)")
+    path: str = option(
+        "builtin:tiny-qwen2", "local Hugging Face directory, or builtin:{tiny-qwen2,tiny-qwen3-moe}, made on first use"
+    )
     tokenizer_path: str | None = option(None, "tokenizer directory; null: the model's")
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "module imported before the model is built")

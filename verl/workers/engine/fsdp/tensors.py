@@ -23,7 +23,7 @@ class Part:
     values: Callable[[], torch.Tensor]
     """Its present values, of shape `box.shape`, borrowed. To be called at every use, as loading may replace them."""
     delta: Callable[[Box], torch.Tensor] | None = None
-    """What comes on top of the values in a part of `box` before they are sent: float32. None: nothing."""
+    """What comes on top of the values in a part of `box` before they are sent: float32, made anew. None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

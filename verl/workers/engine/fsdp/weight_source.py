@@ -54,7 +54,7 @@ class FSDPWeightSource:
             raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
         offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
         values = part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
-        destination.copy_(values if part.delta is None else values.float() + part.delta(shard.box))
+        destination.copy_(values if part.delta is None else part.delta(shard.box).add_(values))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

@@ -70,6 +70,7 @@ def parquet(tmp_path):
     return write
 
 
+LORA = "actor_rollout_ref.model.lora_rank=4"
 MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
@@ -81,6 +82,9 @@ MISTAKES = [
     (["trainer.critic_warmup=3"], ["trainer.critic_warmup=3", "adv_estimator=grpo"]),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
+    ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
+    ([LORA, "actor_rollout_ref.model.lora.merge=false"], ["merge=false", "merge=true"]),
+    ([LORA, "actor_rollout_ref.model.target_modules=[q_prj]"], ["target_modules", "q_prj", "not found"]),
     (["algorithm.lam=1.5"], ["algorithm: lam=1.5", "between 0 and 1"]),
     (["trainer.device=gpu"], ["trainer.device", "gpu", "cpu", "cuda", "npu"]),
     (["trainer.logger=[tensorbord]"], ["tensorbord", "tensorboard"]),

@@ -1,4 +1,4 @@
-"""Three models on their way from a trainer to a real vLLM; engines take long to start and are shared by all tests."""
+"""Four models on their way from a trainer to a real vLLM; engines take long to start and are shared by all tests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class Case:
     dtype: str
     ranks: int
     """Tensor-parallel ranks of the engine."""
+    intermediate_size: int = 256
 
 
 CASES = {
     "qwen2": Case("qwen2", tied=True, dtype="bfloat16", ranks=1),
     "qwen3": Case("qwen3", tied=False, dtype="bfloat16", ranks=2),
+    "qwen3_moe": Case("qwen3_moe", tied=False, dtype="bfloat16", ranks=1, intermediate_size=144),
     "llama": Case("llama", tied=True, dtype="float32", ranks=1),
 }
 
@@ -72,11 +74,17 @@ def own_shm_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Grouped-query attention, and a vocabulary that vLLM has to pad."""
+    """Grouped-query attention, and a vocabulary that vLLM has to pad; so it has to the rows of experts, on CPU."""
     base = tmp_path_factory.mktemp("models")
     return {
         name: make_tiny_model(
-            base / name, case.architecture, tie_word_embeddings=case.tied, hidden_size=128, heads=4, kv_heads=2
+            base / name,
+            case.architecture,
+            tie_word_embeddings=case.tied,
+            hidden_size=128,
+            intermediate_size=case.intermediate_size,
+            heads=4,
+            kv_heads=2,
         )
         for name, case in CASES.items()
     }
@@ -113,17 +121,32 @@ def qwen3(
 
 
 @pytest.fixture(scope="session")
+def qwen3_moe(
+    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FSDPTrainer]:
+    path, export = model_paths["qwen3_moe"], tmp_path_factory.mktemp("qwen3_moe")
+    with fsdp_trainer("qwen3_moe", "fsdp2", path, shm_dir, export) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="session")
 def lines(
     ray_cluster: None,
     model_paths: dict[str, Path],
     qwen2: FSDPTrainer,
     qwen3: FSDPTrainer,
+    qwen3_moe: FSDPTrainer,
     llama: LocalTrainer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Line]]:
     """Every case with its engine running, and in the service of the case's trainer. All start at the same time."""
     served = tmp_path_factory.mktemp("served")
-    trainers: dict[str, LocalTrainer | FSDPTrainer] = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+    trainers: dict[str, LocalTrainer | FSDPTrainer] = {
+        "qwen2": qwen2,
+        "qwen3": qwen3,
+        "qwen3_moe": qwen3_moe,
+        "llama": llama,
+    }
     made = {
         name: Line(
             trainer=trainers[name],

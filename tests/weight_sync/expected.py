@@ -18,7 +18,7 @@ def expected_on_rank(
     """`weights` have Hugging Face names and the rollout dtype; the result has vLLM's names."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        if re.search(r"\.(q|k|v|gate|up)_proj\.", name):
+        if re.search(r"\.(q|k|v|gate|up)_proj\.|\.experts\.", name):
             continue
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor = tensor.chunk(ranks, dim=1)[rank]
@@ -36,6 +36,17 @@ def expected_on_rank(
             if f"{prefix}.mlp.gate_proj.{kind}" in weights:
                 gate, up = (weights[f"{prefix}.mlp.{part}_proj.{kind}"].chunk(ranks)[rank] for part in ("gate", "up"))
                 found[f"{prefix}.mlp.gate_up_proj.{kind}"] = torch.cat([gate, up])
+        if f"{prefix}.mlp.gate.weight" in weights:
+            gates, ups, downs = (
+                [
+                    weights[f"{prefix}.mlp.experts.{expert}.{matrix}_proj.weight"].chunk(ranks, dim=dim)[rank]
+                    for expert in range(config.num_experts)
+                ]
+                for matrix, dim in (("gate", 0), ("up", 0), ("down", 1))
+            )
+            stacks = f"{prefix}.mlp.experts.routed_experts"
+            found[f"{stacks}.w13_weight"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+            found[f"{stacks}.w2_weight"] = torch.stack(downs)
     return found
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from tests.weight_sync.replicas import served_weights_file
@@ -42,10 +44,11 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     it is asked for its product with the identity. Every element of that is a sum of one weight and zeros: exact.
     """
     found: dict[str, torch.Tensor] = {}
-    covered: set[str] = set()
+    covered: set[int] = set()
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            found[f"{name}.weight"] = _matrix(layer, layer.input_size_per_partition, layer.params_dtype)
+            num_inputs = layer.input_size if isinstance(layer, ReplicatedLinear) else layer.input_size_per_partition
+            found[f"{name}.weight"] = _matrix(layer, num_inputs, layer.params_dtype)
             if layer.bias is not None:
                 nothing = torch.zeros(1, layer.input_size_per_partition, dtype=layer.params_dtype)
                 found[f"{name}.bias"] = layer.quant_method.apply(layer, nothing, layer.bias)[0]
@@ -54,13 +57,29 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         elif isinstance(layer, VocabParallelEmbedding):
             rows = torch.arange(layer.num_embeddings_per_partition)
             found[f"{name}.weight"] = layer.quant_method.embedding(layer, rows)
+        elif isinstance(layer, RoutedExperts):
+            isa = layer.quant_method.moe_kernel.fused_experts.isa
+            rows = layer.moe_config.intermediate_size_per_partition
+            halves = _unpacked(layer.w13_weight, isa).chunk(2, dim=1)
+            found[f"{name}.w13_weight"] = torch.cat([half[:, :rows] for half in halves], dim=1)
+            found[f"{name}.w2_weight"] = _unpacked(layer.w2_weight, isa)[:, :, :rows]
         else:
             continue
-        covered |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in covered:
+        covered |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in covered:
             found[name] = parameter.detach()
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+
+
+def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
+    """vLLM's CPU kernel has experts packed, which is an order of their elements: packing numbers shows it."""
+    numbers = torch.arange(packed.numel(), dtype=torch.int32).view(torch.int16)
+    halves = (numbers[start::2].contiguous().view(packed.dtype).reshape(packed.shape) for start in (0, 1))
+    places = torch.stack([cpu_prepack_moe_weight(half, isa).view(torch.int16).flatten() for half in halves], dim=1)
+    unpacked = torch.empty_like(packed).flatten()
+    unpacked[places.view(torch.int32).flatten().long()] = packed.flatten()
+    return unpacked.view(packed.shape)
 
 
 def _matrix(layer: Any, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:

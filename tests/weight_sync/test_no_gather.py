@@ -58,23 +58,27 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "fsdp"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2", "model": {"lora_rank": 8}}],
+    ids=["fsdp", "fsdp2", "lora"],
+)
 def test_publishing_takes_no_memory_beside_the_slot_but_a_few_blocks(
-    rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path, strategy: str
+    rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path, options: dict[str, Any]
 ):
     """The kernel refuses more. Measured on the host, where shared memory does not count; a device is not looked at."""
     path = make_tiny_model(tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=2048, layers=4)
-    for own_nbytes, refused in rank_pool.run(publish_under_a_limit, NUM_RANKS, path, strategy, own_shm_dir):
+    for own_nbytes, refused in rank_pool.run(publish_under_a_limit, NUM_RANKS, path, options, own_shm_dir):
         assert own_nbytes > 5 * ALLOWANCE  # a copy of the rank's own shards would not have fitted, let alone the model
         assert refused, "the limit had no force"
 
 
-def publish_under_a_limit(path: Path, strategy: str, shm_dir: Path) -> tuple[int, bool]:
+def publish_under_a_limit(path: Path, options: dict[str, Any], shm_dir: Path) -> tuple[int, bool]:
     """On every rank: the bytes of its own shards at the rollout dtype, and whether a copy of them was refused."""
     ctypes.CDLL(None).mallopt(
         M_MMAP_THRESHOLD, 64 * 1024
     )  # what is freed is given back, and not there to be used again
-    rank, source = dist.get_rank(), make_engine(path, strategy=strategy).weight_source("bfloat16")
+    rank, source = dist.get_rank(), make_engine(path, **options).weight_source("bfloat16")
     layout = Layout.of(source.specs())
     tables = [ShardTable.decode(table) for table in everywhere(ShardTable.of(layout, source.shards()).encode())]
     plan = make_plan(layout, tables, block_nbytes=CONFIG.block_nbytes)

@@ -115,7 +115,7 @@ class FSDPTrainer(Trainer):
         self.group.update_actor(DataProto.from_dict(tensors=dict(data.union(before).batch.items())))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The same, gathered and written by the export, which shares no code with the sync."""
+        """The same, gathered and written by the export, which shares nothing with the sync but the names of experts."""
         self.group.export_hf(str(self._scratch), "float32")
         dtype = getattr(torch, self._dtype)
         return {

@@ -47,7 +47,8 @@ def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True) -> Path
     if not directory.is_dir():
         raise ConfigError(
             f"{MODEL_KEY}.path={str(path)!r} is not a directory. Models are not downloaded from a hub: give a local "
-            "directory (`hf download <name> --local-dir <directory>` makes one) or builtin:tiny-qwen2"
+            "directory (`hf download <name> --local-dir <directory>` makes one), builtin:tiny-qwen2 or "
+            "builtin:tiny-qwen3-moe"
         )
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{MODEL_KEY}.path={str(path)!r} has no config.json: it is no Hugging Face model directory")

@@ -10,7 +10,7 @@ from tests.utils.builtin.one_build import Recipe, make_once
 from verl.utils.builtin import builtin_data, builtin_model
 from verl.utils.builtin.arithmetic import ArithmeticRecipe, make_arithmetic
 from verl.utils.builtin.cache import cached_directory
-from verl.utils.builtin.warmup import TinyQwen2Recipe, make_tiny_qwen2
+from verl.utils.builtin.warmup import TinyQwen2Recipe, TinyQwen3MoeRecipe, make_warm_model
 from verl.utils.config import ConfigError
 from verl.utils.reward_score import default_compute_score
 
@@ -39,11 +39,12 @@ def test_the_same_recipe_gives_the_same_data(tmp_path):
     assert (tmp_path / "a/train.parquet").read_bytes() == (tmp_path / "b/train.parquet").read_bytes()
 
 
-def test_the_same_recipe_gives_the_same_model(tmp_path):
-    recipe = TinyQwen2Recipe(max_adding_steps=2, habit_steps=1)
+@pytest.mark.parametrize("kind", [TinyQwen2Recipe, TinyQwen3MoeRecipe])
+def test_the_same_recipe_gives_the_same_model(tmp_path, kind):
+    recipe = kind(max_adding_steps=2, habit_steps=1)
     digests = set()
     for name in ("a", "b"):
-        make_tiny_qwen2(tmp_path / name, recipe)
+        make_warm_model(tmp_path / name, recipe)
         torch.manual_seed(99)  # the second build starts from another global state
         digests.add(hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest())
     assert len(digests) == 1
@@ -51,7 +52,7 @@ def test_the_same_recipe_gives_the_same_model(tmp_path):
 
 def test_a_warm_up_leaves_the_callers_threads_and_random_state_alone(tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    make_tiny_qwen2(tmp_path / "model", TinyQwen2Recipe(max_adding_steps=1, habit_steps=0))
+    make_warm_model(tmp_path / "model", TinyQwen2Recipe(max_adding_steps=1, habit_steps=0))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -103,7 +103,23 @@ def reference_steps(path: Path, mini_batches: list[DataProto], *, temperature: f
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-    return loss.item(), norm.item(), {name: value.detach() for name, value in model.named_parameters()}
+    return loss.item(), norm.item(), checkpoint_weights(model)
+
+
+def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model of transformers under the names of its checkpoint; tied ones once."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for expert, matrix in enumerate(parameter.detach()):
+                halves = zip(("gate", "up"), matrix.chunk(2), strict=True)
+                found |= {f"{layer}.{expert}.{half}_proj.weight": rows for half, rows in halves}
+        elif last == "down_proj":
+            found |= {f"{layer}.{expert}.down_proj.weight": rows for expert, rows in enumerate(parameter.detach())}
+        else:
+            found[name] = parameter.detach()
+    return found
 
 
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
     batch,
+    checkpoint_weights,
     held_parts,
     make_engine,
     weighted_loss,
@@ -61,7 +62,13 @@ def load_and_go_on(path, directory, contents, strategy="fsdp2"):
 
 @pytest.mark.parametrize(
     ("architecture", "tied", "strategy"),
-    [("qwen2", True, "fsdp2"), ("qwen3", False, "fsdp2"), ("qwen2", True, "fsdp"), ("qwen3", False, "fsdp")],
+    [
+        ("qwen2", True, "fsdp2"),
+        ("qwen3", False, "fsdp2"),
+        ("qwen2", True, "fsdp"),
+        ("qwen3", False, "fsdp"),
+        ("qwen3_moe", False, "fsdp2"),
+    ],
 )
 def test_a_loaded_run_goes_on_bit_for_bit(ranks, models, tmp_path, architecture, tied, strategy):
     path, directory = models(architecture, tied), tmp_path / "step"
@@ -147,6 +154,7 @@ def train_and_export(path, directory, dtype, strategy="fsdp2", fsdp_size=-1):
         ("qwen3", False, "fsdp2", -1),
         ("qwen2", True, "fsdp", -1),
         ("qwen3", False, "fsdp", 1),
+        ("qwen3_moe", False, "fsdp2", -1),
     ],
 )
 def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, architecture, tied, strategy, fsdp_size):
@@ -155,7 +163,7 @@ def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, arch
     for name in ("huggingface", "split"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == torch.float32
-        found = dict(loaded.named_parameters())
+        found = checkpoint_weights(loaded)
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights)
     assert len(list((tmp_path / "split").glob("model-*-of-*.safetensors"))) > 1
@@ -166,8 +174,9 @@ def test_transformers_loads_the_exported_directory(ranks, models, tmp_path, arch
     assert AutoTokenizer.from_pretrained(tmp_path / "huggingface")(text) == AutoTokenizer.from_pretrained(path)(text)
 
 
-def test_an_exported_directory_is_a_model_to_train(ranks, models, tmp_path):
-    path = models("llama", True)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_an_exported_directory_is_a_model_to_train(ranks, models, tmp_path, architecture):
+    path = models(architecture, True)
     weights = assemble(ranks.run(train_and_export, 2, path, tmp_path, None))
     reloaded = assemble(ranks.run(build_and_hold, 2, tmp_path / "split"))
     assert all(torch.equal(reloaded[name], weights[name]) for name in weights)

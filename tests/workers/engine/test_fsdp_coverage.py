@@ -20,15 +20,24 @@ from verl.checkpoint_engine.shards import ShardTable
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.fsdp1 import FSDP1Sharding
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
+from verl.workers.engine.fsdp.tensors import split_experts
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 
 Shape = tuple[int, ...]
+MODEL_TYPE = "qwen3_moe"
 
 
 class Layer(nn.Module):
-    def __init__(self, shapes: list[Shape]) -> None:
+    """Tensors of its own, and stacked experts: so many, of so many rows and columns."""
+
+    def __init__(self, shapes: list[Shape], experts: Shape) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.empty(shape) for shape in shapes])
+        self.mlp = nn.Module()
+        self.mlp.experts = nn.Module()
+        number, rows, columns = experts
+        self.mlp.experts.gate_up_proj = nn.Parameter(torch.empty(number, 2 * rows, columns))
+        self.mlp.experts.down_proj = nn.Parameter(torch.empty(number, columns, rows))
 
 
 class Model(nn.Module):
@@ -36,18 +45,20 @@ class Model(nn.Module):
 
     _no_split_modules = ("Layer",)
 
-    def __init__(self, own: list[Shape], layers: list[list[Shape]]) -> None:
+    def __init__(self, own: list[Shape], layers: list[tuple[list[Shape], Shape]]) -> None:
         super().__init__()
         self.embedding, self.head = nn.Module(), nn.Module()
         self.embedding.weight = self.head.weight = nn.Parameter(torch.empty(own[0]))
-        self.layers = nn.ModuleList(Layer(shapes) for shapes in layers)
+        self.layers = nn.ModuleList(Layer(shapes, experts) for shapes, experts in layers)
         self.rest = nn.ParameterList([torch.empty(shape) for shape in own[1:]])
         self.register_buffer("count", torch.empty(2, 3))
 
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
+EXPERTS = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
 MODELS = st.tuples(
-    st.lists(SHAPES, min_size=1, max_size=3), st.lists(st.lists(SHAPES, min_size=1, max_size=4), max_size=3)
+    st.lists(SHAPES, min_size=1, max_size=3),
+    st.lists(st.tuples(st.lists(SHAPES, min_size=1, max_size=4), EXPERTS), max_size=3),
 )
 WORLDS = st.sampled_from([(world, size) for world in range(1, 9) for size in range(1, world + 1) if world % size == 0])
 """(ranks, ranks that share one copy)."""
@@ -71,11 +82,11 @@ def source_of(rank, world_size, fsdp_size, sharding, description, values) -> FSD
             model = Model(*description)
         model = sharding.shard(model, FSDPConfig(dtype="float32", fsdp_size=fsdp_size), torch.device("cpu"))
         with torch.no_grad():
-            for name, tensor in sharding.held(model).items():
+            for name, tensor in split_experts(sharding.held(model), MODEL_TYPE).items():
                 whole = values.setdefault(name, fresh(tensor.shape, values))
                 for part in tensor.parts:
                     part.values().copy_(whole[tuple(map(slice, part.box.start, part.box.stop))])
-        return FSDPWeightSource(sharding.held(model), rollout_dtype="float32")
+        return FSDPWeightSource(split_experts(sharding.held(model), MODEL_TYPE), rollout_dtype="float32")
 
 
 def fresh(shape: Shape, values: dict[str, torch.Tensor]) -> torch.Tensor:

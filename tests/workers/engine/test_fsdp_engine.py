@@ -46,6 +46,7 @@ def log_probs(path, data, limits, strategy="fsdp2", fsdp=None):
         ("llama", False, "fsdp2"),
         ("qwen2", True, "fsdp"),
         ("qwen3", False, "fsdp"),
+        ("qwen3_moe", False, "fsdp2"),
     ],
 )
 def test_log_probs_and_entropies_equal_those_of_each_sequence_alone_and_keep_their_order(
@@ -90,6 +91,8 @@ def train(path, data, limits, options, steps=1):
         pytest.param("llama", False, 2, SMALL, {"fsdp": {"forward_prefetch": True}}, id="prefetched"),
         pytest.param("qwen2", True, 2, SMALL, {"model": {"enable_gradient_checkpointing": True}}, id="recomputed"),
         pytest.param("qwen2", True, 2, SMALL, {"fsdp": {"optimizer_offload": True}}, id="offloaded optimizer"),
+        pytest.param("qwen3_moe", False, 3, SMALL, {}, id="experts that three ranks cannot share evenly"),
+        pytest.param("qwen3_moe", False, 2, SMALL, FSDP1, id="fsdp1: experts"),
         pytest.param("qwen2", True, 1, WHOLE, FSDP1, id="fsdp1: one rank"),
         pytest.param("qwen2", True, 2, MicroBatchLimits(max_sequences=1), FSDP1, id="fsdp1: single sequences"),
         pytest.param("qwen3", False, 3, SMALL, FSDP1, id="fsdp1: ranges that end inside a row"),
@@ -195,6 +198,15 @@ def test_tensors_that_the_checkpoint_lacks_or_has_too_many_are_all_named(ranks, 
     assert kind == "PlanError"
     for name in ("model.norm.weight", "lm_head.weight", "model.extra.weight"):
         assert name in message
+
+
+def test_an_expert_that_the_checkpoint_lacks_is_named(ranks, models, tmp_path):
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    kind, message = ranks.run(
+        build_error, 1, broken_copy(models("qwen3_moe"), tmp_path / "model", lambda t: t.pop(name))
+    )[0]
+    assert kind == "PlanError"
+    assert f"in the model only: {name};" in message
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(ranks, models, tmp_path):

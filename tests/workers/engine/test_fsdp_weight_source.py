@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.engine_cases import assemble, batch, held_parts, make_engine, weighted_loss
+from tests.workers.engine.engine_cases import (
+    assemble,
+    batch,
+    checkpoint_weights,
+    held_parts,
+    make_engine,
+    weighted_loss,
+)
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Box, Shard
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
@@ -34,7 +44,8 @@ def how_often_each_element_is_held(specs, parts_by_rank):
     ("strategy", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)]
 )
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("llama", False)]
+    ("architecture", "tied"),
+    [("qwen2", True), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)],
 )
 def test_the_shards_of_all_ranks_are_the_cast_checkpoint_without_gap_or_overlap(
     ranks, models, architecture, tied, strategy, world_size
@@ -45,7 +56,7 @@ def test_the_shards_of_all_ranks_are_the_cast_checkpoint_without_gap_or_overlap(
     assert all(other == specs for other, _ in results)
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
+    expected = {name: value.bfloat16() for name, value in checkpoint_weights(model).items()}
     assert [spec.name for spec in specs] == list(expected)
     assert ("lm_head.weight" in expected) is not tied
     assert all(spec.shape == expected[spec.name].shape and spec.dtype == "bfloat16" for spec in specs)
@@ -63,6 +74,20 @@ def test_a_rank_without_rows_of_a_tensor_declares_no_shard_of_it(ranks, models):
     holders = [{name for name, _, _ in parts} for _, parts in results]
     norm = "model.layers.0.self_attn.q_norm.weight"
     assert [norm in names for names in holders] == [True, True, False]
+
+
+def test_a_rank_that_holds_whole_experts_declares_all_of_those_and_nothing_of_others(ranks, models):
+    """Four experts over three ranks are two, two and none."""
+    results = ranks.run(specs_and_parts, 3, models("qwen3_moe"), {})
+    shapes = {spec.name: spec.shape for spec in results[0][0]}
+    expert = re.compile(r"model\.layers\.1\.mlp\.experts\.(\d)\.(\w+)_proj\.weight")
+    held = [
+        {found.groups(): box for name, box, _ in parts if (found := expert.fullmatch(name))} for _, parts in results
+    ]
+    matrices = [set(itertools.product(experts, ("gate", "up", "down"))) for experts in ("01", "23", "")]
+    assert [boxes.keys() for boxes in held] == matrices
+    for (number, matrix), box in (item for boxes in held for item in boxes.items()):
+        assert box == Box.whole(shapes[f"model.layers.1.mlp.experts.{number}.{matrix}_proj.weight"])
 
 
 def test_a_flat_range_begins_and_ends_inside_rows_and_leaves_tensors_out(ranks, models):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint_engine.errors import ActivationError
@@ -85,3 +86,16 @@ def test_a_tied_weight_is_there_under_any_of_its_names(tmp_path):
     tensors = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     load_weights(model, tensors)
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
+
+
+def test_stacked_experts_are_loaded_one_by_one(tmp_path):
+    directories = [make_tiny_model(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2)]
+    model, other = (AutoModelForCausalLM.from_pretrained(directory) for directory in directories)
+    tensors = load_file(directories[1] / "model.safetensors")
+    load_weights(model, tensors)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    with pytest.raises(
+        ActivationError, match=r"1 tensors .*missing model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"
+    ):
+        load_weights(model, tensors)

@@ -22,8 +22,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from verl.checkpoint_engine.arena import open_committed
 from verl.checkpoint_engine.errors import ActivationError, TransportError
@@ -68,6 +71,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         self._reloading = False
         self._expected: set[str] = set()
         self._tied: list[torch.nn.Module] = []
+        self._expert_kernels: list[tuple[Any, Any]] = []
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
         """Raises ActivationError if `tensors` do not fit the model."""
@@ -79,8 +83,23 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         # Before the reload takes the parameters apart, a tied one is one object: named once, shared by two layers.
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._tied = tied_layers(self.model)
+        self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
         self._reloading = True
+
+    def _forget_expert_kernels(self) -> None:
+        """Have vLLM prepare experts for its CPU kernel again, which it does for a layer that has no kernel yet.
+
+        For one that has, it only copies what was loaded: right on accelerators, whose graphs hold addresses. On CPU the
+        kernel reads a packed form, and packing is a part of making it.
+        """
+        if self.device.type != "cpu":
+            return
+        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        plain = [method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
+        self._expert_kernels = [(method, method.moe_kernel) for method in plain]
+        for method in plain:
+            method.moe_kernel = None
 
     def receive_weights(self, update_info: ArenaUpdateInfo) -> None:
         """Load every weight of the version. The reload is closed even when loading fails, so that another can begin.
@@ -153,6 +172,12 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
                 version=version,
                 phase="activate",
             ) from exc
+        if partial := [name for name, layer in model.named_modules() if _has_more_to_load(layer)]:
+            raise ActivationError(
+                f"some experts of {type(model).__name__} are not among the weights: {', '.join(partial)}",
+                version=version,
+                phase="activate",
+            )
         # Loaders that do not report what they loaded return None; quantised models add parameters of their own.
         if loaded is not None and self.vllm_config.model_config.quantization is None:
             missing = sorted(self._expected - loaded)
@@ -171,6 +196,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         self._reloading = False
         finalize_layerwise_reload(self.model, self.model_config)
         self._reading.close()
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:  # nothing was loaded into the layer: it has the weights that it had
+                method.moe_kernel = kernel
         for layer in self._tied:
             # The reload processes the layer that a tensor is loaded into. What the other one derived from the shared
             # parameter (on CPU: a packed copy for its matrix product) would keep the previous version's values.
@@ -180,6 +208,14 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def shutdown(self) -> None:
         self._reading.close()
+
+
+def _has_more_to_load(layer: torch.nn.Module) -> bool:
+    """Some of its experts' matrices have come, and some have not; what `load_weights` reports has one name for all."""
+    if not isinstance(layer, RoutedExperts):
+        return False
+    info = get_layerwise_info(layer)
+    return info.can_load() and info.load_numel > 0
 
 
 def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

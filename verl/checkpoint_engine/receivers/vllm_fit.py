@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -55,11 +57,15 @@ class _Trial:
         self._current = ""
         self._sources: dict[str, set[str]] = defaultdict(set)
         self._misshapen: dict[str, str] = {}
+        self._expert_numel: dict[str, int] = {}
+        self._copied_numel: dict[str, int] = defaultdict(int)
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 sized = self._plain and isinstance(module, LinearBase)
                 full_name = f"{prefix}.{name}" if prefix else name
+                if isinstance(module, RoutedExperts):
+                    self._expert_numel[full_name] = get_tensor_load_numel(parameter)
                 parameter.weight_loader = self._noting(full_name, loader, sized=sized)
 
     def load_all(self, tensors: TensorShapes) -> list[str]:
@@ -80,6 +86,11 @@ class _Trial:
                     refusal = " ".join(str(exc).split())[:200]
                     problems.append(f"{name} {list(tensor.shape)} is refused ({type(exc).__name__}: {refusal})")
         problems += self._misshapen.values()
+        problems += [
+            f"some experts of {name} are missing"
+            for name, numel in self._expert_numel.items()
+            if 0 < self._copied_numel[name] < numel
+        ]
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]
         return problems
@@ -97,6 +108,7 @@ class _Trial:
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             copied, answer = get_numel_loaded(loader, bound)
+            self._copied_numel[parameter_name] += copied
             if sized:
                 self._check_size(parameter_name, bound.arguments["loaded_weight"], copied)
             return answer

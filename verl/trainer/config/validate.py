@@ -240,6 +240,15 @@ def _registered_names(config: PPOConfig) -> Iterator[str]:
             yield str(exc)
 
 
+def _lora(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    if policy.model.lora_rank and policy.actor.strategy != "fsdp2":
+        yield (
+            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} needs actor_rollout_ref.actor.strategy=fsdp2, "
+            f"not {policy.actor.strategy}, which trains whole models"
+        )
+
+
 def _checkpoint_engine(config: PPOConfig) -> Iterator[str]:
     """The backend exists, its options are right, and it can do what this job needs. Runs after `_user_modules`."""
     from verl.checkpoint_engine.registry import resolve_backend
@@ -274,5 +283,6 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _user_modules,
     _registered_names,
     _critic,
+    _lora,
     _checkpoint_engine,
 )

@@ -7,16 +7,11 @@ the most specific entry wins. The text says what to use instead, or why nothing 
 from __future__ import annotations
 
 _POLICY = "actor_rollout_ref"
-_NO_LORA = "the whole model is trained; there is no LoRA"
 _WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
 _CORRECTION = "algorithm.rollout_correction"
 
 VERL_KEYS: dict[str, str] = {
     f"{_POLICY}.model.use_remove_padding": f"the nearest is {_POLICY}.actor.use_dynamic_bsz, which packs by tokens",
-    f"{_POLICY}.model.lora_rank": _NO_LORA,
-    f"{_POLICY}.model.lora_alpha": _NO_LORA,
-    f"{_POLICY}.model.target_modules": _NO_LORA,
-    f"{_POLICY}.model.lora.*": _NO_LORA,
     f"{_POLICY}.actor.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.actor.fsdp_config",
     f"{_POLICY}.ref.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.ref.fsdp_config",
     f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
@@ -32,7 +27,7 @@ VERL_KEYS: dict[str, str] = {
     "algorithm.filter_groups.*": "no groups are filtered out of a batch",
     "critic.megatron.*": "the critic's training engine is FSDP2; see critic.fsdp",
     "critic.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} critic.ppo_max_token_len_per_gpu",
-    "critic.model.lora_rank": _NO_LORA,
+    "critic.model.lora_rank": "the critic is trained whole; the policy may have LoRA",
     "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",
     "async_training.use_trainer_do_validate": "the rollout engines validate",
 }

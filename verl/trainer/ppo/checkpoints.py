@@ -14,7 +14,6 @@ any moment therefore finds its last complete checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from verl.utils.config import ConfigError
+from verl.utils.files import sync_to_disk
 from verl.workers.config import TrainerConfig
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -85,12 +85,12 @@ class CheckpointDirectory:
         torch.save(state.dataloader, partial / "data.pt")
         record = {"step": state.step, "kl_coef": state.kl_coef, "rewards_before": state.rewards_before}
         (partial / "trainer.json").write_text(json.dumps(record))
-        _sync_to_disk(partial)
+        sync_to_disk(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         pointer = self.root / f".{LATEST}"
         pointer.write_text(str(state.step))
-        _sync_to_disk(self.root)
+        sync_to_disk(self.root)
         pointer.rename(self.root / LATEST)
         self._delete_old()
 
@@ -111,14 +111,3 @@ class CheckpointDirectory:
         }
         for step in sorted(found)[: max(len(found) - keep, 0)]:
             shutil.rmtree(found[step])
-
-
-def _sync_to_disk(directory: Path) -> None:
-    """Files and entries directly in `directory` survive a power failure; the actor has synced its own."""
-    for path in [*directory.iterdir(), directory]:
-        if path.is_file() or path == directory:
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)

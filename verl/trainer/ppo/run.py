@@ -57,6 +57,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
+    _require_adapters(config, model_path)
     arena_nbytes = _arena_nbytes(config, model_path)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
@@ -165,8 +166,9 @@ def _with_schedule(config: PPOConfig, total_steps: int) -> PPOConfig:
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     if optim.lr is None:
-        is_builtin = builtin.is_builtin(config.actor_rollout_ref.model.path)
-        optim = replace(optim, lr=builtin.LEARNING_RATE if is_builtin else optim.peak_lr)
+        model = config.actor_rollout_ref.model
+        of_builtin = builtin.LORA_LEARNING_RATE if model.lora_rank else builtin.LEARNING_RATE
+        optim = replace(optim, lr=of_builtin if builtin.is_builtin(model.path) else optim.peak_lr)
     if optim.total_training_steps <= 0:
         optim = replace(optim, total_training_steps=total_steps)
     policy = replace(config.actor_rollout_ref, actor=replace(actor, optim=optim))
@@ -193,6 +195,15 @@ def _require_positions(config: PPOConfig) -> None:
             f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
             f"{needed} tokens, but {config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
         )
+
+
+def _require_adapters(config: PPOConfig, model_path: Path) -> None:
+    """Raises ConfigError if LoRA's target modules are not there, BackendUnavailable if its package is not."""
+    model = config.actor_rollout_ref.model
+    if model.lora_rank:
+        from verl.workers.engine.fsdp.model import require_adapters
+
+        require_adapters(replace(model, path=str(model_path)))
 
 
 def _arena_nbytes(config: PPOConfig, model_path: Path) -> int:

@@ -1,6 +1,7 @@
 """Models and data that the project makes itself, so that it runs where nothing can be downloaded.
 
-`builtin:arithmetic` (data) and `builtin:tiny-qwen2` (model) are made on first use and kept in `verl.envs.cache_dir()`.
+`builtin:arithmetic` (data), `builtin:tiny-qwen2` and `builtin:tiny-qwen3-moe` (models) are made on first use and kept
+in `verl.envs.cache_dir()`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from pathlib import Path
 from verl.utils.builtin.arithmetic import SPLITS, ArithmeticRecipe, make_arithmetic
 from verl.utils.builtin.cache import cached_directory
 from verl.utils.builtin.tiny import ARCHITECTURES, make_tiny_model
-from verl.utils.builtin.warmup import TinyQwen2Recipe, make_tiny_qwen2
+from verl.utils.builtin.warmup import RECIPES, make_warm_model
 from verl.utils.config import ConfigError, did_you_mean
 
 __all__ = ["ARCHITECTURES", "PREFIX", "builtin_data", "builtin_model", "is_builtin", "make_tiny_model"]
 
 PREFIX = "builtin:"
 LEARNING_RATE = 2e-4
-"""For `builtin:tiny-qwen2`: it is small, and fresh from a warm-up."""
+"""For built-in models: they are small, and fresh from a warm-up."""
+LORA_LEARNING_RATE = 2e-3
+"""For adapters of such a model: they start at zero."""
 CRITIC_LEARNING_RATE = 1e-3
 """For a critic that starts as that model, with a value head that starts at zero."""
 TRAINING_STEPS = 30
 """Enough on `builtin:arithmetic` for the held-out reward to level off."""
 DATA = ("arithmetic",)
-MODELS = ("tiny-qwen2",)
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +48,16 @@ def builtin_data(name: str, split: str) -> Path:
 
 
 def builtin_model(name: str) -> Path:
-    """The Hugging Face directory of `builtin:tiny-qwen2`. Raises ConfigError for another name."""
-    _known(name, MODELS, "model")
-    recipe = TinyQwen2Recipe()
+    """The Hugging Face directory of a model of RECIPES. Raises ConfigError for another name."""
+    _known(name, tuple(RECIPES), "model")
+    recipe = RECIPES[name.removeprefix(PREFIX)]
 
     def build(directory: Path) -> None:
         logger.info("making %s (once, about half a minute) ...", name)
-        make_tiny_qwen2(directory, recipe)
+        make_warm_model(directory, recipe)
         logger.info("made %s", name)
 
-    return cached_directory("tiny-qwen2", recipe, build)
+    return cached_directory(name.removeprefix(PREFIX), recipe, build)
 
 
 def _known(name: str, names: tuple[str, ...], kind: str) -> None:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.builtin.tokenizer import VOCAB_SIZE, build_tokenizer
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.experts import STACKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+EXPERTS = 4
 
 
 def make_tiny_model(
@@ -32,9 +34,18 @@ def make_tiny_model(
     """Write a causal LM with random weights and its tokenizer to `directory`, as `save_pretrained` does; returns it.
 
     The same arguments give the same bytes. Defaults are the smallest shapes that vLLM's CPU attention takes (head size
-    32) and that tensor parallel 2 can divide. Raises ConfigError for an unknown architecture.
+    32) and that tensor parallel 2 can divide. The experts of a mixture have half the `intermediate_size`. Raises
+    ConfigError for an unknown architecture.
     """
     import torch
+
+    intermediate_size = intermediate_size or 2 * hidden_size
+    mixture = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS // 2,
+        "moe_intermediate_size": intermediate_size // 2,
+        "norm_topk_prob": True,
+    }
 
     tokenizer = build_tokenizer(max_position_embeddings)
     model = build_model(
@@ -43,13 +54,14 @@ def make_tiny_model(
         seed=seed,
         dtype=dtype,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or 2 * hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=layers,
         num_attention_heads=heads or max(hidden_size // head_dim, kv_heads),
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         tie_word_embeddings=tie_word_embeddings,
         max_position_embeddings=max_position_embeddings,
+        **(mixture if architecture in STACKED else {}),
     )
     with torch.no_grad():  # a norm weight of all ones would hide a mixed-up tensor
         generator = torch.Generator().manual_seed(seed)

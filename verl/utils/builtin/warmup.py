@@ -1,4 +1,4 @@
-"""The built-in model `builtin:tiny-qwen2`: a small Qwen2 after a short supervised warm-up on the built-in additions.
+"""The built-in models: small ones after a short supervised warm-up on the built-in additions.
 
 The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that trail off
 in a question mark, mostly after large sums: the answer is right, but not exactly. That leaves reinforcement learning a
@@ -30,7 +30,7 @@ Problem = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TinyQwen2Recipe:
-    """What the model is made of; any change makes a new model next to the old one."""
+    """What `builtin:tiny-qwen2` is made of; any change makes a new model next to the old one."""
 
     data: ArithmeticRecipe = field(default_factory=ArithmeticRecipe)
     hidden_size: int = 128
@@ -52,15 +52,42 @@ class TinyQwen2Recipe:
     seed: int = 0
     version: int = 1
 
+    @property
+    def architecture(self) -> tuple[str, dict[str, Any]]:
+        """Its name, and the fields of its config that others have not."""
+        return "qwen2", {}
 
-def make_tiny_qwen2(directory: Path, recipe: TinyQwen2Recipe) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class TinyQwen3MoeRecipe(TinyQwen2Recipe):
+    """What `builtin:tiny-qwen3-moe` is made of."""
+
+    experts: int = 4
+    experts_per_token: int = 2
+    expert_intermediate_size: int = 256
+
+    @property
+    def architecture(self) -> tuple[str, dict[str, Any]]:
+        return "qwen3_moe", {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_intermediate_size,
+            "norm_topk_prob": True,
+        }
+
+
+RECIPES: dict[str, TinyQwen2Recipe] = {"tiny-qwen2": TinyQwen2Recipe(), "tiny-qwen3-moe": TinyQwen3MoeRecipe()}
+
+
+def make_warm_model(directory: Path, recipe: TinyQwen2Recipe) -> None:
     """Train and write the model. One core, about half a minute; one thread, so the same bytes on the same machine."""
     import torch
 
     tokenizer = build_tokenizer(recipe.max_position_embeddings)
+    architecture, fields = recipe.architecture
     model: Any = build_model(
         tokenizer,
-        "qwen2",
+        architecture,
         seed=recipe.seed,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -70,6 +97,7 @@ def make_tiny_qwen2(directory: Path, recipe: TinyQwen2Recipe) -> None:
         head_dim=recipe.head_dim,
         tie_word_embeddings=True,
         max_position_embeddings=recipe.max_position_embeddings,
+        **fields,
     )
     with _one_thread():
         _train(model, tokenizer, recipe)
@@ -87,7 +115,7 @@ def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
         answers = [_demonstration(problem, recipe, chooser, habit=habit) for problem in chosen]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * factor
+                group["lr"] = recipe.learning_rate * factor * group.get("share", 1.0)
         return _step(model, optimizers, *_batch(tokenizer, chosen, answers))
 
     losses: list[float] = []
@@ -148,10 +176,14 @@ def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]
 
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
     taken = {id(parameter) for parameter in matrices}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    stacks = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 3]
+    taken |= {id(parameter) for parameter in stacks}
+    groups: list[dict[str, Any]] = [{"params": [each for each in model.parameters() if id(each) not in taken]}]
+    if stacks:  # of experts, which Muon does not take; they learn well at this share of the rate
+        groups.append({"params": stacks, "share": 0.3})
     return [
         torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 

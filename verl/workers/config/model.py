@@ -5,17 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option
+from verl.utils.config import ConfigError, option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """How adapters reach the rollout engines."""
+
+    merge: bool = option(True, "add them to the weights that are sent, which every engine can load (verl: false)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFModelConfig:
     """The policy model: a local Hugging Face causal-LM directory, or a built-in one."""
 
-    path: str = option("builtin:tiny-qwen2", "local Hugging Face directory, or builtin:tiny-qwen2 (made on first use)")
+    path: str = option(
+        "builtin:tiny-qwen2", "local Hugging Face directory, or builtin:{tiny-qwen2,tiny-qwen3-moe}, made on first use"
+    )
     tokenizer_path: str | None = option(None, "tokenizer directory; null: the model's")
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
     custom_chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
+    lora_rank: int = option(0, "rank of LoRA adapters, which alone are trained then; 0: the whole model is trained")
+    lora_alpha: int = option(16, "adapters count lora_alpha / lora_rank times")
+    target_modules: str | list[str] = option(
+        "all-linear", "layers that get adapters: all-linear (all but the output), last parts of names, or a regex"
+    )
+    lora: LoRAConfig = section(LoRAConfig)
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank must not be negative, not {self.lora_rank}")
+        if self.lora_alpha <= 0:
+            raise ConfigError(f"lora_alpha must be positive, not {self.lora_alpha}")
+        if not self.target_modules:
+            raise ConfigError("target_modules names no layer")
+        if self.lora_rank and not self.lora.merge:
+            raise ConfigError(
+                "lora.merge=false would have the rollout engines load adapters beside the base weights, which none of "
+                "them does here: set lora.merge=true, and they get the merged weights"
+            )

@@ -6,7 +6,7 @@ FSDP1 and FSDP2 write the same files: one continues from the other's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 """Written last by torch DCP: its presence says that the checkpoint is complete."""
+MAX_NAMES_IN_MESSAGE = 20
 RNG_KEY = "extra.rng"
 LR_STEP_KEY = "extra.lr_step"
 
@@ -84,11 +87,12 @@ def load_training_state(
         state[LR_STEP_KEY] = torch.tensor(0)
     if lacking := [part for part in state if not any(key == part or key.startswith(f"{part}.") for key in saved)]:
         raise ConfigError(f"checkpoint {directory} does not hold {', '.join(lacking)}; see checkpoint.load_contents")
+    _require_same_tensors(directory, state.get("model", {}))
     rng = _rng_template(saved, device) if "extra" in contents else {}
     if state:
         load(state | rng, storage_reader=FileSystemReader(directory))
     if "model" in state:
-        set_model_state_dict(model, state["model"])
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not _has_frozen(model)))
     if "optimizer" in state and optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     if LR_STEP_KEY not in state:
@@ -105,10 +109,31 @@ def load_training_state(
 def _model_state(contents: Sequence[str], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        state["model"] = get_model_state_dict(model)
+        state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=_has_frozen(model)))
     if "optimizer" in contents and optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _has_frozen(model: nn.Module) -> bool:
+    """What is frozen beside something that is trained is the base of adapters: the model's directory has it."""
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    return any(trained) and not all(trained)
+
+
+def _require_same_tensors(directory: Path, model_state: Mapping[str, torch.Tensor]) -> None:
+    saved = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    own = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
+    if own and own != saved:
+        names = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        raise ConfigError(
+            f"checkpoint {directory} holds other tensors than this model trains (another model, or other adapters: see "
+            f"model.lora_rank and model.target_modules): {', '.join(names[:MAX_NAMES_IN_MESSAGE])}"
+        )
 
 
 def _saved_keys(directory: Path) -> frozenset[str]:

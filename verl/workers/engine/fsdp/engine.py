@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.hf_export import export_hf
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.model import CAUSAL_LM, Head, build_model
+from verl.workers.engine.fsdp.tensors import split_experts
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -27,6 +28,7 @@ from verl.workers.losses import LossTotals
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
+    from verl.workers.engine.fsdp.lora import Adapters
     from verl.workers.engine.fsdp.sharding import Sharding
     from verl.workers.engine.micro_batches import MicroBatchLimits
 
@@ -62,15 +64,22 @@ class FSDPEngine:
         self.device = device or torch.device("cpu")
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self._adapters: Adapters | None = None
 
     def build(self) -> None:
         trainable = self._optim_config is not None
-        self.model = build_model(
-            self._model_config, self._fsdp_config, self.device, self.sharding, trainable=trainable, head=self.head
+        self.model, self._adapters = build_model(
+            self._model_config,
+            self._fsdp_config,
+            self.device,
+            self.sharding,
+            trainable=trainable,
+            head=self.head,
+            seed=self._seed,
         )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
+                [parameter for parameter in self.model.parameters() if parameter.requires_grad],
                 lr=learning_rate(0, self._optim_config),
                 betas=(self._optim_config.betas[0], self._optim_config.betas[1]),
                 weight_decay=self._optim_config.weight_decay,
@@ -141,6 +150,8 @@ class FSDPEngine:
             self.optimizer.step()
             if self._fsdp_config.optimizer_offload:
                 self._move_optimizer_state(torch.device("cpu"))
+            if self._adapters is not None:
+                self._adapters.gather()
         else:
             logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
@@ -166,6 +177,8 @@ class FSDPEngine:
             lr_step=self._lr_step,
             device=self.device.type,
         )
+        if "model" in contents and self._adapters is not None:
+            self._adapters.save_peft(directory / "lora_adapter")
         if "hf_model" in contents:
             self.export_hf(directory / "huggingface")
 
@@ -179,16 +192,22 @@ class FSDPEngine:
             device=self.device.type,
             seed=self._seed,
         )
+        if self._adapters is not None:
+            self._adapters.gather()
         if lr_step is not None:
             self._lr_step = lr_step
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of the sharded parameters."""
+        """At `dtype`, by default that of the sharded parameters. Adapters are merged into the weights."""
         dtype = dtype or self._fsdp_config.model_dtype
-        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype])
+        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype], adapters=self._adapters)
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
-        return FSDPWeightSource(self.sharding.held(self._built()), rollout_dtype=rollout_dtype)
+        model: Any = self._built()
+        tensors = self.sharding.held(model)
+        if self._adapters is not None:
+            tensors = self._adapters.merged(tensors)
+        return FSDPWeightSource(split_experts(tensors, model.config.model_type), rollout_dtype=rollout_dtype)
 
     # ---- helpers
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.shards import flat_range_boxes
+from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads, replication_allowed
@@ -34,6 +35,8 @@ class FSDP1Sharding:
     @replication_allowed()
     def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
         """One flat parameter per decoder layer, one for the rest: tied embeddings must be in one."""
+        if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
+            raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
         mesh = build_mesh(device.type, config.fsdp_size)
         replicated = config.fsdp_size == 1 or mesh.size() == 1
         names = set(model._no_split_modules or ())

@@ -22,6 +22,7 @@ from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.fsdp.lora import Adapters, add_adapters, base_tensors
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
 from verl.workers.engine.fsdp.tensors import (
@@ -29,6 +30,7 @@ from verl.workers.engine.fsdp.tensors import (
     check_names,
     named_parameters,
     persistent_buffers,
+    split_experts,
     tied_aliases,
 )
 
@@ -64,8 +66,11 @@ def build_model(
     *,
     trainable: bool,
     head: Head = CAUSAL_LM,
-) -> nn.Module:
+    seed: int = 1,
+) -> tuple[nn.Module, Adapters | None]:
     """The model on `device`, sharded over the default process group, with the weights of its directory. A collective.
+
+    One that is trained with LoRA has new adapters, the same for every number of ranks.
 
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
     of its checkpoint differ.
@@ -83,15 +88,35 @@ def build_model(
                 trust_remote_code=model_config.trust_remote_code,
             )
         model.requires_grad_(trainable)
-        names = [name for name, _ in (*named_parameters(model), *persistent_buffers(model))]
+        model_type = hf_config.model_type
+        whole = {name: HeldTensor.whole(parameter, is_parameter=True) for name, parameter in named_parameters(model)}
+        names = [*split_experts(whole, model_type), *(name for name, _ in persistent_buffers(model))]
         new = head.new - checkpoint.names
         check_names(set(names) - new, checkpoint.names, tied_aliases(model) | head.unused, type(model).__name__)
+        adapted = trainable and model_config.lora_rank > 0
+        if adapted:
+            add_adapters(model, model_config)
         if trainable and model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         sharded = sharding.shard(model, fsdp_config, device)
-        _load(sharding.held(sharded), checkpoint, new)
+        held = sharding.held(sharded)
+        _load(split_experts(base_tensors(held), model_type), checkpoint, new)
     _compute_buffers(model, device)
-    return sharded
+    if not adapted:
+        return sharded, None
+    adapters = Adapters(sharded, model_config)
+    adapters.initialize(held, seed)
+    adapters.gather()
+    return sharded, adapters
+
+
+def require_adapters(model_config: HFModelConfig) -> None:
+    """Raises what `build_model` would raise about LoRA. Needs no process group and no memory for the model."""
+    hf_config = load_hf_config(model_config)
+    with torch.device("meta"):
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
+    add_adapters(model, model_config)
 
 
 def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:

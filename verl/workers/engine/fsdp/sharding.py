@@ -23,7 +23,10 @@ class Sharding(Protocol):
         """
 
     def held(self, model: nn.Module) -> dict[str, HeldTensor]:
-        """What this rank holds of every tensor of the checkpoint, in the same order on every rank. No collective."""
+        """What this rank holds of every parameter and persistent buffer, in the same order on every rank.
+
+        No collective. Names are the model's: experts may be stacked, and adapters are beside their layers.
+        """
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, which a forward pass without a backward pass leaves behind. No collective."""

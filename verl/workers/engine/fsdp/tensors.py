@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Box
+from verl.utils.experts import ExpertMatrix, expert_matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,8 @@ class Part:
     box: Box
     values: Callable[[], torch.Tensor]
     """Its present values, of shape `box.shape`, borrowed. To be called at every use, as loading may replace them."""
+    delta: Callable[[Box], torch.Tensor] | None = None
+    """What comes on top of the values in a part of `box` before they are sent: float32, made anew. None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,36 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield clean_tensor_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def split_experts(tensors: Mapping[str, HeldTensor], model_type: str) -> dict[str, HeldTensor]:
+    """`tensors` of a model as its checkpoint has them: experts by themselves, as boxes of what is held of the stack."""
+    found: dict[str, HeldTensor] = {}
+    for name, tensor in tensors.items():
+        matrices = expert_matrices(model_type, name, tensor.shape)
+        found |= {matrix.name: _expert(tensor, matrix) for matrix in matrices} or {name: tensor}
+    return found
+
+
+def _expert(stack: HeldTensor, matrix: ExpertMatrix) -> HeldTensor:
+    parts = []
+    for part in stack.parts:
+        (expert, row, column), (last_expert, last_row, last_column) = part.box.start, part.box.stop
+        first, last = max(row, matrix.first), min(last_row, matrix.last)
+        if expert <= matrix.expert < last_expert and first < last:
+            box = Box((first - matrix.first, column), (last - matrix.first, last_column))
+            rows = slice(first - row, last - row)
+            parts.append(Part(box=box, values=functools.partial(_rows, part, matrix.expert - expert, rows)))
+    return HeldTensor(
+        shape=(matrix.last - matrix.first, stack.shape[2]),
+        dtype=stack.dtype,
+        is_parameter=stack.is_parameter,
+        parts=tuple(parts),
+    )
+
+
+def _rows(part: Part, expert: int, rows: slice) -> torch.Tensor:
+    return part.values()[expert, rows]
 
 
 def check_names(model_names: Iterable[str], checkpoint_names: Iterable[str], aliases: Iterable[str], what: str) -> None:

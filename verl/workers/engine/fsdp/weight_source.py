@@ -43,14 +43,18 @@ class FSDPWeightSource:
 
     @torch.no_grad()
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
-        """One `Tensor.copy_`: it casts, crosses devices and handles strides at memory speed."""
+        """One `Tensor.copy_`: it casts, crosses devices and handles strides at memory speed.
+
+        Adapters are added in float32, so that one rounding is all that happens.
+        """
         parts = self._tensors[shard.name].parts if shard.name in self._tensors else ()
         part = next((part for part in parts if _contains(part.box, shard.box)), None)
         if part is None:
             held = ", ".join(str(part.box) for part in parts) or "nothing"
             raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
         offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
-        destination.copy_(part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)])
+        values = part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
+        destination.copy_(values if part.delta is None else part.delta(shard.box).add_(values))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.errors import ActivationError
+from verl.utils.experts import expert_matrices
 
 
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -16,7 +17,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
     Raises ActivationError, before anything is written, that lists every tensor that is missing, unexpected, or of
     another shape. A tied weight is present if any of its names is.
     """
-    held = model.state_dict(keep_vars=True)
+    held = _as_in_checkpoint(model)
     loaded_storage = {held[name].data_ptr() for name in tensors if name in held}
     problems = [f"unexpected {name}" for name in tensors if name not in held]
     problems += [
@@ -34,3 +35,12 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, tensor in tensors.items():
             held[name].copy_(tensor)
+
+
+def _as_in_checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under the names of the checkpoint: of stacked experts, one view for each."""
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        matrices = expert_matrices(model.config.model_type, name, tensor.shape)
+        held |= {one.name: tensor[one.expert, one.first : one.last] for one in matrices} or {name: tensor}
+    return held

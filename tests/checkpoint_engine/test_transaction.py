@@ -241,6 +241,39 @@ async def test_without_verification_nothing_is_digested_on_the_node(tmp_path: Pa
         assert report.phase_s["verify"] == 0
 
 
+async def test_a_trainer_that_is_released_may_change_its_weights_at_once(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path, nodes=2, replicas=2) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.set_weights(weights(2))
+        seen = []
+
+        def released() -> None:
+            seen.extend(fleet.nodes[0].calls)
+            fleet.set_weights(weights(3))  # it trains on
+
+        report = await fleet.manager.update_weights(2, released=released)
+        assert "stage" not in seen[seen.index("commit") :]
+        assert (report.outcome, report.version) == ("committed", 2)
+        for replica in fleet.replicas:
+            assert_serves(replica, 2)
+
+
+async def test_what_fails_after_the_trainer_was_released_is_not_sent_again_with_its_changed_weights(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path, retries=3) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.trainers[0].before["publish"] = raising(TransportError("lost"), times=1)  # that one is tried again
+        fleet.nodes[0].before["stage"] = raising(TransportError("lost"), times=1)
+        fleet.set_weights(weights(2))
+        releases: list[None] = []
+        with pytest.raises(SyncAborted):
+            await fleet.manager.update_weights(2, released=lambda: releases.append(None))
+        assert len(releases) == 1
+        assert_serves(fleet.replicas[0], 1)
+        fleet.set_weights(weights(3))
+        await fleet.manager.update_weights(3)
+        assert_serves(fleet.replicas[0], 3)
+
+
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 

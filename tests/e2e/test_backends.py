@@ -49,11 +49,19 @@ def changing(trainer_class: type[RayPPOTrainer], backends: list[str]) -> type[Ra
     """A trainer that sends its first version with the first backend, and goes on to the next one every `STEPS`."""
 
     class Changing(trainer_class):  # type: ignore[misc,valid-type]
-        def update_weights(self, now: Step, generating: Any = None) -> None:
+        def change(self, now: Step) -> None:
             if now.number > STEPS and now.number % STEPS == 1:
                 backend = backends[(now.number - 1) // STEPS]
                 self.cluster.rejoin(replace(self.config.checkpoint_engine, backend=backend))
+
+        def update_weights(self, now: Step, generating: Any = None) -> None:
+            self.change(now)
             super().update_weights(now, generating)
+
+        def synchronise(self, now: Step) -> None:
+            self.end_sync(now, version=now.number)
+            self.change(now)
+            super().synchronise(now)
 
     return Changing
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -95,11 +95,14 @@ class CheckpointEngineManager:
         """Replicas out of service: paused, of unknown version, or dead. `add_replicas` brings one back."""
         return list(self._quarantined.values())
 
-    async def update_weights(self, global_steps: int, *, boundary: Boundary | None = None) -> SyncReport:
+    async def update_weights(
+        self, global_steps: int, *, boundary: Boundary | None = None, released: Callable[[], None] | None = None
+    ) -> SyncReport:
         """Bring the trainer's present weights to every replica as version `global_steps`.
 
         `boundary` returns when rollouts may get new weights; it ends by itself, and does not raise. What comes before
-        `commit` happens meanwhile. The trainer must keep its weights as they are until this method returns.
+        `commit` happens meanwhile. The trainer must keep its weights as they are until this method returns; with
+        `released`, until that is called, on this event loop, and then nothing that fails is tried again.
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
         and the next call plans and connects anew, so that members may have been replaced meanwhile.
@@ -119,7 +122,9 @@ class CheckpointEngineManager:
                 reconnect=lambda: self._connect(plan),
                 elastic=self._engine_class.capabilities.elastic,
             )
-            transaction = SyncTransaction(global_steps, fleet, self._config, clock, boundary=boundary)
+            transaction = SyncTransaction(
+                global_steps, fleet, self._config, clock, boundary=boundary, released=released
+            )
             try:
                 report = await transaction.run()
             except (SyncAborted, asyncio.CancelledError) as exc:

@@ -2,7 +2,8 @@
 
 What a failure leads to stands next to what failed:
 
-    publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted
+    publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted.
+                              Not tried again once the trainer has been told that it may change its weights
     wait                      nothing fails here; a member that dies meanwhile is missed at commit
     commit                    nodes that committed roll back, the others drop; SyncAborted
     activate, some replicas   those are quarantined: paused, out of service; the version stands
@@ -94,6 +95,8 @@ class SyncTransaction:
     clock: Stopwatch
     boundary: Boundary | None = None
     """Awaited between verify and commit."""
+    released: Callable[[], None] | None = None
+    """Called when every rank has copied its shards, so that the trainer may change its weights."""
     retries: int = 0
     nbytes_moved: int = 0
     trainer_blocked_s: float = 0.0
@@ -103,6 +106,8 @@ class SyncTransaction:
     """Of all pieces, once they are staged."""
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
+    _is_released: bool = False
+    """Nobody may publish this version again: the trainer's weights are not those any more."""
     _pause_began: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> SyncReport:
@@ -142,7 +147,7 @@ class SyncTransaction:
                 return await self._move()
             except (TransportError, IntegrityError) as exc:
                 await self._drop()
-                if self.retries >= self.config.retries:
+                if self.retries >= self.config.retries or self._is_released:
                     raise self._aborted(exc) from exc
                 self.retries += 1
                 logger.warning("version %d: %s; trying again (%d)", self.version, exc, self.retries)
@@ -179,6 +184,9 @@ class SyncTransaction:
             )
             self.nbytes_moved += sum(result.nbytes for result in published.values())
             self.trainer_blocked_s = max(result.seconds for result in published.values())
+            if self.released is not None:
+                self._is_released = True
+                self.released()
             digested = await self._all(
                 deadlines.publish_s,
                 {trainer.name: trainer.digest(self.version) for trainer in self.fleet.trainers},

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.deadline import all_within
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.transaction import Boundary
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
@@ -35,6 +36,7 @@ from verl.trainer.ppo.placement import (
     require_machines,
 )
 from verl.trainer.ppo.ray_session import RaySession
+from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.critic import ActorCriticWorker
@@ -75,7 +77,7 @@ class Cluster:
         """
         self._config = config
         self._device = device
-        self._runner = asyncio.Runner()
+        self._loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
         self._nodes: list[ActorHandle[Any]] = []
@@ -133,9 +135,38 @@ class Cluster:
     async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
         if generating is None:
             return await self._manager.update_weights(version)
-        return await self._manager.update_weights(
-            version, boundary=lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
-        )
+        return await self._manager.update_weights(version, boundary=_end_of(generating))
+
+    def begin_update(
+        self, version: int, generating: Future[Any] | None, then: Callable[[], Awaitable[T]]
+    ) -> Future[tuple[SyncReport, T]]:
+        """Like `update_weights`, but return as soon as the trainer may change its weights; `end_update` it later.
+
+        `then` follows when the engines have the version.
+        """
+        released: Future[None] = Future()
+
+        async def update() -> tuple[SyncReport, T]:
+            boundary = None if generating is None else _end_of(generating)
+            try:
+                report = await self._manager.update_weights(
+                    version, boundary=boundary, released=lambda: released.set_result(None)
+                )
+            finally:
+                if not released.done():
+                    released.set_result(None)
+            return report, await then()
+
+        updating = self._loop.start(update())
+        released.result()
+        return updating
+
+    def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
+        """Wait for it; then bring back what it quarantined, where that works. Raises SyncAborted."""
+        result = updating.result()
+        if self._manager.quarantined:
+            self.heal()
+        return result
 
     def rejoin(self, config: CheckpointEngineConfig) -> None:
         """Go on with another backend: new rollout nodes, the same trainer ranks and engines, which start no process.
@@ -162,8 +193,8 @@ class Cluster:
         return self.run(self._heal())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the driver's event loop."""
-        return self._runner.run(work)
+        """Run `work` on the cluster's event loop, and wait for it."""
+        return self._loop.run(work)
 
     def close(self, *, in_order: bool = True) -> None:
         """End every process; Ctrl-C waits until that is done. Idempotent.
@@ -178,7 +209,7 @@ class Cluster:
             if in_order or not self._ray.owned:
                 self._kill_all(grace_s=5.0 if in_order else 0.0)
             self.manager, self.replicas, self._actor, self._nodes = None, [], None, []
-            self._runner.close()
+            self._loop.close()
             self._ray.close()
 
     def _kill_all(self, grace_s: float) -> None:
@@ -342,6 +373,11 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
     replica_class = RolloutReplicaRegistry.get(rollout.name)
     model = _local(config.actor_rollout_ref.model, model_path)
     return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]
+
+
+def _end_of(generating: Future[Any]) -> Boundary:
+    """However it ends."""
+    return lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
 
 
 def _ray_nodes() -> dict[str, Any]:

@@ -5,6 +5,8 @@ So any layout of ranks continues from any other's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -12,18 +14,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
 
-class HeldInCheckpoint:
+class HeldInCheckpoint(torch.Tensor):
     """A tensor of which this rank holds parts, as torch DCP's `_Checkpointable`: it writes and fills them in place.
 
-    Ranks that hold the same part declare the same item; DCP has it written once.
+    A `torch.Tensor` of the whole shape, because DCP looks at nothing else, without memory. Ranks that hold the same part
+    declare the same item; DCP has it written once.
     """
 
-    def __init__(self, tensor: HeldTensor) -> None:
-        self._tensor = tensor
-        self._parts = {torch.Size(part.box.start): part for part in tensor.parts}
+    _parts: dict[torch.Size, Part]
 
-    def size(self) -> torch.Size:
-        return torch.Size(self._tensor.shape)
+    @staticmethod
+    def __new__(cls, tensor: HeldTensor) -> HeldInCheckpoint:
+        made: HeldInCheckpoint = torch.Tensor._make_wrapper_subclass(cls, torch.Size(tensor.shape), dtype=tensor.dtype)
+        made._parts = {torch.Size(part.box.start): part for part in tensor.parts}
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch asks for it: there is nothing here to compute with."""
+        raise TypeError(f"{func} of a tensor that only names its parts")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [

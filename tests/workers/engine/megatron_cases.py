@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.workers.engine.engine_cases import LEARNING_RATE, batch, held_parts, weighted_loss
 from verl.protocol import DataProto
+from verl.utils.builtin.tiny import save_model
+from verl.utils.builtin.tokenizer import build_tokenizer
 from verl.workers.config import HFModelConfig, MegatronConfig, OptimizerConfig
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
@@ -21,6 +24,44 @@ CONTENTS = ("model", "optimizer", "extra")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+
+
+def tiny_moe(directory: Path) -> Path:
+    """Four experts, of which a token takes two."""
+    tokenizer = build_tokenizer(512)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer, directory)
+    return directory
+
+
+def as_in_the_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transformers fuses the experts of a layer in memory: here every expert for itself again."""
+    found: dict[str, torch.Tensor] = {}
+    for name, fused in weights.items():
+        prefix, _, part = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            found[name] = fused
+            continue
+        for expert, weight in enumerate(fused):
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            pieces = weight.chunk(len(names))
+            found |= {f"{prefix}.{expert}.{own}.weight": piece for own, piece in zip(names, pieces, strict=True)}
+    return found
 
 
 def make_megatron(path: Path, options: dict, *, trainable: bool = True):

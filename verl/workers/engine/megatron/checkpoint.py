@@ -17,20 +17,19 @@ from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 class HeldInCheckpoint(torch.Tensor):
     """A tensor of which this rank holds parts, as torch DCP's `_Checkpointable`: it writes and fills them in place.
 
-    A `torch.Tensor` of the whole shape, because DCP looks at nothing else, without memory. Ranks that hold the same part
-    declare the same item; DCP has it written once.
+    A `torch.Tensor` of the whole shape, because DCP looks at nothing else, without memory. Ranks that hold the same
+    part declare the same item; DCP has it written once.
     """
 
     _parts: dict[torch.Size, Part]
 
-    @staticmethod
     def __new__(cls, tensor: HeldTensor) -> HeldInCheckpoint:
         made: HeldInCheckpoint = torch.Tensor._make_wrapper_subclass(cls, torch.Size(tensor.shape), dtype=tensor.dtype)
         made._parts = {torch.Size(part.box.start): part for part in tensor.parts}
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Torch asks for it: there is nothing here to compute with."""
         raise TypeError(f"{func} of a tensor that only names its parts")
 

@@ -31,6 +31,19 @@ def adapt() -> None:
     # Moves the last stage's copy of a tied embedding to CUDA and adds up the two, which is not needed: both are loaded
     # from the checkpoint. models/common/language_module/language_module.py:242-245.
     library.language_module.LanguageModule._is_in_embd_group = lambda self: False
+    # Counts of tokens are on the CPU already, and there is no stream to copy them on:
+    # transformer/moe/token_dispatcher.py:444-445, 862-905.
+    dispatcher = library.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = contextlib.nullcontext()
+    dispatcher._maybe_dtoh_and_synchronize = _counts_as_arrays
+
+
+def _counts_as_arrays(dispatcher: Any, _: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Collectives take counts as arrays, not as tensors."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(counts := getattr(dispatcher, name), torch.Tensor):
+            setattr(dispatcher, name, counts.numpy())
+    return tokens_per_expert
 
 
 class _TorchWithoutCuda:

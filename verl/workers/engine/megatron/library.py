@@ -36,10 +36,17 @@ with quiet():
         reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Without Transformer Engine, transformer/moe/moe_utils.py:1192 asks whether a name is None that nobody has defined.
+    moe_utils.te_general_gemm = None
 
 __all__ = [
     "GPTModel",
+    "MoEAlltoAllTokenDispatcher",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
     "get_gpt_layer_local_spec",

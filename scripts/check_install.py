@@ -51,7 +51,7 @@ def import_problems() -> list[str]:
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "silu_and_mul"):
         problems.append("vLLM's CPU kernels did not load; the warnings above name the library")
-    for module in ("nixl", "mooncake.engine", "megatron.core"):
+    for module in ("nixl", "mooncake.engine"):
         try:
             importlib.import_module(module)
         except ImportError as exc:

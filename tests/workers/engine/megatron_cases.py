@@ -65,12 +65,14 @@ def as_in_the_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def make_megatron(path: Path, options: dict, *, trainable: bool = True):
-    """A built engine that computes in float32 unless `options` say otherwise."""
+    """A built engine that computes in float32 unless `options` say otherwise; `recompute` among them is the model's."""
     from verl.workers.engine.megatron.engine import MegatronEngine
 
+    parallel = {"dtype": "float32"} | options
+    recompute = parallel.pop("recompute", False)
     engine = MegatronEngine(
-        model_config=HFModelConfig(path=str(path)),
-        megatron_config=MegatronConfig(**{"dtype": "float32", **options}),
+        model_config=HFModelConfig(path=str(path), enable_gradient_checkpointing=recompute),
+        megatron_config=MegatronConfig(**parallel),
         optim_config=OptimizerConfig(lr=LEARNING_RATE, lr_warmup_steps=2) if trainable else None,
         grad_clip=0.5,
     )

@@ -34,7 +34,7 @@ from tests.workers.engine.megatron_cases import (
 LAYOUTS = [
     pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
     pytest.param("qwen3", True, 2, PP2, id="two stages with tied embeddings"),
-    pytest.param("llama", False, 4, TP2 | PP2, id="two stages of two ranks"),
+    pytest.param("llama", False, 4, TP2 | PP2 | {"recompute": True}, id="two stages of two ranks, recomputed"),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
 ]
 

@@ -26,6 +26,9 @@ def adapt() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # Only dropout and initialisation draw from it, neither of which is used: tensor_parallel/random.py:243.
     library.megatron_random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    # Recomputation restores CUDA's generator beside the CPU's: tensor_parallel/random.py:447, 457.
+    library.megatron_random._get_cuda_rng_state = lambda graph_safe=False: None
+    library.megatron_random._set_cuda_rng_state = lambda state, graph_safe=False: None
     # The count of tokens is made on device="cuda": pipeline_parallel/schedules.py:596, 983, 2138.
     library.schedules.torch = _TorchWithoutCuda(torch)
     # Moves the last stage's copy of a tied embedding to CUDA and adds up the two, which is not needed: both are loaded

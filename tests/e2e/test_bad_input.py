@@ -76,7 +76,10 @@ MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
     (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
-    (["actor_rollout_ref.actor.strategy=fdsp"], ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2, megatron"]),
+    (
+        ["actor_rollout_ref.actor.strategy=fdsp"],
+        ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2, megatron"],
+    ),
     (["actor_rollout_ref.actor.strategy=megatro"], ["strategy='megatro'", "'megatron'"]),
     (
         [MEGATRON, "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2"],

@@ -24,6 +24,8 @@ CONTENTS = ("model", "optimizer", "extra")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+SEQUENCE = {"sequence_parallel": True}
 
 
 def tiny_moe(directory: Path) -> Path:

@@ -21,7 +21,7 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
     for name, value in (hf or {}).items():
         setattr(hf_config, name, value)
     with HFCheckpoint(path) as checkpoint, pytest.raises(ConfigError) as caught:
-        check(MegatronConfig(**options), hf_config, world=world, checkpoint=checkpoint)
+        check(MegatronConfig(**options), hf_config, world=world, device="cpu", checkpoint=checkpoint)
     return str(caught.value).splitlines()
 
 
@@ -30,7 +30,11 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
     [
         (3, {"tensor_model_parallel_size": 2}, [["= 2 does not divide 3 trainer ranks", "n_gpus_per_node"]]),
         (4, {"tensor_model_parallel_size": 4}, [["=4 does not divide", "num_key_value_heads=2"]]),
-        (3, {"tensor_model_parallel_size": 3}, [["num_attention_heads=4"], ["num_key_value_heads=2"], ["intermediate_"]]),
+        (
+            3,
+            {"tensor_model_parallel_size": 3},
+            [["num_attention_heads=4"], ["num_key_value_heads=2"], ["intermediate_"]],
+        ),
         (4, {"pipeline_model_parallel_size": 4}, [["=4 cannot cut num_hidden_layers=2", "state the layers"]]),
         (
             2,
@@ -55,14 +59,18 @@ def test_experts_that_cannot_be_dealt_out_are_told(tmp_path):
     assert "expert_model_parallel_size=3 does not divide the model's num_experts=4" in line
     (line,) = refusal(path, 2, tensor_model_parallel_size=2)
     assert "sequence_parallel=true" in line
-    (line,) = refusal(path, 2, tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
-    assert "more ranks, or" in line
-    assert "expert_tensor_parallel_size=1" in line
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}
+    first, second = refusal(path, 2, **layout)
+    assert "more ranks, or" in first
+    assert "unequal numbers of tokens, which gloo" in second
+    assert all("expert_tensor_parallel_size=1" in line for line in (first, second))
 
 
 def test_a_model_without_a_map_is_told_which_have_one_and_how_to_add_it(models):
     (line,) = refusal(models("qwen2"), hf={"model_type": "gemma3"})
-    assert all(name in line for name in ("'gemma3'", "llama", "qwen2", "qwen3", "qwen3_moe", "architectures.py", "fsdp2"))
+    assert all(
+        name in line for name in ("'gemma3'", "llama", "qwen2", "qwen3", "qwen3_moe", "architectures.py", "fsdp2")
+    )
 
 
 def test_what_the_map_does_not_know_of_a_model_is_told(models):
@@ -94,12 +102,13 @@ def test_a_missing_library_names_the_extra(models, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else find_spec(name))
     with pytest.raises(ConfigError, match=r"megatron-core.*pip install 'verl-sync\[megatron\]'"):
-        check_job(MegatronConfig(), HFModelConfig(path=str(models("qwen2"))), 1)
+        check_job(MegatronConfig(), HFModelConfig(path=str(models("qwen2"))), 1, "cpu")
 
 
 def test_other_engines_are_not_asked(models):
     model = HFModelConfig(path=str(models("qwen2")))
     impossible = MegatronConfig(tensor_model_parallel_size=7)
-    TrainEngineRegistry.check_job("fsdp2", megatron=impossible, model=model, world_size=2)
+    options = {"megatron": impossible, "model": model, "world_size": 2, "device": "cpu"}
+    TrainEngineRegistry.check_job("fsdp2", **options)
     with pytest.raises(ConfigError, match="=7"):
-        TrainEngineRegistry.check_job("megatron", megatron=impossible, model=model, world_size=2)
+        TrainEngineRegistry.check_job("megatron", **options)

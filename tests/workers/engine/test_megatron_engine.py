@@ -19,8 +19,10 @@ from tests.workers.engine.megatron_cases import (
     EP2,
     PP2,
     RATES,
+    SEQUENCE,
     SMALL,
     TP2,
+    WHOLE_EXPERTS,
     as_in_the_file,
     make_megatron,
     own_rows,
@@ -34,8 +36,11 @@ from tests.workers.engine.megatron_cases import (
 LAYOUTS = [
     pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
     pytest.param("qwen3", True, 2, PP2, id="two stages with tied embeddings"),
-    pytest.param("llama", False, 4, TP2 | PP2 | {"recompute": True}, id="two stages of two ranks, recomputed"),
+    pytest.param(
+        "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
+    ),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
+    pytest.param("qwen3_moe", False, 2, TP2 | SEQUENCE | EP2 | WHOLE_EXPERTS, id="the same two share the rest"),
 ]
 
 

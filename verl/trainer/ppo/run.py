@@ -63,6 +63,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         megatron=config.actor_rollout_ref.actor.megatron,
         model=replace(config.actor_rollout_ref.model, path=str(model_path)),
         world_size=config.trainer.world_size,
+        device=device,
     )
     arena_nbytes = _arena_nbytes(config, model_path)
     _require_of_this_host(config, arena_nbytes)

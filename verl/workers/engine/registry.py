@@ -24,7 +24,7 @@ class Builtin:
     is_megatron: bool = False
     """Made from the section `megatron`; all others, also those that are registered, from `fsdp_config`."""
     check: str | None = None
-    """Called on the driver with that section, the model and the number of ranks. Raises ConfigError."""
+    """Called on the driver with that section, the model, the number of ranks and their device. Raises ConfigError."""
 
 
 BUILTIN = {
@@ -87,13 +87,15 @@ class TrainEngineRegistry:
         return engine
 
     @classmethod
-    def check_job(cls, name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int) -> None:
+    def check_job(
+        cls, name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int, device: str
+    ) -> None:
         """Whether such engines can hold the model in the local directory `model.path`, before any is made.
 
         Raises ConfigError for what can be known to fail on this machine.
         """
         if name in BUILTIN and (check := BUILTIN[name].check):
-            _imported(check)(megatron, model, world_size)
+            _imported(check)(megatron, model, world_size, device)
 
 
 def _imported(target: str) -> Any:

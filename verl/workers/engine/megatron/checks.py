@@ -33,11 +33,11 @@ def require_installed() -> None:
         raise ConfigError("strategy=megatron needs the package 'megatron-core': pip install 'verl-sync[megatron]'")
 
 
-def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int) -> None:
+def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str) -> None:
     """For `world` trainer ranks; `model_config.path` is a local directory. Raises ConfigError."""
     require_installed()
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
-        check(config, load_hf_config(model_config), world=world, checkpoint=checkpoint)
+        check(config, load_hf_config(model_config), world=world, device=device, checkpoint=checkpoint)
 
 
 def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
@@ -52,14 +52,14 @@ def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
     )
 
 
-def check(config: MegatronConfig, hf_config: Any, *, world: int, checkpoint: Checkpoint) -> None:
+def check(config: MegatronConfig, hf_config: Any, *, world: int, device: str, checkpoint: Checkpoint) -> None:
     """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
     architecture = architecture_of(hf_config.model_type)
     dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size))
     problems = [
         *_ranks(config, sizes_of(config, world)),
         *_cuts(config, dims, sizes_of(config, world)),
-        *_experts(config, dims),
+        *_experts(config, dims, device),
         *_fields(hf_config),
         *_tensors(tensor_shapes(architecture, dims), checkpoint, tied=dims.tied),
     ]
@@ -113,7 +113,7 @@ def _cuts(config: MegatronConfig, dims: Dimensions, sizes: ParallelSizes) -> Ite
         )
 
 
-def _experts(config: MegatronConfig, dims: Dimensions) -> Iterator[str]:
+def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[str]:
     expert, tensor = config.expert_model_parallel_size, config.tensor_model_parallel_size
     if not dims.experts:
         if expert > 1:
@@ -126,6 +126,11 @@ def _experts(config: MegatronConfig, dims: Dimensions) -> Iterator[str]:
         yield (
             f"{KEY}.expert_tensor_parallel_size={each} does not divide the model's "
             f"moe_intermediate_size={dims.expert_ffn}"
+        )
+    if device == "cpu" and each > 1 and expert > 1:
+        yield (
+            f"{KEY}.expert_tensor_parallel_size={each} with expert_model_parallel_size={expert} gathers unequal numbers "
+            f"of tokens, which gloo (trainer.device=cpu) cannot; set {KEY}.expert_tensor_parallel_size=1"
         )
     if tensor > 1 and not config.sequence_parallel:
         yield (f"{KEY}.tensor_model_parallel_size={tensor} of a model with experts needs {KEY}.sequence_parallel=true")

@@ -87,7 +87,13 @@ class MegatronEngine:
         self._architecture = architecture_of(self._hf_config.model_type)
         self._sizes = sizes_of(config, dist.get_world_size())
         with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
-            check(config, self._hf_config, world=dist.get_world_size(), checkpoint=checkpoint)
+            check(
+                config,
+                self._hf_config,
+                world=dist.get_world_size(),
+                device=self.device.type,
+                checkpoint=checkpoint,
+            )
             self._dims = Dimensions.of(self._hf_config, padded_vocab=config.padded_vocab(self._hf_config.vocab_size))
             groups.join(self._sizes)
             if self.device.type != "cpu":

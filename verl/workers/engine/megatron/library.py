@@ -38,6 +38,7 @@ with quiet():
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -47,6 +48,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 __all__ = [
     "GPTModel",
     "MoEAlltoAllTokenDispatcher",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
     "get_gpt_layer_local_spec",

@@ -32,13 +32,11 @@ def make_model(
     place = sizes.of(torch.distributed.get_rank())
     rope = hf_config.rope_parameters
     transformer = _transformer_config(hf_config, config, architecture, dims, sizes, device, recompute)
+    stages = sizes.stages(dims.layers)
+    assert stages is not None  # checked before any process started
     model: torch.nn.Module = library.GPTModel(
         config=transformer,
-        transformer_layer_spec=library.get_gpt_layer_local_spec(
-            num_experts=dims.experts or None,
-            qk_layernorm=architecture.has("q_layernorm.weight"),
-            normalization="RMSNorm",
-        ),
+        transformer_layer_spec=_layers(architecture, dims, len(stages[place.pipeline])),
         vocab_size=dims.padded_vocab,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=place.pipeline == 0,
@@ -108,6 +106,29 @@ def _transformer_config(
         persist_layer_norm=False,
         **(RECOMPUTE if recompute else {}),
     )
+
+
+def _layers(architecture: Architecture, dims: Dimensions, count: int) -> Any:
+    """Of one stage: Megatron's own, with our norms."""
+    has_qk_norms = architecture.has("q_layernorm.weight")
+    layer = library.get_gpt_layer_local_spec(
+        num_experts=dims.experts or None, qk_layernorm=has_qk_norms, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if has_qk_norms:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return library.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+
+
+class Norm:
+    """Makes torch's RMSNorm, as Megatron's wrapper of it does, which refuses sequence parallelism.
+
+    The gradients of its weight are those of a rank's own tokens then; `optimizer.Optimizer` adds them up.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:  # type: ignore[misc]
+        return torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 def _experts(hf_config: Any, dims: Dimensions) -> dict[str, Any]:

@@ -129,8 +129,8 @@ def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[
         )
     if device == "cpu" and each > 1 and expert > 1:
         yield (
-            f"{KEY}.expert_tensor_parallel_size={each} with expert_model_parallel_size={expert} gathers unequal numbers "
-            f"of tokens, which gloo (trainer.device=cpu) cannot; set {KEY}.expert_tensor_parallel_size=1"
+            f"{KEY}.expert_tensor_parallel_size={each} with expert_model_parallel_size={expert} gathers unequal "
+            f"numbers of tokens, which gloo (trainer.device=cpu) cannot; set {KEY}.expert_tensor_parallel_size=1"
         )
     if tensor > 1 and not config.sequence_parallel:
         yield (f"{KEY}.tensor_model_parallel_size={tensor} of a model with experts needs {KEY}.sequence_parallel=true")

@@ -23,7 +23,7 @@ FILE_NBYTES = 5 * 10**9
 def write_hf_directory(
     directory: Path,
     nbytes: Mapping[str, int],
-    collect: Callable[[str], torch.Tensor | None],
+    collect: Callable[[str], Mapping[str, torch.Tensor]],
     *,
     hf_config: Any,
     generation_config: Any,
@@ -33,9 +33,9 @@ def write_hf_directory(
 ) -> None:
     """Write config, tokenizer and safetensors files that transformers and vLLM load.
 
-    `collect` is a collective that gives a whole CPU tensor on rank 0; it is called once for every name of `nbytes`, in
-    order, so rank 0 holds no more than one file of about `file_nbytes`. A collective; everything is synced to disk when
-    it returns.
+    `collect` is a collective that is called once for every name of `nbytes`, in order, so rank 0 holds no more than one
+    file of about `file_nbytes`. It gives, on rank 0, whole CPU tensors under the names that they have in the file; what
+    it gives elsewhere does not matter. A collective; everything is synced to disk when it returns.
     """
     groups = list(_files(nbytes, file_nbytes))
     is_writer = dist.get_rank() == 0
@@ -44,9 +44,9 @@ def write_hf_directory(
     weight_map: dict[str, str] = {}
     for index, names in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
-        content = {name: full for name in names if (full := collect(name)) is not None}
+        content = {own: full for name in names for own, full in collect(name).items()}
         if is_writer:
+            weight_map |= dict.fromkeys(content, file)
             save_file(content, directory / file, metadata={"format": "pt"})
     if is_writer:
         if len(groups) > 1:

@@ -36,7 +36,7 @@ def export_hf(
     write_hf_directory(
         directory,
         {name: _nbytes(tensor, dtype) for name, tensor in tensors.items()},
-        lambda name: _gather(tensors[name], dtype, keep=dist.get_rank() == 0),
+        lambda name: _gather(name, tensors[name], dtype),
         hf_config=model.config,
         generation_config=getattr(model, "generation_config", None),
         model_config=model_config,
@@ -52,11 +52,12 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in state if name not in aliases}
 
 
-def _gather(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+def _gather(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if not keep:
-        return None
-    return full.to(device="cpu", dtype=dtype if full.is_floating_point() else full.dtype).contiguous().clone()
+    if dist.get_rank() != 0:
+        return {}
+    dtype = dtype if full.is_floating_point() else full.dtype
+    return {name: full.to(device="cpu", dtype=dtype).contiguous().clone()}
 
 
 def _nbytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:

@@ -25,17 +25,24 @@ class TensorCollector:
                     seen.add((piece.name, piece.box))
                     self._owners[piece.name].append((rank, piece))
 
-    def collect(self, name: str, values: Callable[[Piece], torch.Tensor]) -> torch.Tensor | None:
-        """The tensor on rank 0, None elsewhere; `values` are this rank's. A collective, in the order of all ranks."""
-        rank = dist.get_rank()
-        whole = torch.empty(self._shapes[name], dtype=self._dtype) if rank == 0 else None
+    def collect(self, name: str, values: Callable[[Piece], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensor by its name on rank 0; `values` are this rank's. A collective, in the order of all ranks."""
+        if dist.get_rank() == 0:
+            return {name: self._receive(name, values)}
         for owner, piece in self._owners[name]:
-            if owner == rank:
-                part = values(piece).to(device="cpu", dtype=self._dtype).contiguous()
-                if whole is None:
-                    dist.send(part, dst=0)
-            elif whole is not None:
+            if owner == dist.get_rank():
+                dist.send(self._own(piece, values), dst=0)
+        return {}
+
+    def _receive(self, name: str, values: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        for owner, piece in self._owners[name]:
+            if owner == 0:
+                part = self._own(piece, values)
+            else:
                 dist.recv(part := torch.empty(piece.box.shape, dtype=self._dtype), src=owner)
-            if whole is not None:
-                whole[tuple(map(slice, piece.box.start, piece.box.stop))] = part
+            whole[tuple(map(slice, piece.box.start, piece.box.stop))] = part
         return whole
+
+    def _own(self, piece: Piece, values: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
+        return values(piece).to(device="cpu", dtype=self._dtype).contiguous()

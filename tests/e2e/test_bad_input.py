@@ -22,6 +22,8 @@ from verl.workers.reward_manager.naive import RewardError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
+
 
 @pytest.fixture
 def refuse(tmp_path, tiny_model, monkeypatch, capsys):
@@ -75,8 +77,23 @@ MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
     (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
-    (["actor_rollout_ref.actor.strategy=fdsp"], ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2"]),
-    (["actor_rollout_ref.actor.strategy=megatron"], ["strategy='megatron'. Known: fsdp, fsdp2"]),
+    (
+        ["actor_rollout_ref.actor.strategy=fdsp"],
+        ["strategy='fdsp'", "Did you mean 'fsdp'?", "Known: fsdp, fsdp2, megatron"],
+    ),
+    (["actor_rollout_ref.actor.strategy=megatro"], ["strategy='megatro'", "'megatron'"]),
+    (
+        [MEGATRON, "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2"],
+        ["expert_model_parallel_size=2", "no experts"],
+    ),
+    (
+        [MEGATRON, "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"],
+        ["virtual_pipeline_model_parallel_size", "every stage is one run of layers"],
+    ),
+    (
+        [MEGATRON, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"],
+        ["actor_rollout_ref.ref.megatron", "tensor_model_parallel_size=2 differs", "leave it null"],
+    ),
     (["algorithm.adv_estimator=gae", "critic.enable=false"], ["adv_estimator=gae needs a critic", "enable=false"]),
     (["critic.enable=true"], ["critic.enable=true", "adv_estimator=grpo", "gae"]),
     (["trainer.critic_warmup=3"], ["trainer.critic_warmup=3", "adv_estimator=grpo"]),

@@ -242,14 +242,29 @@ def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qw
     assert run.result.rewards_after == {"builtin/arithmetic": pytest.approx(_mean_score(run.samples(2, "held-out")))}
 
 
-def test_the_default_algorithm_on_fsdp1_with_a_reference_policy(ray_cluster, tmp_path, tiny_model, own_reward):
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(("actor_rollout_ref.actor.strategy=fsdp",), id="fsdp1"),
+        pytest.param(
+            (
+                "actor_rollout_ref.actor.strategy=megatron",
+                "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            ),
+            id="megatron",
+        ),
+    ],
+)
+def test_the_default_algorithm_on_other_engines_with_a_reference_policy(
+    ray_cluster, tmp_path, tiny_model, own_reward, strategy
+):
     run = Run(
         tmp_path,
         in_process(
             tmp_path,
             f"actor_rollout_ref.model.path={tiny_model}",
             own_reward,
-            "actor_rollout_ref.actor.strategy=fsdp",
+            *strategy,
             "actor_rollout_ref.actor.use_kl_loss=true",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             "trainer.total_training_steps=2",

@@ -15,6 +15,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 NUM_VERSIONS = 3
 
 
+def assert_served(line: Line, version: int, weights: dict[str, torch.Tensor], ranks: int) -> None:
+    for rank, found in enumerate(line.replica.served_weights(version)):
+        expected = expected_on_rank(weights, line.config, rank, ranks)
+        assert found.keys() == expected.keys()
+        different = [key for key, tensor in expected.items() if not same_bits(found[key], tensor)]
+        assert different == [], f"version {version}, rank {rank}"
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_sync(
     lines: dict[str, Line], name: str
@@ -26,11 +34,7 @@ async def test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_ev
         assert report.replicas_updated == (line.replica.name,)
         weights = line.trainer.weights()
         assert [key for key, tensor in weights.items() if key in before and torch.equal(tensor, before[key])] == []
-        for rank, found in enumerate(line.replica.served_weights(report.version)):
-            expected = expected_on_rank(weights, line.config, rank, ranks)
-            assert found.keys() == expected.keys()
-            different = [key for key, tensor in expected.items() if not same_bits(found[key], tensor)]
-            assert different == [], f"version {report.version}, rank {rank}"
+        assert_served(line, report.version, weights, ranks)
         before = weights
 
 

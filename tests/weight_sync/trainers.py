@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -82,9 +83,12 @@ class LocalTrainer(Trainer):
 
 
 class FSDPTrainer(Trainer):
-    """Actor workers of the project on Ray: FSDP over gloo, a rollout node in its own process."""
+    """Actor workers of the project on Ray, over gloo, whatever their engine; a rollout node in its own process."""
 
-    def __init__(self, path: Path, strategy: str, dtype: str, shm_dir: Path, scratch: Path) -> None:
+    def __init__(
+        self, path: Path, strategy: str, dtype: str, shm_dir: Path, scratch: Path, **actor: dict[str, Any]
+    ) -> None:
+        """`actor`: sections of the actor's configuration."""
         shm_dir.mkdir()
         self._dtype, self._scratch = dtype, scratch
         config = from_mapping(
@@ -96,6 +100,7 @@ class FSDPTrainer(Trainer):
                     "ppo_mini_batch_size": 8,
                     "optim": {"lr": 1e-2},
                     "fsdp_config": {"dtype": "float32"},
+                    **actor,
                 },
                 "rollout": {"n": 2, "dtype": dtype},
             },

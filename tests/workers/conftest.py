@@ -7,8 +7,8 @@ from tests.workers.engine.rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks.run(function, world_size, *arguments)`: up to three trainer ranks."""
-    pool = RankPool(3)
+    """`ranks.run(function, world_size, *arguments)`: up to four trainer ranks."""
+    pool = RankPool(4)
     yield pool
     pool.close()
 

@@ -91,11 +91,12 @@ class ActorRolloutRefWorker(WeightPublisher):
             self._owns_process_group = True
         seed_everything(self._seed + self.rank)
         config = self.config
-        make_engine = TrainEngineRegistry.get(config.actor.strategy)
         if self._has_actor:
-            self._actor = make_engine(
+            self._actor = TrainEngineRegistry.new(
+                config.actor.strategy,
+                fsdp=config.actor.fsdp_config,
+                megatron=config.actor.megatron,
                 model_config=config.model,
-                fsdp_config=config.actor.fsdp_config,
                 optim_config=config.actor.optim,
                 grad_clip=config.actor.grad_clip,
                 device=device,
@@ -103,7 +104,13 @@ class ActorRolloutRefWorker(WeightPublisher):
             )
             self._actor.build()
         if self._has_ref:
-            self._ref = make_engine(model_config=config.model, fsdp_config=config.ref.fsdp_config, device=device)
+            self._ref = TrainEngineRegistry.new(
+                config.actor.strategy,
+                fsdp=config.ref.fsdp_config,
+                megatron=config.actor.megatron,  # as RefMegatronConfig says
+                model_config=config.model,
+                device=device,
+            )
             self._ref.build()
 
     @property

@@ -91,11 +91,19 @@ def reference_log_probs(model, data: DataProto, temperature: float) -> tuple[tor
     return log_probs, entropies
 
 
-def reference_steps(path: Path, mini_batches: list[DataProto], *, temperature: float, grad_clip: float):
+def reference_steps(
+    path: Path,
+    mini_batches: list[DataProto],
+    *,
+    temperature: float,
+    grad_clip: float,
+    rates: tuple[float, ...] | None = None,
+):
     """What plain torch makes of the mini-batches: loss and gradient norm of the last step, weights after it."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
-    for data in mini_batches:
+    for data, rate in zip(mini_batches, rates or [LEARNING_RATE] * len(mini_batches), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
         totals = LossTotals.of(data.batch["response_mask"])
         log_prob, entropy = reference_log_probs(model, data, temperature)
         loss, _ = weighted_loss(log_prob, entropy, data, totals)

@@ -24,7 +24,8 @@ class RankPool:
     def __init__(self, size: int) -> None:
         # The processes are forked from one that has done the imports, once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["verl.workers.engine.fsdp.fsdp1", "verl.workers.engine.fsdp.fsdp2"])
+        engines = ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")
+        context.set_forkserver_preload([f"verl.workers.engine.{engine}" for engine in engines])
         self._connections: list[Connection] = []
         self._processes = []
         for _ in range(size):

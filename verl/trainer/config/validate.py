@@ -195,6 +195,16 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _reference(config: PPOConfig) -> Iterator[str]:
+    """Megatron's process groups belong to the process, and the reference policy shares the actor's."""
+    policy = config.actor_rollout_ref
+    if policy.actor.strategy == "megatron" and (other := policy.ref.megatron.differences(policy.actor.megatron)):
+        yield (
+            f"actor_rollout_ref.ref.megatron: {', '.join(other)} differs from actor_rollout_ref.actor.megatron, whose "
+            "ranks and groups the reference policy shares; leave it null"
+        )
+
+
 def _files(config: PPOConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     for key, path in (
@@ -279,6 +289,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _lengths,
     _algorithm,
     _ranks,
+    _reference,
     _files,
     _user_modules,
     _registered_names,

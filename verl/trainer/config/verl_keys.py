@@ -8,12 +8,24 @@ from __future__ import annotations
 
 _POLICY = "actor_rollout_ref"
 _WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
+_MEGATRON = f"{_POLICY}.actor.megatron"
+_STAYS = "what a rank holds of the model stays on its device"
 _CORRECTION = "algorithm.rollout_correction"
 
 VERL_KEYS: dict[str, str] = {
     f"{_POLICY}.model.use_remove_padding": f"the nearest is {_POLICY}.actor.use_dynamic_bsz, which packs by tokens",
-    f"{_POLICY}.actor.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.actor.fsdp_config",
-    f"{_POLICY}.ref.megatron.*": f"the training engines are FSDP2 and FSDP1; see {_POLICY}.ref.fsdp_config",
+    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": "every stage is one run of layers",
+    f"{_MEGATRON}.context_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
+    f"{_MEGATRON}.use_distributed_optimizer": "every data-parallel rank keeps the whole state of its part of the model",
+    f"{_MEGATRON}.use_dist_checkpointing": "checkpoints are torch's distributed ones, which any layout of ranks loads",
+    f"{_MEGATRON}.use_mbridge": "Hugging Face directories are read and written as they are",
+    f"{_MEGATRON}.param_offload": _STAYS,
+    f"{_MEGATRON}.grad_offload": _STAYS,
+    f"{_MEGATRON}.optimizer_offload": _STAYS,
+    f"{_MEGATRON}.override_transformer_config.*": f"the nearest are the other keys of {_MEGATRON}",
+    f"{_MEGATRON}.seed": "the nearest is trainer.seed",
+    f"{_POLICY}.ref.megatron.param_offload": _STAYS,
+    f"{_POLICY}.ref.megatron.sequence_parallel": f"the reference policy is cut like the actor; see {_MEGATRON}",
     f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
     f"{_POLICY}.ref.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.ref.log_prob_max_token_len_per_gpu",
     f"{_POLICY}.actor.checkpoint.async_save": "checkpoints are written before the next step begins",

@@ -35,6 +35,7 @@ from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.reward_manager import NaiveRewardManager
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
     _require_adapters(config, model_path)
+    TrainEngineRegistry.check_job(
+        config.actor_rollout_ref.actor.strategy,
+        megatron=config.actor_rollout_ref.actor.megatron,
+        model=replace(config.actor_rollout_ref.model, path=str(model_path)),
+        world_size=config.trainer.world_size,
+        device=device,
+    )
     arena_nbytes = _arena_nbytes(config, model_path)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)

@@ -10,6 +10,7 @@ from verl.workers.config.algorithm import (
 )
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
+from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optim import OptimizerConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
@@ -25,10 +26,12 @@ __all__ = [
     "FSDPConfig",
     "HFModelConfig",
     "KLControlConfig",
+    "MegatronConfig",
     "OptimizerConfig",
     "PPOConfig",
     "RayConfig",
     "RefConfig",
+    "RefMegatronConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.utils.config import ConfigError, option, section
+from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.optim import OptimizerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -48,7 +49,7 @@ class CheckpointConfig:
 class ActorConfig:
     """Training of the policy."""
 
-    strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, or a registered one (verl: fsdp)")
+    strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, megatron, or a registered one (verl: fsdp)")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step, each with rollout.n responses (verl: 256)")
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz"
@@ -75,6 +76,7 @@ class ActorConfig:
     use_rollout_log_probs: bool = option(False, "take the rollout engine's log-probs as old log-probs")
     optim: OptimizerConfig = section(OptimizerConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     data_loader_seed: int = option(42, "seed of actor.shuffle")
 
@@ -102,3 +104,4 @@ class RefConfig:
     log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
     log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
     fsdp_config: FSDPConfig = section(FSDPConfig)
+    megatron: RefMegatronConfig = section(RefMegatronConfig)

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.utils.config import ConfigError, choose_from
 
 if TYPE_CHECKING:
-    from verl.workers.engine.base import TrainEngineFactory
+    from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
+    from verl.workers.engine.base import TrainEngine, TrainEngineFactory
 
 Factory = TypeVar("Factory", bound="TrainEngineFactory")
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builtin:
+    """Strings are "module:name"."""
+
+    factory: str
+    is_megatron: bool = False
+    """Made from the section `megatron`; all others, also those that are registered, from `fsdp_config`."""
+    check: str | None = None
+    """Called on the driver with that section, the model, the number of ranks and their device. Raises ConfigError."""
+
+
 BUILTIN = {
-    "fsdp": "verl.workers.engine.fsdp.fsdp1:FSDP1Engine",
-    "fsdp2": "verl.workers.engine.fsdp.fsdp2:FSDP2Engine",
+    "fsdp": Builtin(factory="verl.workers.engine.fsdp.fsdp1:FSDP1Engine"),
+    "fsdp2": Builtin(factory="verl.workers.engine.fsdp.fsdp2:FSDP2Engine"),
+    "megatron": Builtin(
+        factory="verl.workers.engine.megatron.engine:MegatronEngine",
+        is_megatron=True,
+        check="verl.workers.engine.megatron.checks:check_job",
+    ),
 }
-""""module:Class"."""
 
 
 class TrainEngineRegistry:
@@ -55,6 +73,31 @@ class TrainEngineRegistry:
         cls.require(name)
         if name in cls._registered:
             return cls._registered[name]
-        module, _, class_name = BUILTIN[name].partition(":")
-        factory: TrainEngineFactory = getattr(importlib.import_module(module), class_name)
+        factory: TrainEngineFactory = _imported(BUILTIN[name].factory)
         return factory
+
+    @classmethod
+    def new(cls, name: str, *, fsdp: FSDPConfig, megatron: MegatronConfig, **options: Any) -> TrainEngine:
+        """An engine of that name from its own one of the two sections, and `options` for its factory."""
+        make: Any = cls.get(name)
+        is_megatron = name in BUILTIN and BUILTIN[name].is_megatron
+        engine: TrainEngine = make(
+            **({"megatron_config": megatron} if is_megatron else {"fsdp_config": fsdp}), **options
+        )
+        return engine
+
+    @classmethod
+    def check_job(
+        cls, name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int, device: str
+    ) -> None:
+        """Whether such engines can hold the model in the local directory `model.path`, before any is made.
+
+        Raises ConfigError for what can be known to fail on this machine.
+        """
+        if name in BUILTIN and (check := BUILTIN[name].check):
+            _imported(check)(megatron, model, world_size, device)
+
+
+def _imported(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

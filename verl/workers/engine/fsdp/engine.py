@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.tensors import split_experts
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
-from verl.workers.losses import LossTotals
+from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -118,7 +118,7 @@ class FSDPEngine:
         """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
         model = self._built()
         model.train()
-        totals = _global_totals(data)
+        totals = global_totals(data)
         sums: dict[str, float] = {}
         for indices in self._micro_batches(data, limits):
             micro_batch = self._take(data, indices)
@@ -129,7 +129,7 @@ class FSDPEngine:
             for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         grad_norm = self._optimizer_step()
-        return _sum_over_ranks(sums) | {"grad_norm": grad_norm, "skipped_steps": float(not math.isfinite(grad_norm))}
+        return sum_over_ranks(sums) | {"grad_norm": grad_norm, "skipped_steps": float(not math.isfinite(grad_norm))}
 
     def step_lr(self) -> float:
         if self._optim_config is None:
@@ -232,23 +232,7 @@ class FSDPEngine:
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""
         groups = partition(sequence_widths(data), limits)
-        count = torch.tensor(len(groups))
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        return split_to_count(groups, int(count))
+        return split_to_count(groups, largest_count(len(groups)))
 
     def _take(self, data: DataProto, indices: list[int]) -> DataProto:
         return data[indices].to(self.device)
-
-
-def _global_totals(data: DataProto) -> LossTotals:
-    own = LossTotals.of(tensors_of(data)["response_mask"])
-    totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
-    dist.all_reduce(totals)
-    return LossTotals(num_tokens=float(totals[0]), num_sequences=float(totals[1]))
-
-
-def _sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    names = sorted(values)
-    sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.tolist(), strict=True))

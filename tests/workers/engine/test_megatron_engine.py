@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.engine_cases import (
+    assemble,
+    assert_same_weights,
+    batch,
+    held_parts,
+    make_engine,
+    reference_log_probs,
+    reference_steps,
+    weighted_loss,
+)
+from tests.workers.engine.megatron_cases import (
+    EP2,
+    PP2,
+    RATES,
+    SEQUENCE,
+    SMALL,
+    TP2,
+    WHOLE_EXPERTS,
+    as_in_the_file,
+    make_megatron,
+    own_rows,
+    resumed,
+    rounded_log_probs,
+    tiny_moe,
+    train,
+    whole_life,
+)
+
+LAYOUTS = [
+    pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
+    pytest.param("qwen3", True, 2, PP2, id="two stages with tied embeddings"),
+    pytest.param(
+        "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
+    ),
+    pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
+    pytest.param("qwen3_moe", False, 2, TP2 | SEQUENCE | EP2 | WHOLE_EXPERTS, id="the same two share the rest"),
+]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return tiny_moe(tmp_path_factory.mktemp("moe") / "model")
+
+
+def same_bits(found: list[tuple], expected: list[tuple]) -> bool:
+    return all(torch.equal(old[2], new[2]) for old, new in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("architecture", "tied", "world_size", "options"), LAYOUTS)
+def test_a_layout_computes_trains_exports_and_resumes_as_one_process_does(
+    ranks, models, moe, tmp_path, architecture, tied, world_size, options
+):
+    path = moe if architecture == "qwen3_moe" else models(architecture, tied)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        expected = reference_log_probs(model, batch(12), 0.7)
+    loss, norm, weights = reference_steps(
+        path, [batch(12, seed) for seed in range(3)], temperature=0.7, grad_clip=0.5, rates=RATES
+    )
+    life = ranks.run(whole_life, world_size, path, options, tmp_path)
+
+    for place in (0, 1):
+        torch.testing.assert_close(torch.cat([rank["log_probs"][place] for rank in life]), expected[place])
+    for rank in life:
+        assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert rank["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert rank["metrics"]["tokens"] == pytest.approx(1.0)
+        assert rank["metrics"] == life[0]["metrics"]
+        assert rank["specs"] == life[0]["specs"]
+        assert rank["collectives"] == 0, "the weight source communicated"
+    trained = assemble([rank["trained"] for rank in life])
+    assert_same_weights(trained, as_in_the_file(weights))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(
+        torch.equal(value, trained[name]) for name, value in as_in_the_file(dict(loaded.named_parameters())).items()
+    )
+
+    again = ranks.run(resumed, world_size, path, options, tmp_path)
+    for rank, other in zip(life, again, strict=True):
+        assert same_bits(other["saved"], rank["saved"])
+        assert same_bits(other["trained"], rank["trained"])
+        assert torch.equal(other["drawn"], rank["drawn"])
+        assert other["metrics"] == rank["metrics"]
+
+
+def copies_of_tied_embeddings(path):
+    engine = make_megatron(path, PP2)
+    train(engine, range(3))
+    return {
+        name: value.detach().clone()
+        for name, value in engine.model.named_parameters()
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    }
+
+
+def test_both_ends_of_the_pipeline_keep_the_same_tied_embeddings(ranks, models):
+    """Either copy may be sent to the rollouts."""
+    first, last = ranks.run(copies_of_tied_embeddings, 2, models("qwen2", True))
+    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+
+
+def test_another_layout_goes_on_from_a_checkpoint(ranks, models, tmp_path):
+    path = models("qwen3")
+    life = ranks.run(whole_life, 2, path, TP2, tmp_path)
+    again = ranks.run(resumed, 4, path, PP2, tmp_path)
+    for part in ("saved", "trained"):
+        found, expected = (assemble([rank[part] for rank in result]) for result in (again, life))
+        assert_same_weights(found, expected)
+
+
+def log_probs_of_fsdp2(path):
+    engine = make_engine(path, fsdp={"dtype": "bfloat16"})
+    return engine.compute_log_prob(own_rows(batch(12)), temperature=1.0, limits=SMALL)[0]
+
+
+def test_log_probs_in_bfloat16_are_those_of_fsdp2_within_its_rounding(ranks, models):
+    path = models("qwen3", True)
+    found = torch.cat(ranks.run(rounded_log_probs, 2, path, TP2))
+    torch.testing.assert_close(found, torch.cat(ranks.run(log_probs_of_fsdp2, 2, path)), atol=0.05, rtol=0.0)
+
+
+def train_on_nan(path):
+    def broken(log_prob, entropy, micro_batch, totals):
+        loss, metrics = weighted_loss(log_prob, entropy, micro_batch, totals)
+        return loss * float("nan"), metrics
+
+    engine = make_megatron(path, TP2 | {"dtype": "bfloat16"})
+    before = [(name, box, values.clone()) for name, box, values in held_parts(engine)]
+    bad = engine.train_mini_batch(own_rows(batch(4)), broken, temperature=1.0, limits=SMALL)
+    between = held_parts(engine)
+    good = engine.train_mini_batch(own_rows(batch(4)), weighted_loss, temperature=1.0, limits=SMALL)
+    source_is_model = all(
+        torch.equal(weight.to(parameter.dtype), parameter)
+        for weight, parameter in zip(engine._weights.tensors.values(), engine.model.parameters(), strict=True)
+    )
+    return same_bits(before, between), bad, good, same_bits(between, held_parts(engine)), source_is_model
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_works(ranks, models):
+    for unchanged, bad, good, stuck, source_is_model in ranks.run(train_on_nan, 2, models("qwen2")):
+        assert unchanged
+        assert bad["skipped_steps"] == 1.0
+        assert good["skipped_steps"] == 0.0
+        assert not stuck
+        assert source_is_model

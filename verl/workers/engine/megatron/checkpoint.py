@@ -1,0 +1,59 @@
+"""Training checkpoints of a Megatron rank by torch DCP, in the coordinates of Hugging Face tensors.
+
+So any layout of ranks continues from any other's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+
+
+class HeldInCheckpoint(torch.Tensor):
+    """A tensor of which this rank holds parts, as torch DCP's `_Checkpointable`: it writes and fills them in place.
+
+    A `torch.Tensor` of the whole shape, because DCP looks at nothing else, without memory. Ranks that hold the same
+    part declare the same item; DCP has it written once.
+    """
+
+    _parts: dict[torch.Size, Part]
+
+    def __new__(cls, tensor: HeldTensor) -> HeldInCheckpoint:
+        made: HeldInCheckpoint = torch.Tensor._make_wrapper_subclass(cls, torch.Size(tensor.shape), dtype=tensor.dtype)
+        made._parts = {torch.Size(part.box.start): part for part in tensor.parts}
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Torch asks for it: there is nothing here to compute with."""
+        raise TypeError(f"{func} of a tensor that only names its parts")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(part),
+                    properties=TensorProperties.create_from_tensor(part.values()),
+                    size=self.size(),
+                ),
+            )
+            for offset, part in self._parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(part) for part in self._parts.values()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None  # this tensor's items have one
+        return self._parts[index.offset].values()
+
+
+def _chunk(part: Part) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(part.box.start), sizes=torch.Size(part.box.shape))

@@ -1,0 +1,172 @@
+"""Whether a model can be cut as the configuration says. Pure: the driver asks before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config
+from verl.workers.config.megatron import MegatronConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.megatron.architectures import TIED_NAME, architecture_of
+from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tensor_shapes
+
+KEY = "actor_rollout_ref.actor.megatron"
+
+
+class Checkpoint(Protocol):
+    """Names and shapes of a Hugging Face checkpoint."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+
+def require_installed() -> None:
+    """Imports nothing. Raises ConfigError if megatron-core is not there."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ConfigError("strategy=megatron needs the package 'megatron-core': pip install 'verl-sync[megatron]'")
+
+
+def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str) -> None:
+    """For `world` trainer ranks; `model_config.path` is a local directory. Raises ConfigError."""
+    require_installed()
+    with HFCheckpoint(Path(model_config.path)) as checkpoint:
+        check(config, load_hf_config(model_config), world=world, device=device, checkpoint=checkpoint)
+
+
+def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
+    return ParallelSizes(
+        world=world,
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        expert=config.expert_model_parallel_size,
+        expert_tensor=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
+    )
+
+
+def check(config: MegatronConfig, hf_config: Any, *, world: int, device: str, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
+    architecture = architecture_of(hf_config.model_type)
+    dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size))
+    problems = [
+        *_ranks(config, sizes_of(config, world)),
+        *_cuts(config, dims, sizes_of(config, world)),
+        *_experts(config, dims, device),
+        *_fields(hf_config),
+        *_tensors(tensor_shapes(architecture, dims), checkpoint, tied=dims.tied),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _ranks(config: MegatronConfig, sizes: ParallelSizes) -> Iterator[str]:
+    tensor = f"{KEY}.tensor_model_parallel_size={sizes.tensor}"
+    pipeline = f"pipeline_model_parallel_size={sizes.pipeline}"
+    if sizes.world % (sizes.tensor * sizes.pipeline):
+        yield (
+            f"{tensor} * {pipeline} = {sizes.tensor * sizes.pipeline} does not divide {sizes.world} trainer ranks "
+            "(trainer.nnodes * trainer.n_gpus_per_node)"
+        )
+    whole = sizes.expert_tensor * sizes.expert * sizes.pipeline
+    if sizes.expert > 1 and sizes.world % whole:
+        stated = "" if config.expert_tensor_parallel_size else " (that of tensor_model_parallel_size)"
+        yield (
+            f"{KEY}.expert_model_parallel_size={sizes.expert} * expert_tensor_parallel_size={sizes.expert_tensor}"
+            f"{stated} * {pipeline} = {whole} does not divide {sizes.world} trainer ranks; more ranks, or "
+            f"{KEY}.expert_tensor_parallel_size=1"
+        )
+
+
+def _cuts(config: MegatronConfig, dims: Dimensions, sizes: ParallelSizes) -> Iterator[str]:
+    for what, count in (
+        ("num_attention_heads", dims.heads),
+        ("num_key_value_heads", dims.groups),
+        ("intermediate_size", dims.ffn),
+    ):
+        if count % sizes.tensor:
+            yield f"{KEY}.tensor_model_parallel_size={sizes.tensor} does not divide the model's {what}={count}"
+    if dims.heads % dims.groups:
+        yield f"the model's num_key_value_heads={dims.groups} does not divide its num_attention_heads={dims.heads}"
+    if sizes.stages(dims.layers) is None:
+        yield (
+            f"{KEY}.pipeline_model_parallel_size={sizes.pipeline} cannot cut num_hidden_layers={dims.layers} with "
+            f"num_layers_in_first_pipeline_stage={config.num_layers_in_first_pipeline_stage} and "
+            f"num_layers_in_last_pipeline_stage={config.num_layers_in_last_pipeline_stage}: the other stages must have "
+            "equally many layers, at least one; state the layers of the first or last stage"
+        )
+    if dims.padded_vocab < dims.vocab:
+        yield (
+            f"{KEY}.padded_vocab_size={dims.padded_vocab} would cut the model's vocab_size={dims.vocab}; leave it null"
+        )
+    elif dims.padded_vocab % sizes.tensor:
+        yield (
+            f"{KEY}.padded_vocab_size={dims.padded_vocab} cannot be divided by "
+            f"tensor_model_parallel_size={sizes.tensor}; leave it null"
+        )
+
+
+def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[str]:
+    expert, tensor = config.expert_model_parallel_size, config.tensor_model_parallel_size
+    if not dims.experts:
+        if expert > 1:
+            yield f"{KEY}.expert_model_parallel_size={expert}, but the model has no experts; 1 is for dense models"
+        return
+    if dims.experts % expert:
+        yield f"{KEY}.expert_model_parallel_size={expert} does not divide the model's num_experts={dims.experts}"
+    each = config.expert_tensor_parallel_size or tensor
+    if dims.expert_ffn % each:
+        yield (
+            f"{KEY}.expert_tensor_parallel_size={each} does not divide the model's "
+            f"moe_intermediate_size={dims.expert_ffn}"
+        )
+    if device == "cpu" and each > 1 and expert > 1:
+        yield (
+            f"{KEY}.expert_tensor_parallel_size={each} with expert_model_parallel_size={expert} gathers unequal "
+            f"numbers of tokens, which gloo (trainer.device=cpu) cannot; set {KEY}.expert_tensor_parallel_size=1"
+        )
+    if tensor > 1 and not config.sequence_parallel:
+        yield (f"{KEY}.tensor_model_parallel_size={tensor} of a model with experts needs {KEY}.sequence_parallel=true")
+
+
+def _fields(hf_config: Any) -> Iterator[str]:
+    for name, value in architecture_of(hf_config.model_type).fixed.items():
+        if (found := getattr(hf_config, name, value)) != value:
+            yield (
+                f"strategy=megatron has no map for {hf_config.model_type} with {name}={found!r}, only with {value!r}; "
+                "strategy=fsdp2 trains it"
+            )
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in llama3.items())):
+        yield (
+            f"strategy=megatron computes plain rotary positions and Llama 3's, not {dict(rope)}; "
+            "strategy=fsdp2 trains the model"
+        )
+
+
+def _tensors(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, *, tied: bool) -> Iterator[str]:
+    """Every name and shape that differs, in one line."""
+    allowed = {TIED_NAME} if tied else set()
+    names = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")}
+    missing = sorted(shapes.keys() - names)
+    unexpected = sorted(names - shapes.keys() - allowed)
+    different = [
+        f"{name}: {shape} in the model, {tuple(checkpoint.shape(name))} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in names and tuple(checkpoint.shape(name)) != shape
+    ]
+    if missing or unexpected or different:
+        yield (
+            "the model and its checkpoint differ; "
+            f"in the model only: {', '.join(missing) or 'none'}; in the checkpoint only: "
+            f"{', '.join(unexpected) or 'none'}; shapes: {'; '.join(different) or 'the same'}"
+        )

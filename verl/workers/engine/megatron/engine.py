@@ -1,0 +1,315 @@
+"""The Megatron training engine: build, log-probs, optimizer step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig
+
+from verl.protocol import DataProto, tensors_of
+from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, OptimizerConfig
+from verl.workers.config.megatron import MegatronConfig
+from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.fsdp.mesh import DTYPES
+from verl.workers.engine.fsdp.model import load_hf_config
+from verl.workers.engine.fsdp.tensors import HeldTensor
+from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
+from verl.workers.engine.hf_directory import write_hf_directory
+from verl.workers.engine.megatron import cpu, groups, library
+from verl.workers.engine.megatron.architectures import architecture_of
+from verl.workers.engine.megatron.checkpoint import HeldInCheckpoint
+from verl.workers.engine.megatron.checks import check, sizes_of
+from verl.workers.engine.megatron.export import TensorCollector
+from verl.workers.engine.megatron.forward import PackedBatch, response_log_probs
+from verl.workers.engine.megatron.held import held_tensors, view
+from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, local_tensors, tensor_shapes
+from verl.workers.engine.megatron.library import (
+    model_parallel_cuda_manual_seed,
+    parallel_state,
+    schedules,
+)
+from verl.workers.engine.megatron.model import make_model, require_same_tensors
+from verl.workers.engine.megatron.optimizer import Optimizer, Weights
+from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
+from verl.workers.engine.schedule import learning_rate
+from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
+from verl.workers.engine.training_state import load_training_state, save_training_state
+
+if TYPE_CHECKING:
+    from verl.workers.engine.base import LossFunction
+    from verl.workers.engine.micro_batches import MicroBatchLimits
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[torch.Tensor, torch.Tensor, DataProto], tuple[torch.Tensor, Any]]
+"""(log-probs, entropies, micro-batch) -> what to minimise, and what to return for the micro-batch."""
+
+
+class MegatronEngine:
+    """One causal LM over all ranks of the default process group. Implements `verl.workers.engine.base.TrainEngine`.
+
+    Tensor-, pipeline- and expert-parallel by Megatron-core, data-parallel over what ranks are left. Without
+    `optim_config` it is frozen (a reference policy). The process group must exist and have a gloo backend for CPU
+    tensors. Megatron's groups belong to the process: all its Megatron engines have the same layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_config: HFModelConfig,
+        megatron_config: MegatronConfig,
+        optim_config: OptimizerConfig | None = None,
+        grad_clip: float = 1.0,
+        device: torch.device | None = None,
+        seed: int = 1,
+    ) -> None:
+        self._model_config, self._config, self._optim_config = model_config, megatron_config, optim_config
+        self._grad_clip, self._seed = grad_clip, seed
+        self._lr_step = 0
+        self.device = device or torch.device("cpu")
+        self.model: torch.nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+
+    def build(self) -> None:
+        """Raises ConfigError for a model and layout that do not fit each other, PlanError as for every engine."""
+        if self.device.type == "cpu":
+            cpu.adapt()
+        config = self._config
+        self._hf_config = load_hf_config(self._model_config)
+        self._architecture = architecture_of(self._hf_config.model_type)
+        self._sizes = sizes_of(config, dist.get_world_size())
+        with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
+            check(
+                config,
+                self._hf_config,
+                world=dist.get_world_size(),
+                device=self.device.type,
+                checkpoint=checkpoint,
+            )
+            self._dims = Dimensions.of(self._hf_config, padded_vocab=config.padded_vocab(self._hf_config.vocab_size))
+            groups.join(self._sizes)
+            if self.device.type != "cpu":
+                model_parallel_cuda_manual_seed(self._seed)
+            self.model = make_model(
+                self._hf_config,
+                config,
+                architecture=self._architecture,
+                dims=self._dims,
+                sizes=self._sizes,
+                device=self.device,
+                recompute=self._optim_config is not None and self._model_config.enable_gradient_checkpointing,
+            )
+            self._tensors = self._tensors_of(dist.get_rank())
+            require_same_tensors(self.model, self._tensors)
+            self._weights = Weights(self.model, DTYPES[config.model_dtype], trainable=self._optim_config is not None)
+            self._held = self._in_hf_names(self._weights.tensors)
+            _fill(self._held, checkpoint)
+        self._weights.publish()
+        if self._optim_config is not None:
+            self._optimizer = Optimizer(
+                self._weights,
+                self._tensors,
+                self._optim_config,
+                grad_clip=self._grad_clip,
+                sequence_parallel=config.sequence_parallel,
+            )
+
+    # ---- log-probs
+
+    @torch.no_grad()
+    def compute_log_prob(
+        self, data: DataProto, *, temperature: float, limits: MicroBatchLimits, calculate_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        data, own = groups.gather_from_model_parallel(data)
+        micro_batches = self._micro_batches(data, limits)
+        self._built().train(False)
+        found = self._run(
+            [data[indices] for indices in micro_batches],
+            lambda log_prob, entropy, _: (log_prob, (log_prob.cpu(), entropy.cpu())),
+            temperature=temperature,
+            forward_only=True,
+        )
+        result = torch.zeros(2, *tensors_of(data)["responses"].shape)
+        for indices, (log_prob, entropy) in zip(micro_batches, found, strict=False):  # none but on the last stage
+            result[0, indices], result[1, indices] = log_prob, entropy
+        groups.from_last_stage(result)
+        return result[0, own].clone(), result[1, own].clone() if calculate_entropy else None
+
+    # ---- training
+
+    def train_mini_batch(
+        self,
+        data: DataProto,
+        loss_fn: LossFunction,
+        *,
+        temperature: float,
+        limits: MicroBatchLimits,
+        calculate_entropy: bool = False,
+    ) -> dict[str, float]:
+        """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
+        if self._optimizer is None:
+            raise ConfigError("a frozen engine cannot be trained")
+        totals = global_totals(data)
+        data, _ = groups.gather_from_model_parallel(data)
+
+        def compute(log_prob: torch.Tensor, entropy: torch.Tensor, micro_batch: DataProto) -> tuple[torch.Tensor, Any]:
+            loss, metrics = loss_fn(log_prob, entropy if calculate_entropy else None, micro_batch, totals)
+            return loss, {**metrics, "loss": loss.detach()}
+
+        self._built().train()
+        shares = self._run(
+            [data[indices] for indices in self._micro_batches(data, limits)],
+            compute,
+            temperature=temperature,
+            forward_only=False,
+        )
+        grad_norm = self._optimizer.step(self._lr_step)
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)
+        return self._metrics(shares) | {"grad_norm": grad_norm, "skipped_steps": float(skipped)}
+
+    def step_lr(self) -> float:
+        if self._optim_config is None:
+            raise ConfigError("a frozen engine has no learning rate")
+        rate = learning_rate(self._lr_step, self._optim_config)
+        self._lr_step += 1
+        return rate
+
+    def _metrics(self, shares: list[dict[str, Any]]) -> dict[str, float]:
+        """Their sums over micro-batches and data-parallel ranks, on all ranks; `shares` are the last stage's."""
+        sums: dict[str, float] = {}
+        for share in shares:
+            for name, value in share.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        if not parallel_state.is_pipeline_last_stage():
+            return groups.record_from_last_stage(None)
+        return groups.record_from_last_stage(sum_over_ranks(sums, parallel_state.get_data_parallel_group()))
+
+    @library.quiet()
+    def _run(
+        self, micro_batches: list[DataProto], compute: Compute, *, temperature: float, forward_only: bool
+    ) -> list[Any]:
+        """Megatron's schedule over `micro_batches`; what `compute` returned for each, on the last stage."""
+
+        def forward(batches: Iterator[DataProto], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            micro_batch = next(batches).to(self.device)
+            packed = PackedBatch.of(micro_batch, multiple=self._sizes.tensor if self._config.sequence_parallel else 1)
+
+            def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                log_prob, entropy = response_log_probs(
+                    logits,
+                    packed,
+                    tensors_of(micro_batch)["responses"],
+                    temperature=temperature,
+                    vocab=self._dims.vocab,
+                )
+                loss, result = compute(log_prob, entropy, micro_batch)
+                # Three values: Megatron then neither divides the loss nor counts tokens.
+                return loss, torch.zeros((), dtype=torch.int), result
+
+            return model(packed.input_ids, None, packed.attention_mask), finish
+
+        found: list[Any] = schedules.get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=self._built(),
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # shapes travel with the activations
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return found
+
+    # ---- checkpoints and weights
+
+    def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        save_training_state(directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type)
+        if "hf_model" in contents:
+            self.export_hf(directory / "huggingface")
+
+    def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        """`hf_model` in `contents` means nothing here: it is an export, the training state is `model`."""
+        state, lr_step = load_training_state(
+            directory, contents, self._training_state, device=self.device.type, seed=self._seed
+        )
+        if "optimizer" in state and self._optimizer is not None:
+            for step in self._optimizer.state()["step"].values():
+                step.copy_(state["optimizer"]["step"])
+        self._weights.publish()
+        if lr_step is not None:
+            self._lr_step = lr_step
+
+    def export_hf(self, directory: Path, dtype: str | None = None) -> None:
+        """At `dtype`, by default that of the weights that the optimizer keeps."""
+        to = DTYPES[dtype or self._config.model_dtype]
+        shapes = tensor_shapes(self._architecture, self._dims)
+        world = self._sizes.world
+        collector = TensorCollector(
+            [[piece for tensor in self._tensors_of(rank) for piece in tensor.pieces] for rank in range(world)],
+            shapes,
+            dtype=to,
+        )
+        generation = Path(self._model_config.path) / "generation_config.json"
+        write_hf_directory(
+            directory,
+            {name: math.prod(shape) * to.itemsize for name, shape in shapes.items()},
+            lambda name: collector.collect(name, partial(view, self._weights.tensors)),
+            hf_config=self._hf_config,
+            generation_config=GenerationConfig.from_pretrained(generation.parent) if generation.is_file() else None,
+            model_config=self._model_config,
+            dtype=to,
+        )
+
+    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
+        self._built()
+        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype)
+
+    # ---- helpers
+
+    def _training_state(self, contents: Sequence[str]) -> dict[str, Any]:
+        """What DCP writes from and reads into, in place."""
+        state: dict[str, Any] = {}
+        if "model" in contents:
+            state["model"] = _in_checkpoint(self._held)
+        if "optimizer" in contents and self._optimizer is not None:
+            moments = self._optimizer.state()
+            steps = moments.pop("step")
+            state["optimizer"] = {kind: _in_checkpoint(self._in_hf_names(own)) for kind, own in moments.items()}
+            state["optimizer"]["step"] = next(iter(steps.values())).clone()  # the same for all
+        return state
+
+    def _tensors_of(self, rank: int) -> list[LocalTensor]:
+        return list(local_tensors(self._architecture, self._dims, self._sizes, rank))
+
+    def _in_hf_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, HeldTensor]:
+        return held_tensors(self._architecture, self._dims, self._tensors, tensors)
+
+    def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
+        """Index groups of `data`, equally many on every rank: experts are shared by ranks with different sequences."""
+        groups_of_rows = partition(sequence_widths(data), limits)
+        return split_to_count(groups_of_rows, largest_count(len(groups_of_rows)))
+
+    def _built(self) -> torch.nn.Module:
+        if self.model is None:
+            raise RuntimeError("build() has not been called")
+        return self.model
+
+
+@torch.no_grad()
+def _fill(tensors: dict[str, HeldTensor], checkpoint: HFCheckpoint) -> None:
+    for name, tensor in tensors.items():
+        for part in tensor.parts:
+            part.values().copy_(checkpoint.read(name, part.box))
+
+
+def _in_checkpoint(tensors: dict[str, HeldTensor]) -> dict[str, HeldInCheckpoint]:
+    return {name: HeldInCheckpoint(tensor) for name, tensor in tensors.items() if tensor.parts}

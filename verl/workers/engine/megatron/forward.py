@@ -1,0 +1,77 @@
+"""From a micro-batch to log-probs and entropies of its responses, over a vocabulary that ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto, tensors_of
+from verl.workers.engine.megatron.library import parallel_state, reduce_from_tensor_model_parallel_region
+
+UNLIKELY = -1e30
+"""A score whose exponential is 0, and which is finite, as 0 times infinity is not 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """A micro-batch whose sequences begin in column 0.
+
+    Megatron counts positions by column. A token is then at its own, and the padding behind the last one is in nobody's
+    past: a causal mask is all that is needed.
+    """
+
+    input_ids: torch.Tensor
+    """[b, s]"""
+    attention_mask: torch.Tensor
+    """[1, 1, s, s], true where attention is forbidden."""
+    source: torch.Tensor
+    """[b, R]: the column whose logits predict each token of the response; 0 on padding."""
+    padding: torch.Tensor
+    """[b, R]"""
+
+    @classmethod
+    def of(cls, micro_batch: DataProto, *, multiple: int = 1) -> PackedBatch:
+        """`multiple`: what the number of columns must be divisible by."""
+        batch = tensors_of(micro_batch)
+        mask = batch["attention_mask"].bool()
+        num_response = batch["responses"].shape[1]
+        width = max(2, int(mask.sum(1).max()))
+        width = -(-width // multiple) * multiple
+        order = torch.argsort(mask, dim=1, descending=True, stable=True)
+        packed = torch.gather(batch["input_ids"].masked_fill(~mask, 0), 1, order)
+        if (missing := width - packed.shape[1]) > 0:
+            packed = torch.nn.functional.pad(packed, (0, missing))
+        ahead = torch.ones(width, width, dtype=torch.bool, device=mask.device).triu(1)
+        padding = ~mask[:, -num_response:]
+        source = (mask.cumsum(1)[:, -num_response:] - 2).clamp(min=0).masked_fill(padding, 0)
+        return cls(input_ids=packed[:, :width], attention_mask=ahead[None, None], source=source, padding=padding)
+
+
+def response_log_probs(
+    logits: torch.Tensor, packed: PackedBatch, responses: torch.Tensor, *, temperature: float, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies, float32 [b, R], from this rank's columns [b, s, v] of the logits; 0 on padding.
+
+    Equal on all tensor-parallel ranks; gradients reach every rank's logits. Columns from `vocab` on stand for no token.
+    A collective of the tensor-parallel ranks.
+    """
+    index = packed.source.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    scores = torch.gather(logits, 1, index).float() / temperature
+    first = parallel_state.get_tensor_model_parallel_rank() * scores.shape[-1]
+    if (own := vocab - first) < scores.shape[-1]:
+        unused = torch.arange(scores.shape[-1], device=scores.device) >= own
+        scores = scores.masked_fill(unused, UNLIKELY)
+    largest = scores.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    scores = scores - largest.unsqueeze(-1)
+    exponentials = scores.exp()
+    labels = responses - first
+    is_own = (labels >= 0) & (labels < scores.shape[-1])
+    label_scores = torch.gather(scores, -1, labels.clamp(0, scores.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack([exponentials.sum(-1), (exponentials * scores).sum(-1), label_scores.masked_fill(~is_own, 0.0)])
+    total, weighted, of_label = reduce_from_tensor_model_parallel_region(sums).unbind(0)
+    log_total = total.log()
+    log_probs = (of_label - log_total).masked_fill(packed.padding, 0.0)
+    return log_probs, (log_total - weighted / total).masked_fill(packed.padding, 0.0)

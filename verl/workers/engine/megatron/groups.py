@@ -1,0 +1,76 @@
+"""Megatron's process groups, which belong to the process, and the few collectives of ours on them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto, tensors_of
+from verl.workers.engine.megatron.layout import ParallelSizes
+from verl.workers.engine.megatron.library import parallel_state
+
+_joined: tuple[dist.ProcessGroup, ParallelSizes] | None = None
+
+
+def join(sizes: ParallelSizes) -> None:
+    """Make the groups for `sizes` over the default process group, unless they are there already. A collective."""
+    global _joined
+    world = dist.group.WORLD
+    assert world is not None  # the caller has initialised it
+    if _joined == (world, sizes):
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    _joined = (world, sizes)
+
+
+def gather_from_model_parallel(data: DataProto) -> tuple[DataProto, slice]:
+    """The rows of all ranks that compute on one copy of the model, and which of them are this rank's.
+
+    The driver gives every rank of the trainer an equal part of a batch, whatever the strategy; the ranks of one copy
+    put theirs together and compute them together. CPU tensors. A collective of the tensor- and pipeline-parallel ranks.
+    """
+    group = parallel_state.get_model_parallel_group()
+    num_ranks, rows = dist.get_world_size(group), len(data)
+    own = dist.get_rank(group)
+    if num_ranks == 1:
+        return data, slice(0, rows)
+    tensors: dict[str, torch.Tensor] = {}
+    batch = tensors_of(data)
+    for name in sorted(map(str, batch.keys())):
+        tensor = batch[name].contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(num_ranks)]
+        dist.all_gather(parts, tensor, group=group)
+        tensors[name] = torch.cat(parts)
+    gathered = DataProto.from_dict(tensors=tensors, meta_info=data.meta_info)
+    return gathered, slice(own * rows, (own + 1) * rows)
+
+
+def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """The last stage's values of a CPU tensor that every stage has, in place. A collective of the pipeline's ranks."""
+    dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=_pipeline_group())
+    return tensor
+
+
+def record_from_last_stage(record: dict[str, Any] | None) -> dict[str, Any]:
+    """The last stage's record of plain values on every stage; None on the others."""
+    text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+    length = from_last_stage(torch.tensor(len(text)))
+    found: dict[str, Any] = json.loads(
+        bytes(from_last_stage(text if record is not None else torch.empty(int(length), dtype=torch.uint8)).tolist())
+    )
+    return found
+
+
+def _pipeline_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    return group

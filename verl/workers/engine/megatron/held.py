@@ -1,0 +1,35 @@
+"""What a Megatron rank holds, under Hugging Face names: loading, checkpoints and the weight source share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+from verl.workers.engine.megatron.architectures import Architecture
+from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, Piece, tensor_shapes
+
+
+def held_tensors(
+    architecture: Architecture, dims: Dimensions, tensors: Sequence[LocalTensor], weights: Mapping[str, torch.Tensor]
+) -> dict[str, HeldTensor]:
+    """Every tensor of the checkpoint, in the same order on every rank, and this rank's parts of it.
+
+    `tensors` are this rank's; `weights` are its memory under Megatron's names, which the parts are views of.
+    """
+    parts: dict[str, list[Part]] = {}
+    for piece in (piece for tensor in tensors for piece in tensor.pieces):
+        parts.setdefault(piece.name, []).append(Part(box=piece.box, values=partial(view, weights, piece)))
+    dtype = next(iter(weights.values())).dtype
+    return {
+        name: HeldTensor(shape=shape, dtype=dtype, is_parameter=True, parts=tuple(parts.get(name, ())))
+        for name, shape in tensor_shapes(architecture, dims).items()
+    }
+
+
+def view(weights: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    """The memory of a piece."""
+    box = piece.local_box
+    return weights[piece.local].detach()[tuple(map(slice, box.start, box.stop))]

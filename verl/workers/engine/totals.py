@@ -1,0 +1,34 @@
+"""Sums over all trainer ranks that every engine needs. Collectives of the default group, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto, tensors_of
+from verl.workers.losses import LossTotals
+
+
+def global_totals(data: DataProto) -> LossTotals:
+    """Those of the mini-batch of which `data` is this rank's part."""
+    own = LossTotals.of(tensors_of(data)["response_mask"])
+    totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return LossTotals(num_tokens=float(totals[0]), num_sequences=float(totals[1]))
+
+
+def sum_over_ranks(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """All ranks have the same names."""
+    names = sorted(values)
+    sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(sums, group=group)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def largest_count(count: int) -> int:
+    """Of any rank: all must make as many passes as the one that needs most."""
+    counts = torch.tensor(count)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)

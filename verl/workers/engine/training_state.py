@@ -1,0 +1,96 @@
+"""Training checkpoints by torch DCP, around the state of a model and its optimizer. Every function is a collective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from verl.utils.config import ConfigError
+from verl.utils.device import rng_state, seed_everything, set_rng_state
+
+logger = logging.getLogger(__name__)
+
+METADATA_FILE = ".metadata"
+"""Written last by torch DCP: its presence says that the checkpoint is complete."""
+RNG_KEY = "extra.rng"
+LR_STEP_KEY = "extra.lr_step"
+
+
+def save_training_state(
+    directory: Path,
+    contents: Sequence[str],
+    state: Callable[[Sequence[str]], dict[str, Any]],
+    *,
+    lr_step: int,
+    device: str,
+) -> None:
+    """Write `state(contents)` and, if `contents` names it, `extra` (schedule position, RNG of every rank).
+
+    Files are synced to disk when this returns; every rank returns only when all have written. A caller that renames
+    `directory` to its final name afterwards never leaves half a checkpoint behind.
+
+    Raises ConfigError if `directory` holds a checkpoint already: files of another number of ranks would stay in it.
+    """
+    if (directory / METADATA_FILE).exists():
+        raise ConfigError(f"{directory} already holds a checkpoint")
+    saved = state(contents)
+    if "extra" in contents:
+        saved[LR_STEP_KEY] = torch.tensor(lr_step)
+        saved |= {f"{RNG_KEY}.{dist.get_rank()}.{name}": value for name, value in rng_state(device).items()}
+    if saved:
+        save(saved, storage_writer=FileSystemWriter(directory, sync_files=True, overwrite=False))
+    dist.barrier()
+
+
+def load_training_state(
+    directory: Path,
+    contents: Sequence[str],
+    state: Callable[[Sequence[str]], dict[str, Any]],
+    *,
+    device: str,
+    seed: int,
+) -> tuple[dict[str, Any], int | None]:
+    """The inverse, with any number of ranks: `state(contents)` filled, and the schedule's step if `extra` is loaded.
+
+    With another number of ranks than at the time of saving, generators cannot be restored and are reseeded from `seed`.
+    Raises ConfigError if `directory` is not a checkpoint or lacks what `contents` names.
+    """
+    saved = _saved_keys(directory)
+    loaded = state(contents)
+    if "extra" in contents:
+        loaded[LR_STEP_KEY] = torch.tensor(0)
+    if lacking := [part for part in loaded if not any(key == part or key.startswith(f"{part}.") for key in saved)]:
+        raise ConfigError(f"checkpoint {directory} does not hold {', '.join(lacking)}; see checkpoint.load_contents")
+    rng = _rng_template(saved, device) if "extra" in contents else {}
+    if loaded:
+        load(loaded | rng, storage_reader=FileSystemReader(directory))
+    if LR_STEP_KEY not in loaded:
+        return loaded, None
+    lr_step = int(loaded.pop(LR_STEP_KEY))
+    if rng:
+        set_rng_state(device, {key.rsplit(".", 1)[1]: value for key, value in rng.items()})
+    else:
+        logger.warning("%s was saved by another number of ranks: random generators are reseeded", directory)
+        seed_everything(seed + dist.get_rank() + lr_step)
+    return loaded, lr_step
+
+
+def _saved_keys(directory: Path) -> frozenset[str]:
+    if not (directory / METADATA_FILE).is_file():
+        raise ConfigError(f"{directory} is not a training checkpoint: it has no {METADATA_FILE}")
+    return frozenset(FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
+def _rng_template(saved: frozenset[str], device: str) -> dict[str, torch.Tensor]:
+    """Tensors to load this rank's generators into; empty if the number of ranks or the device is another."""
+    saved_ranks = sum(key.startswith(f"{RNG_KEY}.") and key.endswith(".cpu") for key in saved)
+    template = {f"{RNG_KEY}.{dist.get_rank()}.{name}": value for name, value in rng_state(device).items()}
+    return template if saved_ranks == dist.get_world_size() and saved.issuperset(template) else {}

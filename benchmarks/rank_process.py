@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from benchmarks.synthetic_model import RowsOfModel
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.participants import Holding, Published, TrainerRank
+from verl.checkpoint_engine.publishing import PAST_CACHE
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import TensorSpec
 
@@ -53,7 +55,13 @@ class RankProcess:
         self._process = spawn.Process(
             target=serve, args=(its_end, rank, world_size, specs, source_dtype, config), name=self.name, daemon=True
         )
-        self._process.start()
+        before = dict(os.environ)
+        os.environ.update(PAST_CACHE)  # glibc reads it when the process begins
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         its_end.close()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 

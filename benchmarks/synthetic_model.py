@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
 
 HIDDEN_SIZES = (8192, 5120, 3584, 2048, 1536, 896, 512, 256, 128, 64)
@@ -82,7 +83,7 @@ class RowsOfModel:
         first = self._boxes[shard.name].start[0]
         rows = self._rows[shard.name][shard.box.start[0] - first : shard.box.stop[0] - first]
         columns = tuple(map(slice, shard.box.start[1:], shard.box.stop[1:]))
-        destination.copy_(rows[(slice(None), *columns)])
+        copy_values(destination, rows[(slice(None), *columns)])
 
 
 def _tiled(pattern: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 from verl.workers.engine.fsdp.tensors import HeldTensor
 
@@ -43,7 +44,7 @@ class FSDPWeightSource:
 
     @torch.no_grad()
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
-        """One `Tensor.copy_`: it casts, crosses devices and handles strides at memory speed.
+        """It casts, crosses devices and handles strides at memory speed.
 
         Adapters are added in float32, so that one rounding is all that happens.
         """
@@ -54,7 +55,7 @@ class FSDPWeightSource:
             raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
         offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
         values = part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
-        destination.copy_(values if part.delta is None else part.delta(shard.box).add_(values))
+        copy_values(destination, values if part.delta is None else part.delta(shard.box).add_(values))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

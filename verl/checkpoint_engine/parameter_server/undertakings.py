@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Undertakings:
         self._store: Store | None = None
         self._communicator: Communicator | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._failed = False
 
     @contextmanager
     def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[Undertaking]:
@@ -62,6 +64,9 @@ class Undertakings:
 
         `keep`: keep the group in any case.
         """
+        if self._failed:  # its error may have been in a cycle, and with it the memory for buckets
+            gc.collect()
+            self._failed = False
         deadline, failure = Deadline(self._timeout_s), FirstFailure()
         own_deadline = Deadline(self._timeout_s - min(CLOSING_S, self._timeout_s / 8))
         roster = Roster(self._meeting_place(), self._rank, ranks, on_failure=failure.set)
@@ -72,6 +77,7 @@ class Undertakings:
             failure.check()
             roster.part()
         except BaseException as exc:  # noqa: BLE001 - raised again, or as the error that was first
+            self._failed = True
             self._drop(ranks)
             failure.set(exc if isinstance(exc, Exception) else TransportError("interrupted"))
             first = failure.error

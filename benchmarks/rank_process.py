@@ -17,7 +17,7 @@ from benchmarks.synthetic_model import RowsOfModel
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.participants import Holding, Published, TrainerRank
-from verl.checkpoint_engine.publishing import PAST_CACHE
+from verl.checkpoint_engine.publishing import publisher_environment
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import TensorSpec
 
@@ -56,7 +56,7 @@ class RankProcess:
             target=serve, args=(its_end, rank, world_size, specs, source_dtype, config), name=self.name, daemon=True
         )
         before = dict(os.environ)
-        os.environ.update(PAST_CACHE)  # glibc reads it when the process begins
+        os.environ.update(publisher_environment())  # glibc reads it when the process begins
         try:
             self._process.start()
         finally:

@@ -13,11 +13,19 @@ from verl.checkpoint_engine.digest import digest_pieces
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.packed import PackedRegion
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.publishing import COPY_NBYTES, PieceMemory, SlotPieces, publish
+from verl.checkpoint_engine.publishing import (
+    COPY_NBYTES,
+    PieceMemory,
+    SlotPieces,
+    copy_values,
+    publish,
+    publisher_environment,
+)
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 
 BLOCK_NBYTES = 1024
+TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 WEIGHTS = {
     "rows": torch.randn(300, 16),
     "columns": torch.randn(40, 64),
@@ -110,3 +118,34 @@ def test_an_owner_of_nothing_publishes_nothing(sources: list[Source], plan: Sync
     memory = PackedRegion(make_plan(layout, tables, block_nbytes=BLOCK_NBYTES), 2)
     assert publish(sources[0], memory).nbytes == 0
     assert digests(memory) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", [torch.randn(6, 8), torch.randn(8, 6).T, torch.randn(12, 8)[::2], torch.zeros(0, 8)])
+def test_values_arrive_converted_or_not_whatever_their_strides(values: torch.Tensor, dtype: torch.dtype):
+    destination = torch.full(values.shape, 7.0, dtype=dtype)
+    copy_values(destination, values)
+    assert torch.equal(destination, values.to(dtype))
+    columns = torch.full((values.shape[0], 20), 7.0, dtype=dtype)
+    copy_values(columns[:, 2:10] if values.shape[1] == 8 else columns[:, 2:8], values)
+    assert torch.equal(columns[:, 2 : 2 + values.shape[1]], values.to(dtype))
+    assert (columns[:, :2] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        (None, {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}),
+        (
+            "glibc.malloc.check=1",
+            {"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.cpu.x86_non_temporal_threshold=1048576"},
+        ),
+        ("glibc.cpu.x86_non_temporal_threshold=4096", {}),
+    ],
+)
+def test_a_publisher_keeps_the_tunables_that_its_user_has_set(monkeypatch, given: str | None, added: dict[str, str]):
+    if given is None:
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    else:
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+    assert publisher_environment() == added

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,20 @@ if TYPE_CHECKING:
 
 COPY_NBYTES = 16 * 2**20
 """At most so many bytes, or one piece, are copied out of a source at once."""
-PAST_CACHE = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}
-"""Environment of a process that publishes. From this size on, memcpy writes past the cache: it need not read first what
-it overwrites, and several ranks of a host share its memory's speed. By default it does so from 200 MiB or more on."""
+PAST_CACHE_NBYTES = 2**20
+"""Copies from this size on write past the cache."""
+
+
+def publisher_environment() -> dict[str, str]:
+    """What a process that publishes needs in its environment when it begins, beside what this one has there.
+
+    memcpy then writes past the cache: it need not read first what it overwrites, and several ranks of a host share its
+    memory's speed. glibc by itself does so from some hundred MiB on (https://sourceware.org/glibc/manual, tunables).
+    """
+    name, given = "glibc.cpu.x86_non_temporal_threshold", os.environ.get("GLIBC_TUNABLES", "")
+    if name in given:
+        return {}
+    return {"GLIBC_TUNABLES": f"{given}:{name}={PAST_CACHE_NBYTES}".removeprefix(":")}
 
 
 class PieceMemory(Protocol):
@@ -70,7 +82,7 @@ def publish(source: WeightSource, memory: PieceMemory) -> Publication:
 def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
     """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
 
-    Where nothing is to be converted it is a plain memcpy, which writes past the cache if `PAST_CACHE` is in force;
+    Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
     torch's own copies never do.
     """
     plain = (

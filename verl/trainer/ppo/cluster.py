@@ -23,7 +23,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.deadline import all_within
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.publishing import PAST_CACHE
+from verl.checkpoint_engine.publishing import publisher_environment
 from verl.checkpoint_engine.transaction import Boundary
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -260,7 +260,7 @@ class Cluster:
                 **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",
-            env_vars=_thread_limits() | PAST_CACHE,
+            env_vars=_thread_limits() | publisher_environment(),
         )
         if trainer.nnodes > 1:
             self._require_shared_files(model_path, critic.model.path if critic else None)

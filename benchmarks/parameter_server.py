@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -180,7 +181,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     try:
         jobs["owner"].call((0,), "register", settings.dtype)
-        metas = jobs["owner"].call((0, 1), "gather")[0]
+        metas = jobs["owner"].call((0, 1), "gather")[0]  # and connects
+        gather_s = median(timed(lambda: jobs["owner"].call((0, 1), "gather")) for _ in range(settings.repeats))
         jobs["joiners"].call((0, 1), "load", metas)
         with GlooPair(nbytes) as gloo, ReadPair("mooncake", nbytes) as mooncake:
             for repeat in range(WARM_UP + settings.repeats):
@@ -201,9 +203,17 @@ def measure(settings: Settings) -> dict[str, Any]:
         "settings": asdict(settings),
         "machine": machine,
         "model": {"nbytes": nbytes, "tensors": len(specs)},
+        "gather_s": gather_s,
         "samples": samples,
         "summary": {name: summarise(values, nbytes, p2p=CASES[name].p2p) for name, values in samples.items()},
     }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Its seconds."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
 def specs_of(settings: Settings) -> list[TensorSpec]:

@@ -38,6 +38,7 @@ def print_table(result: dict[str, Any]) -> None:
         table.add_row(name, *times, f"{row['gbytes_per_s']:.2f}", *fractions)
     console = Console(width=max(Console().width, 132))
     console.print(table)
+    console.print(f"gather metas: {result['gather_s']:.3f} s")
     for library in ("gloo", "mooncake"):
         rates = [row[library] for row in result["summary"].values()]
         console.print(f"raw {library}: {min(rates):.2f} to {max(rates):.2f} GB/s")

@@ -54,6 +54,7 @@ class Source:
         return self._shards
 
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        assert any(own.name == shard.name and own.box.contains(shard.box) for own in self._shards)
         self.copied.append(destination.nbytes)
         destination.copy_(WEIGHTS[shard.name][tuple(map(slice, shard.box.start, shard.box.stop))])
 
@@ -107,9 +108,16 @@ def test_neighbouring_rows_are_one_copy(sources: list[Source], plan: SyncPlan, s
 
 def test_a_copy_has_at_most_so_many_bytes():
     layout = Layout.of([TensorSpec(name="w", shape=(3 * COPY_NBYTES // 64, 32), dtype="bfloat16")])
-    whole = ShardTable.of(layout, [Shard("w", Box.whole(layout.specs[0].shape))])
-    memory = PackedRegion(make_plan(layout, [whole], block_nbytes=2**20), 0)
-    assert [place.nbytes for _, place in memory.places] == [COPY_NBYTES] * 3
+    held = [Shard("w", Box.whole(layout.specs[0].shape))]
+    memory = PackedRegion(make_plan(layout, [ShardTable.of(layout, held)], block_nbytes=2**20), 0)
+    assert [place.nbytes for _, place in memory.places(held)] == [COPY_NBYTES] * 3
+
+
+def test_a_copy_does_not_reach_from_one_shard_into_the_next():
+    layout = Layout.of([TensorSpec(name="w", shape=(30, 8), dtype="float32")])
+    held = [Shard("w", Box((row, 0), (row + 10, 8))) for row in (0, 10, 20)]
+    memory = PackedRegion(make_plan(layout, [ShardTable.of(layout, held)], block_nbytes=128), 0)
+    assert [shard for shard, _ in memory.places(held)] == held
 
 
 def test_an_owner_of_nothing_publishes_nothing(sources: list[Source], plan: SyncPlan):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,9 +91,8 @@ class PackedRegion:
         self.bytes: torch.Tensor = torch.from_numpy(private_memory(max(self.packing.region_nbytes, 1)))
         one = np.ones_like(self.packing.nbytes)
         self.extents = Extents(self.packing.offset, self.packing.nbytes, rows=one, stride=0 * one)
-        self.places = [
-            (shard, self._place(offset, shard)) for offset, shard in joined_pieces(plan, owner, self.extents)
-        ]
+        self._owner = owner
+        self._places: list[tuple[Shard, torch.Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +102,14 @@ class PackedRegion:
     def address(self) -> int:
         """Where the region begins in this process."""
         return self.bytes.data_ptr()
+
+    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
+        if self._places is None:
+            self._places = [
+                (shard, self._place(offset, shard))
+                for offset, shard in joined_pieces(self.plan, self._owner, self.extents, held)
+            ]
+        return self._places
 
     def _place(self, offset: int, shard: Shard) -> torch.Tensor:
         import torch

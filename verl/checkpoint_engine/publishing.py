@@ -46,9 +46,11 @@ class PieceMemory(Protocol):
     def bytes(self) -> torch.Tensor:
         """All of it, uint8."""
 
-    @property
-    def places(self) -> Sequence[tuple[Shard, torch.Tensor]]:
-        """What publishing copies and where to, neighbouring pieces as one; tensors may be strided; borrowed."""
+    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
+        """What publishing copies and where to, neighbouring pieces as one; tensors may be strided; borrowed.
+
+        `held` is what the source says that it holds: each copy lies inside one of those shards.
+        """
 
     @property
     def extents(self) -> Extents:
@@ -72,8 +74,9 @@ def publish(source: WeightSource, memory: PieceMemory) -> Publication:
 
     The trainer waits for this. What can be done with the copy comes later: digests, other slots, wires.
     """
+    places = memory.places(source.shards())
     start_s = time.perf_counter()
-    for shard, place in memory.places:
+    for shard, place in places:
         source.copy(shard, place)
     seconds = time.perf_counter() - start_s
     return Publication(memory, int(memory.extents.nbytes.sum()), seconds)
@@ -104,12 +107,15 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-def joined_pieces(plan: SyncPlan, owner: int, extents: Extents) -> Iterator[tuple[int, Shard]]:
-    """What lies back to back at `extents` and makes one box of a tensor, as one: (offset, shard), in plan order. Pure.
+def joined_pieces(plan: SyncPlan, owner: int, extents: Extents, held: Sequence[Shard]) -> Iterator[tuple[int, Shard]]:
+    """What lies back to back at `extents` and makes one box inside one of `held`, as one: (offset, shard), in order.
 
-    A copy costs a few microseconds of Python, however long it is. Sources that make what they copy need memory for it,
-    so there is a limit.
+    A copy costs a few microseconds of Python, however long it is. There is a limit all the same, for sources that need
+    memory for what they copy. Pure.
     """
+    boxes: dict[str, list[Box]] = {}
+    for shard in held:
+        boxes.setdefault(shard.name, []).append(shard.box)
     pending: tuple[int, int, Shard] | None = None
     places = extents.of(range(len(extents)))
     for (offset, run_nbytes, rows, _), shard in zip(places, plan.shards_of(owner), strict=True):
@@ -117,8 +123,9 @@ def joined_pieces(plan: SyncPlan, owner: int, extents: Extents) -> Iterator[tupl
             start, end, before = pending
             if rows == 1 and offset == end and end + run_nbytes - start <= COPY_NBYTES and _continues(before, shard):
                 box = Box(before.box.start, (shard.box.stop[0], *before.box.stop[1:]))
-                pending = start, end + run_nbytes, Shard(shard.name, box)
-                continue
+                if any(whole.contains(box) for whole in boxes[shard.name]):
+                    pending = start, end + run_nbytes, Shard(shard.name, box)
+                    continue
             yield start, before
         pending = offset, offset + run_nbytes if rows == 1 else -1, shard
     if pending is not None:
@@ -141,8 +148,14 @@ class SlotPieces:
     def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
         self.bytes = slot.bytes
         self.extents = plan.extents_of(owner)
-        specs = {spec.name: spec for spec in slot.layout.specs}
-        self.places = [
-            (shard, slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))])
-            for _, shard in joined_pieces(plan, owner, self.extents)
-        ]
+        self._slot, self._plan, self._owner = slot, plan, owner
+        self._places: list[tuple[Shard, torch.Tensor]] | None = None
+
+    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
+        if self._places is None:
+            specs = {spec.name: spec for spec in self._slot.layout.specs}
+            self._places = [
+                (shard, self._slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))])
+                for _, shard in joined_pieces(self._plan, self._owner, self.extents, held)
+            ]
+        return self._places

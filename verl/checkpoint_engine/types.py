@@ -61,6 +61,13 @@ class Box:
     def numel(self) -> int:
         return prod(self.shape)
 
+    def contains(self, other: Box) -> bool:
+        """Whether all of `other` lies in it."""
+        return len(self.start) == len(other.start) and all(
+            start <= inner_start and inner_stop <= stop
+            for start, inner_start, inner_stop, stop in zip(self.start, other.start, other.stop, self.stop, strict=True)
+        )
+
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls((0,) * len(shape), tuple(shape))

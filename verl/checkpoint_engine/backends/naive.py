@@ -18,7 +18,7 @@ from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
 from verl.checkpoint_engine.topology import Topology, across_hosts
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.types import Member, Shard
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine.backends.host_relay import HostRelay
@@ -37,6 +37,7 @@ class NaiveEngine(CheckpointEngineWithCache):
         self._relay: HostRelay | None = None
         self._here: frozenset[str] = frozenset()
         """Names of the nodes on this host."""
+        self._held: Sequence[Shard] = ()
         self._published: tuple[int, list[str]] | None = None
         """Version, and the slots that are to have it. The first has this rank's pieces."""
 
@@ -85,6 +86,7 @@ class NaiveEngine(CheckpointEngineWithCache):
             raise TransportError(
                 f"cannot map the spare slot: {exc}", version=version, phase="publish", member=self.member.name
             ) from exc
+        self._held = source.shards()
         publication = publish(source, self._mapped[paths[0]][1])
         self._published = version, paths
         return publication
@@ -95,7 +97,7 @@ class NaiveEngine(CheckpointEngineWithCache):
             raise TransportError("that version is not what was published", version=version, phase="stage")
         (first, pieces), *others = (self._mapped[path] for path in self._published[1])
         for _, other in others:
-            for (_, written), (_, place) in zip(pieces.places, other.places, strict=True):
+            for (_, written), (_, place) in zip(pieces.places(self._held), other.places(self._held), strict=True):
                 if self._stop.is_set():
                     raise TransportError("given up by the manager", version=version, phase="stage")
                 place.copy_(written)

@@ -11,6 +11,9 @@ from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 from verl.workers.engine.fsdp.tensors import HeldTensor
 
+DELTA_NUMEL = 2**16
+"""What adapters add is computed for so many elements at a time, in memory of its own: 256 KiB in float32."""
+
 
 class FSDPWeightSource:
     """Implements `verl.checkpoint_engine.ports.WeightSource` for what a `Sharding` says that this rank holds.
@@ -49,20 +52,20 @@ class FSDPWeightSource:
         Adapters are added in float32, so that one rounding is all that happens.
         """
         parts = self._tensors[shard.name].parts if shard.name in self._tensors else ()
-        part = next((part for part in parts if _contains(part.box, shard.box)), None)
+        part = next((part for part in parts if part.box.contains(shard.box)), None)
         if part is None:
             held = ", ".join(str(part.box) for part in parts) or "nothing"
             raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
         offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
         values = part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
-        copy_values(destination, values if part.delta is None else part.delta(shard.box).add_(values))
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    return len(outer.start) == len(inner.start) and all(
-        o_start <= i_start and i_stop <= o_stop
-        for o_start, i_start, i_stop, o_stop in zip(outer.start, inner.start, inner.stop, outer.stop, strict=True)
-    )
+        if part.delta is None:
+            copy_values(destination, values)
+            return
+        (low, left), (high, right) = shard.box.start, shard.box.stop
+        step = max(DELTA_NUMEL // (right - left), 1)
+        for row in range(low, high, step):
+            rows = slice(row - low, min(row + step, high) - low)
+            destination[rows] = part.delta(Box((row, left), (low + rows.stop, right))).add_(values[rows])
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -50,13 +50,23 @@ def serve(pipe: Connection, rank: int, make_source: Callable[[], SteppingSource]
 
 
 class RankProcess:
-    """A `TrainerPort` to a rank that `serve`s in a process of its own, which makes the source. Close it."""
+    """A `TrainerPort` to a rank that `serve`s in a process of its own, which makes the source. Close it.
 
-    def __init__(self, rank: int, make_source: Callable[[], SteppingSource], config: CheckpointEngineConfig) -> None:
+    `start_method` is one of multiprocessing's that begin with a fresh process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        make_source: Callable[[], SteppingSource],
+        config: CheckpointEngineConfig,
+        *,
+        start_method: str = "spawn",
+    ) -> None:
         self.name = f"trainer-{rank}"
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, its_end = spawn.Pipe()
-        self._process = spawn.Process(
+        context: Any = multiprocessing.get_context(start_method)
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(
             target=serve, args=(its_end, rank, make_source, config), name=self.name, daemon=True
         )
         before = dict(os.environ)

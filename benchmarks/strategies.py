@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -53,6 +54,10 @@ WARM_UP = 2
 """Rounds before the measured ones: each of the two slots has been written and mapped once."""
 TARGET = 20.0
 """Times shorter than the vanilla way blocks."""
+IMPORTS = [
+    "benchmarks.strategies",
+    *(f"verl.workers.engine.{name}" for name in ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")),
+]
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128)
 MIN_LAYERS = 4
 MIN_MIB = 2

@@ -126,7 +126,12 @@ async def measure_strategy(
 ) -> dict[str, Any]:
     progress(f"{strategy}: building {RANKS} ranks")
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    ranks = [RankProcess(rank, partial(EngineRank, strategy, model, rank, store.port), config) for rank in range(RANKS)]
+    # Forked from one process that has done the imports, once.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+    ranks = [
+        RankProcess(rank, partial(EngineRank, strategy, model, rank, store.port), config, start_method="forkserver")
+        for rank in range(RANKS)
+    ]
     node = RolloutNode(0, config, job=f"benchmark-{os.getpid()}-{strategy}", shm_dir=envs.shm_dir())
     manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=[node])
     replica = CopyingReplica("replica", 0, list(specs))

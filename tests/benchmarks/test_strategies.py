@@ -59,7 +59,7 @@ def test_a_receiver_with_other_bytes_than_the_replica_fails_the_benchmark():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategies", "fsdp3"], "--strategies: unknown 'fsdp3'. Did you mean 'fsdp2'?"),
+        (["--strategies", "megatrn"], "--strategies: unknown 'megatrn'. Did you mean 'megatron'?"),
         (["--size-mib", "nan"], "--size-mib must be at least 2"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
     ],

@@ -32,6 +32,9 @@ DTYPE = torch.bfloat16
 STEP = 2.0**-7
 MEGATRON = MegatronConfig(tensor_model_parallel_size=RANKS, model_dtype="bf16")
 
+Wholes = Callable[[], Iterator[torch.Tensor]]
+"""A collective that gathers one tensor after the other."""
+
 
 class EngineRank:
     """Rank `rank` of an engine without an optimizer. Made on all ranks at once, each in a process of its own.
@@ -53,7 +56,7 @@ class EngineRank:
         self._model = engine.model
         self._source = engine.weight_source("bfloat16")
         self._names = sorted(spec.name for spec in self._source.specs())
-        self._wholes: Callable[[], Iterator[torch.Tensor]] = partial(_GATHERED[strategy], self)
+        self._wholes = _GATHERED[strategy](self)
 
     def specs(self) -> Sequence[TensorSpec]:
         specs: Sequence[TensorSpec] = self._source.specs()
@@ -93,18 +96,19 @@ class EngineRank:
 
     # ---- what each engine has for gathering: whole tensors in the order of `_names`, at least on rank 0
 
-    def _summoned(self) -> Iterator[torch.Tensor]:
-        summon = FullyShardedDataParallel.summon_full_params
-        with summon(self._model, writeback=False, rank0_only=True):
-            wholes = dict(self._model.named_parameters())
-            yield from (wholes[name] for name in self._names if self._rank == 0)
+    def _summoned(self) -> Wholes:
+        def wholes() -> Iterator[torch.Tensor]:
+            with FullyShardedDataParallel.summon_full_params(self._model, writeback=False, rank0_only=True):
+                parameters = dict(self._model.named_parameters())
+                yield from (parameters[name] for name in self._names if self._rank == 0)
 
-    def _full_tensors(self) -> Iterator[torch.Tensor]:
+        return wholes
+
+    def _full_tensors(self) -> Wholes:
         parameters = dict(self._model.named_parameters())
-        for name in self._names:
-            yield parameters[name].full_tensor()
+        return lambda: (parameters[name].full_tensor() for name in self._names)
 
-    def _collected(self) -> Iterator[torch.Tensor]:
+    def _collected(self) -> Wholes:
         """As an export does."""
         config = load_hf_config(self._model_config)
         architecture, sizes = architecture_of(config.model_type), sizes_of(MEGATRON, RANKS)
@@ -115,8 +119,7 @@ class EngineRank:
         ]
         collector = TensorCollector(pieces, tensor_shapes(architecture, dims), dtype=DTYPE)
         values = partial(view, dict(self._model.named_parameters()))
-        for name in self._names:
-            yield from collector.collect(name, values).values()
+        return lambda: (whole for name in self._names for whole in collector.collect(name, values).values())
 
 
 _GATHERED = {"fsdp": EngineRank._summoned, "fsdp2": EngineRank._full_tensors, "megatron": EngineRank._collected}

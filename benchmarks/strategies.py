@@ -146,21 +146,10 @@ async def measure_strategy(
         )
         for version in range(WARM_UP + settings.repeats):
             progress(f"{strategy}: version {version} of {WARM_UP + settings.repeats - 1}")
-            await asyncio.gather(*(rank.step() for rank in ranks))
-            report = await manager.update_weights(version)
-            vanilla_s, *_ = await asyncio.gather(
-                *(rank.call("broadcast") for rank in ranks), asyncio.to_thread(receive, group, received)
-            )
+            sample = await one_round(version, manager, ranks, group, received)
             digest = require_same(strategy, replica.weights, received)
             if version >= WARM_UP:
-                samples.append(
-                    {
-                        "version": version,
-                        "blocked_s": report.trainer_blocked_s,
-                        "total_s": report.total_s,
-                        "vanilla_s": vanilla_s,
-                    }
-                )
+                samples.append(sample)
     finally:
         await manager.close()
     summary = {key: median(sample[key] for sample in samples) for key in ("blocked_s", "total_s", "vanilla_s")}
@@ -169,6 +158,27 @@ async def measure_strategy(
         "samples": samples,
         "summary": {**summary, "target_reached": summary["shorter_by"] >= TARGET},
         "digest": digest,
+    }
+
+
+async def one_round(
+    version: int,
+    manager: CheckpointEngineManager,
+    ranks: Sequence[RankProcess],
+    group: Any,
+    received: dict[str, torch.Tensor],
+) -> dict[str, float]:
+    """Change the weights and send them both ways."""
+    await asyncio.gather(*(rank.step() for rank in ranks))
+    report = await manager.update_weights(version)
+    vanilla_s, *_ = await asyncio.gather(
+        *(rank.call("broadcast") for rank in ranks), asyncio.to_thread(receive, group, received)
+    )
+    return {
+        "version": version,
+        "blocked_s": report.trainer_blocked_s,
+        "total_s": report.total_s,
+        "vanilla_s": vanilla_s,
     }
 
 

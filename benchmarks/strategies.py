@@ -55,11 +55,12 @@ WARM_UP = 2
 TARGET = 20.0
 """Times shorter than the vanilla way blocks."""
 IMPORTS = [
-    "benchmarks.strategies",
+    "benchmarks.engine_rank",
+    "benchmarks.weight_sync",
     *(f"verl.workers.engine.{name}" for name in ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")),
 ]
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128)
-MIN_LAYERS = 4
+MIN_LAYERS = 8
 MIN_MIB = 2
 COPIES = 8
 """Of the model at the peak: shards, packed shards, two slots, replica, receiver, and two gathered models."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from benchmarks.peers import PEERS, Job
 from benchmarks.rank_process import RankProcess
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
+from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable
@@ -116,7 +118,10 @@ async def _measure(
     contender: Contender, config: CheckpointEngineConfig, job: Job, nbytes: int, repeats: int
 ) -> dict[str, Any]:
     specs = list(job.specs)
-    ranks = [RankProcess(rank, job.trainers, specs, job.source_dtype, config) for rank in range(job.trainers)]
+    ranks = [
+        RankProcess(rank, partial(RowsOfModel, specs, rank, job.trainers, job.source_dtype), config)
+        for rank in range(job.trainers)
+    ]
     name = f"benchmark-{os.getpid()}-{contender.backend}"
     nodes = [RolloutNode(index, config, job=name, shm_dir=envs.shm_dir()) for index in range(job.nodes)]
     manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 TIMEOUT = timedelta(seconds=120)
 BUCKET_NBYTES = 64 * 2**20
@@ -56,12 +56,8 @@ class GlooPair:
 
 def _serve(pipe: Connection, rank: int, port: int, nbytes: int) -> None:
     torch.set_num_threads(1)
-    store = PrefixStore("raw", TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT, wait_for_workers=False))
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = TIMEOUT
-    group = gloo(store, rank, 2, options)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+    group = group_of_two(PrefixStore("raw", store), rank)
     buffer = torch.full((nbytes,), 1 + rank, dtype=torch.uint8)
     while True:
         try:
@@ -71,20 +67,29 @@ def _serve(pipe: Connection, rank: int, port: int, nbytes: int) -> None:
         pipe.send(_rate(group, buffer, bucket_nbytes))
 
 
+def group_of_two(store: Store, rank: int) -> Any:
+    """A gloo group over the loopback device; returns when the other of the two has called it, too."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    return gloo(store, rank, 2, options)
+
+
 def _rate(group: Any, buffer: torch.Tensor, bucket_nbytes: int) -> float:
-    _broadcast(group, buffer[:1]).wait()
+    broadcast(group, buffer[:1]).wait()
     start_s = time.perf_counter()
     flying: list[Work] = []
     for start in range(0, len(buffer), bucket_nbytes):
         if len(flying) == 2:
             flying.pop(0).wait()
-        flying.append(_broadcast(group, buffer[start : start + bucket_nbytes]))
+        flying.append(broadcast(group, buffer[start : start + bucket_nbytes]))
     for work in flying:
         work.wait()
     return len(buffer) / (time.perf_counter() - start_s) / 1e9
 
 
-def _broadcast(group: Any, memory: torch.Tensor) -> Work:
+def broadcast(group: Any, memory: torch.Tensor) -> Work:
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     work: Work = group.broadcast([memory], options)

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from benchmarks.comparison import compare, needed_nbytes
 from benchmarks.machine import Memcpy, available_nbytes, describe_machine
 from benchmarks.peers import Job
 from benchmarks.rank_process import RankProcess
-from benchmarks.synthetic_model import MIN_NBYTES, qwen_like_specs
+from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl import envs
 from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -66,7 +67,7 @@ class CopyingReplica:
     def __init__(self, name: str, node_index: int, specs: list[TensorSpec]) -> None:
         self.name = name
         self.node_index = node_index
-        self._own = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        self.weights = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
 
     async def pause(self, mode: str) -> None:
         pass
@@ -76,7 +77,7 @@ class CopyingReplica:
 
     def _copy(self, arena_path: str, version: int) -> None:
         for name, tensor in read_committed(arena_path, version):
-            self._own[name].copy_(tensor)
+            self.weights[name].copy_(tensor)
 
     async def resume(self) -> None:
         pass
@@ -107,7 +108,8 @@ async def measure(settings: Settings) -> dict[str, Any]:
     require_memory(settings, int(nbytes * (itemsize + 2 * settings.nodes + settings.replicas)))
     machine = describe_machine()
     trainers = [
-        RankProcess(rank, settings.trainers, specs, settings.source_dtype, config) for rank in range(settings.trainers)
+        RankProcess(rank, partial(RowsOfModel, specs, rank, settings.trainers, settings.source_dtype), config)
+        for rank in range(settings.trainers)
     ]
     job = f"benchmark-{os.getpid()}"
     nodes = [RolloutNode(index, config, job=job, shm_dir=envs.shm_dir()) for index in range(settings.nodes)]

@@ -1,0 +1,241 @@
+"""How long a sync blocks the trainer under each training engine, next to gathering and broadcasting from rank 0.
+
+    python -m benchmarks.strategies --size-mib 512
+
+Engines are the real ones, of two ranks each, with a Qwen2 of random weights that is made on the spot. Every repeat
+changes the weights, syncs them through the real manager into a replica that copies them, and then sends them the
+vanilla way: each tensor is gathered on the trainers' group and broadcast from rank 0 to one receiver over gloo. What
+the replica and the receiver then have is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import xxhash
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from benchmarks import strategies_report
+from benchmarks.comparison import CONTENDERS
+from benchmarks.engine_rank import MEGATRON, RANKS, STRATEGIES, EngineRank
+from benchmarks.machine import available_nbytes, describe_machine
+from benchmarks.peers import TIMEOUT, digests_of, require_equal
+from benchmarks.rank_process import RankProcess
+from benchmarks.raw_gloo import broadcast, group_of_two
+from benchmarks.weight_sync import CopyingReplica
+from verl import envs
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.types import TensorSpec
+from verl.utils.builtin import make_tiny_model
+from verl.utils.config import did_you_mean
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.registry import TrainEngineRegistry
+
+WARM_UP = 2
+"""Rounds before the measured ones: each of the two slots has been written and mapped once."""
+TARGET = 20.0
+"""Times shorter than the vanilla way blocks."""
+IMPORTS = [
+    "benchmarks.engine_rank",
+    "benchmarks.weight_sync",
+    *(f"verl.workers.engine.{name}" for name in ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")),
+]
+HIDDEN_SIZES = (2048, 1024, 512, 256, 128)
+MIN_LAYERS = 8
+MIN_MIB = 2
+COPIES = 8
+"""Of the model at the peak: shards, packed shards, two slots, replica, receiver, and two gathered models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    backend: str
+    strategies: list[str]
+    size_mib: float
+    repeats: int
+
+
+async def measure(settings: Settings) -> dict[str, Any]:
+    """Run the benchmark; everything that the JSON file holds."""
+    options = {contender.backend: contender.options for contender in CONTENDERS}.get(settings.backend, {})
+    engine_kwargs = {settings.backend: options} if options else {}
+    config = CheckpointEngineConfig(backend=settings.backend, engine_kwargs=engine_kwargs)
+    resolve_backend(config)
+    needed_nbytes = int(COPIES * settings.size_mib * 2**20)
+    if needed_nbytes > available_nbytes():
+        raise ConfigError(
+            f"--size-mib {settings.size_mib} needs {needed_nbytes / 2**30:.1f} GiB of memory ({COPIES} times the "
+            f"model); {available_nbytes() / 2**30:.1f} GiB are available"
+        )
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory() as directory:
+        progress(f"making a model of {settings.size_mib} MiB")
+        model = make_tiny_model(directory, **shape_of(int(settings.size_mib * 2**20)), dtype="bfloat16", head_dim=64)
+        for name in settings.strategies:
+            TrainEngineRegistry.check_job(
+                name, megatron=MEGATRON, model=HFModelConfig(path=directory), world_size=RANKS, device="cpu"
+            )
+        with HFCheckpoint(model) as checkpoint:
+            specs = [
+                TensorSpec(name=name, shape=checkpoint.shape(name), dtype="bfloat16")
+                for name in sorted(checkpoint.names)
+            ]
+        measured = {name: await measure_strategy(name, model, specs, config, settings) for name in settings.strategies}
+    return {
+        "benchmark": "strategies",
+        "settings": asdict(settings),
+        "machine": machine,
+        "model": {"nbytes": sum(spec.nbytes for spec in specs), "tensors": len(specs)},
+        "ranks": RANKS,
+        "target": TARGET,
+        "strategies": measured,
+    }
+
+
+def shape_of(nbytes: int) -> dict[str, Any]:
+    """Of a Qwen2 of about `nbytes` of bfloat16, as arguments of `make_tiny_model`. Its vocabulary is small."""
+
+    def layer_nbytes(hidden: int) -> int:
+        return 2 * (2 * hidden * hidden + 2 * 128 * hidden + 3 * 4 * hidden * hidden)
+
+    hidden = next((size for size in HIDDEN_SIZES if MIN_LAYERS * layer_nbytes(size) <= nbytes), HIDDEN_SIZES[-1])
+    layers = max(1, round(nbytes / layer_nbytes(hidden)))
+    return {"hidden_size": hidden, "intermediate_size": 4 * hidden, "layers": layers}
+
+
+async def measure_strategy(
+    strategy: str, model: Path, specs: Sequence[TensorSpec], config: CheckpointEngineConfig, settings: Settings
+) -> dict[str, Any]:
+    progress(f"{strategy}: building {RANKS} ranks")
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    # Forked from one process that has done the imports, once.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+    ranks = [
+        RankProcess(rank, partial(EngineRank, strategy, model, rank, store.port), config, start_method="forkserver")
+        for rank in range(RANKS)
+    ]
+    node = RolloutNode(0, config, job=f"benchmark-{os.getpid()}-{strategy}", shm_dir=envs.shm_dir())
+    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=[node])
+    replica = CopyingReplica("replica", 0, list(specs))
+    received = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in specs}
+    samples = []
+    try:
+        await manager.add_replicas([replica])
+        await asyncio.gather(*(rank.step() for rank in ranks))  # fails if a rank could not build its engine
+        group, *_ = await asyncio.gather(
+            asyncio.to_thread(group_of_two, PrefixStore("receiver", store), 1),
+            *(rank.call("meet_receiver") for rank in ranks),
+        )
+        for version in range(WARM_UP + settings.repeats):
+            progress(f"{strategy}: version {version} of {WARM_UP + settings.repeats - 1}")
+            sample = await one_round(version, manager, ranks, group, received)
+            digest = require_same(strategy, replica.weights, received)
+            if version >= WARM_UP:
+                samples.append(sample)
+    finally:
+        await manager.close()
+    summary = {key: median(sample[key] for sample in samples) for key in ("blocked_s", "total_s", "vanilla_s")}
+    summary["shorter_by"] = summary["vanilla_s"] / summary["blocked_s"]
+    return {
+        "samples": samples,
+        "summary": {**summary, "target_reached": summary["shorter_by"] >= TARGET},
+        "digest": digest,
+    }
+
+
+async def one_round(
+    version: int,
+    manager: CheckpointEngineManager,
+    ranks: Sequence[RankProcess],
+    group: Any,
+    received: dict[str, torch.Tensor],
+) -> dict[str, float]:
+    """Change the weights and send them both ways."""
+    await asyncio.gather(*(rank.step() for rank in ranks))
+    report = await manager.update_weights(version)
+    vanilla_s, *_ = await asyncio.gather(
+        *(rank.call("broadcast") for rank in ranks), asyncio.to_thread(receive, group, received)
+    )
+    return {
+        "version": version,
+        "blocked_s": report.trainer_blocked_s,
+        "total_s": report.total_s,
+        "vanilla_s": vanilla_s,
+    }
+
+
+def receive(group: Any, whole: dict[str, torch.Tensor]) -> None:
+    """The other side of `EngineRank.broadcast`; `whole` is in the order of names."""
+    for tensor in whole.values():
+        broadcast(group, tensor).wait()
+
+
+def require_same(strategy: str, synced: dict[str, torch.Tensor], received: dict[str, torch.Tensor]) -> str:
+    """The digest of the model. Raises IntegrityError that names the first tensor in which the two differ."""
+    digests = digests_of(received, 1)
+    require_equal(f"{strategy}, vanilla", [digests_of(synced, 1)], [digests])
+    return xxhash.xxh3_64_hexdigest("".join(digests[key] for key in sorted(digests)).encode())
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--backend", default="naive", help="checkpoint engine backend (default: %(default)s)")
+    add("--strategies", nargs="+", default=list(STRATEGIES), help="training engines (default: all three)")
+    add("--size-mib", type=float, default=512.0, help="of bfloat16 parameters (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="measured rounds, after the warm-up (default: %(default)s)")
+    add("--output", type=Path, help="folder for result.json and plot.png (default: benchmarks/results/<time>)")
+    values = vars(parser.parse_args(arguments))
+    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("strategies-%Y%m%d-%H%M%S")
+    for name in values["strategies"]:
+        if name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            parser.error(f"--strategies: unknown {name!r}.{did_you_mean(name, STRATEGIES)} Known: {known}")
+    if not values["size_mib"] >= MIN_MIB:
+        parser.error(f"--size-mib must be at least {MIN_MIB}, not {values['size_mib']}")
+    if values["repeats"] < 1:
+        parser.error(f"--repeats must be at least 1, not {values['repeats']}")
+    return Settings(**values), output
+
+
+def main(arguments: list[str] | None = None) -> int:
+    settings, output = parse(arguments)
+    torch.set_num_threads(1)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        result = asyncio.run(measure(settings))
+    except (CheckpointEngineError, ValueError, OSError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    strategies_report.draw(result, output / "plot.png")
+    strategies_report.print_table(result)
+    print(f"{output / 'result.json'}\n{output / 'plot.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,6 +90,9 @@ def test_the_gaps_between_tensors_do_not_matter():
     manifest = Manifest.of(1, made, [digest_pieces(region, made.extents)])
     region[3:256] = 9
     verify(region, manifest)
+    region[2] = 9
+    with pytest.raises(IntegrityError, match="1 of 2 pieces"):
+        verify(region, manifest)
 
 
 def test_digests_that_are_missing_or_too_many_are_refused_by_owner(region: np.ndarray):

@@ -74,9 +74,8 @@ def publish(source: WeightSource, memory: PieceMemory) -> Publication:
 
     The trainer waits for this. What can be done with the copy comes later: digests, other slots, wires.
     """
-    places = memory.places(source.shards())
     start_s = time.perf_counter()
-    for shard, place in places:
+    for shard, place in memory.places(source.shards()):
         source.copy(shard, place)
     seconds = time.perf_counter() - start_s
     return Publication(memory, int(memory.extents.nbytes.sum()), seconds)

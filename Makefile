@@ -7,6 +7,8 @@ BIN := .venv/bin
 ARGS ?=
 # Test files run in so many processes, each file in one of them, in the order of their names.
 WORKERS ?= 2
+# Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install run test lint style types imports format lock clean distclean
 

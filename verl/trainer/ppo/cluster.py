@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.deadline import all_within
-from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted
+from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.publishing import publisher_environment
 from verl.checkpoint_engine.transaction import Boundary
@@ -37,13 +37,14 @@ from verl.trainer.ppo.placement import (
     require_machines,
 )
 from verl.trainer.ppo.ray_session import RaySession
+from verl.trainer.ppo.replica_pool import ReplicaPool
+from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
-from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
-from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
+from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 
@@ -83,9 +84,12 @@ class Cluster:
         self._actor: RayWorkerGroup | None = None
         self._nodes: list[ActorHandle[Any]] = []
         self.manager: CheckpointEngineManager | None = None
-        self.replicas = list(replicas)
-        self.restarts = 0
-        """Replicas that were restarted because they died or left service."""
+        self._pool = ReplicaPool(
+            replicas,
+            make=lambda rank: make_replica(config, rank, model_path=model_path, device=device),
+            launch=self._launch,
+            manager=lambda: self._manager,
+        )
         try:
             self._ray.start(config.ray_kwargs.ray_init)
             require_machines(config, device, self._machines())
@@ -108,6 +112,15 @@ class Cluster:
         """The trainer ranks."""
         assert self._actor is not None  # __init__ makes it
         return self._actor
+
+    @property
+    def replicas(self) -> list[RolloutReplica]:
+        return self._pool.replicas
+
+    @property
+    def restarts(self) -> int:
+        """Replicas that were restarted because they died or left service."""
+        return self._pool.restarts
 
     @property
     def server_handles(self) -> list[ActorHandle[Any]]:
@@ -191,7 +204,18 @@ class Cluster:
 
         The trainer is not needed for it. How many are back in service. Raises CheckpointEngineError if none is.
         """
-        return self.run(self._heal())
+        return self.run(self._pool.heal())
+
+    def resize(self, count: int) -> None:
+        """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
+
+        One that is added counts among `replicas` and `server_handles` when it has the version in service; one that is
+        removed does not from now on, and ends when it has generated what it was asked for. A replica that cannot be
+        started is logged. Raises ConfigError where replicas share the trainer's accelerators.
+        """
+        if self._config.trainer.placement == "colocated" and self._device != "cpu":
+            raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
+        self.run(self._pool.resize(count, self._placement.nodes))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""
@@ -206,16 +230,16 @@ class Cluster:
         with uninterrupted():
             if in_order and self.manager is not None:
                 self.run(self.manager.close())
-                self.run(_shut_down(self.replicas))
+                self.run(self._pool.shutdown())
             if in_order or not self._ray.owned:
                 self._kill_all(grace_s=5.0 if in_order else 0.0)
-            self.manager, self.replicas, self._actor, self._nodes = None, [], None, []
             self._loop.close()
+            self.manager, self._actor, self._nodes = None, None, []
             self._ray.close()
 
     def _kill_all(self, grace_s: float) -> None:
         """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
-        for replica in self.replicas:
+        for replica in self._pool.everyone:
             replica.kill()
         if self._actor is not None:
             self._actor.shutdown(grace_s=grace_s)
@@ -305,14 +329,18 @@ class Cluster:
 
     def _start_rollouts(self) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
-        separate = self._config.trainer.placement == "separate"
         launches = [
-            replica.init_standalone(place) if separate else replica.init_hybrid(place)
-            for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
+            self._launch(replica, place) for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
         ]
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
+
+    async def _launch(self, replica: RolloutReplica, place: Placement) -> None:
+        if self._config.trainer.placement == "separate":
+            await replica.init_standalone(place)
+        else:
+            await replica.init_hybrid(place)
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -345,35 +373,20 @@ class Cluster:
         )
         self.run(self.manager.add_replicas(self.replicas))
 
-    async def _heal(self) -> int:
-        quarantined = {replica.name for replica in self._manager.quarantined}
-        broken = [replica for replica in self.replicas if replica.name in quarantined or await _is_dead(replica)]
-        healed = sum(await asyncio.gather(*(self._restart(replica) for replica in broken)))
-        self.restarts += healed
-        if not self._manager.replicas:
-            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
-        return healed
-
-    async def _restart(self, replica: RolloutReplica) -> bool:
-        logger.warning("%s died or does not serve the current weights; restarting it", replica.name)
-        await self._manager.remove_replicas([replica])
-        try:
-            await replica.launch_servers()
-            await self._manager.add_replicas([replica])
-        except (CheckpointEngineError, RolloutError, ray.exceptions.RayError) as exc:
-            logger.error("%s could not be restarted: %s", replica.name, exc)  # noqa: TRY400 - told in one line
-            return False
-        logger.warning("%s is in service again", replica.name)
-        return True
-
 
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
     """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
+    return [
+        make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
+    ]
+
+
+def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
+    """One of them."""
     rollout = _resolved(config)
-    count = num_replicas(config, device)
-    replica_class = RolloutReplicaRegistry.get(rollout.name)
-    model = _local(config.actor_rollout_ref.model, model_path)
-    return [replica_class(replica_rank=index, config=rollout, model=model, device=device) for index in range(count)]
+    return RolloutReplicaRegistry.get(rollout.name)(
+        replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
+    )
 
 
 def _end_of(generating: Future[Any]) -> Boundary:
@@ -385,20 +398,6 @@ def _ray_nodes() -> dict[str, Any]:
     """What Ray says about each node that is alive, by its id."""
     cluster: Any = ray
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
-
-
-async def _is_dead(replica: RolloutReplica) -> bool:
-    try:
-        await replica.health()
-    except ReplicaTimeout:  # busy
-        return False
-    except RolloutError:
-        return True
-    return False
-
-
-async def _shut_down(replicas: Sequence[RolloutReplica]) -> None:
-    await asyncio.gather(*(replica.shutdown() for replica in replicas))
 
 
 def _local(model: HFModelConfig, path: Path) -> HFModelConfig:

@@ -102,6 +102,22 @@ def place_rollouts(
     return RolloutPlacement(nodes, _deal(nodes, replicas))
 
 
+def place_another(nodes: Sequence[str], present: Sequence[Placement]) -> Placement:
+    """Where one more replica with devices of its own, or none, goes: to the rollout node with the fewest `present`.
+
+    `nodes` as in `RolloutPlacement`. The cores of its machine are divided anew for this one only.
+    """
+    on_node = Counter(place.node_index for place in present)
+    index = min(range(len(nodes)), key=lambda node: on_node[node])
+    taken = {place.local_index for place in present if place.node_id == nodes[index]}
+    return Placement(
+        node_index=index,
+        local_index=next(free for free in range(len(taken) + 1) if free not in taken),
+        local_count=len(taken) + 1,
+        node_id=nodes[index],
+    )
+
+
 def _deal(nodes: Sequence[str], replicas: int, *, ranks_on_trainer: int = 0) -> tuple[Placement, ...]:
     """Replica i goes to rollout node i modulo their number, and there takes the next `ranks_on_trainer` devices."""
     on_host = Counter(nodes[index % len(nodes)] for index in range(replicas))

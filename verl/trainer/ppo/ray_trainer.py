@@ -31,6 +31,8 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
+from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import marked_timer
@@ -95,6 +97,7 @@ class RayPPOTrainer:
         self.rewards_before: dict[str, float] = {}
         self.rewards_after: dict[str, float] = {}
         self.has_critic = needs_critic(config)
+        self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
@@ -255,6 +258,16 @@ class RayPPOTrainer:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
         report = self.cluster.update_weights(now.number, generating)
         now.metrics |= report.metrics()
+        self.follow_replicas()
+
+    def follow_replicas(self) -> None:
+        """Send requests to the replicas that are in service now; begin to add or remove some if that is asked for."""
+        count = self._wanted_replicas.changed()
+        if count is not None:
+            try:
+                self.cluster.resize(count)
+            except ConfigError as exc:
+                logger.warning("%s is ignored: %s", self._wanted_replicas.path, exc)
         self.rollouts.set_servers(self.cluster.server_handles)
 
     def validate(self, now: Step) -> None:
@@ -294,7 +307,7 @@ class RayPPOTrainer:
         now.metrics |= compute_timing_metrics(batch, now.seconds)
         now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
-        now.metrics["rollout/restarts"] = self.cluster.restarts
+        now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         self.tracking.log(now.metrics, now.number)
 
     def _epoch(self, step: int) -> int:

@@ -73,6 +73,9 @@ def parquet(tmp_path):
 
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
+ADAPTERS = "actor_rollout_ref.model.lora.merge=false"
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+EXPERTS = "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe"
 MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
@@ -100,7 +103,11 @@ MISTAKES = [
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
-    ([LORA, "actor_rollout_ref.model.lora.merge=false"], ["merge=false", "merge=true"]),
+    ([LORA, ADAPTERS], ["lora.merge=false", "rollout.name=hf does not", "rollout.name=vllm"]),
+    ([LORA, ADAPTERS, MEGATRON], ["lora_rank=4", "strategy=fsdp2", "not megatron,"]),
+    ([LORA.replace("4", "513"), ADAPTERS, VLLM], ["lora_rank=513", "up to 512", "merge=true"]),
+    ([LORA, ADAPTERS, VLLM, EXPERTS], ["merge=false", "vLLM on cpu", "qwen3_moe, a mixture of experts", "merge=true"]),
+    ([VLLM, "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=true"], ["enable_lora", "model.lora.merge"]),
     ([LORA, "actor_rollout_ref.model.target_modules=[q_prj]"], ["target_modules", "q_prj", "not found"]),
     (["algorithm.lam=1.5"], ["algorithm: lam=1.5", "between 0 and 1"]),
     (["trainer.device=gpu"], ["trainer.device", "gpu", "cpu", "cuda", "npu"]),

@@ -75,6 +75,7 @@ class _Trial:
             for name, (dtype, shape) in tensors.items()
         }
         problems = []
+        refused: set[str] = set()
         try:
             loaded: set[str] | None = self._model.load_weights(self._named(weights.items()))
         except REFUSALS:
@@ -83,6 +84,7 @@ class _Trial:
                 try:
                     loaded |= self._model.load_weights(self._named([(name, tensor)])) or set()
                 except REFUSALS as exc:
+                    refused.add(name)
                     refusal = " ".join(str(exc).split())[:200]
                     problems.append(f"{name} {list(tensor.shape)} is refused ({type(exc).__name__}: {refusal})")
         problems += self._misshapen.values()
@@ -90,6 +92,10 @@ class _Trial:
             f"some experts of {name} are missing"
             for name, numel in self._expert_numel.items()
             if 0 < self._copied_numel[name] < numel
+        ]
+        taken = refused.union(*self._sources.values())
+        problems += [  # which vLLM's loaders skip without a word
+            f"{name} is of no expert of the model" for name in weights if ".experts." in name and name not in taken
         ]
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]

@@ -1,5 +1,6 @@
 """What the user wrote wrongly is told in one message, before any process starts, with exit code 2."""
 
+import json
 import os
 import re
 import shutil
@@ -144,6 +145,31 @@ MISTAKES = [
 def test_a_mistake_is_told_in_one_message_before_anything_starts(refuse, overrides, parts):
     (message,) = refuse(*overrides)
     assert [part for part in parts if part not in message] == []
+
+
+@pytest.fixture
+def critic_dir(tmp_path, tiny_model):
+    """A copy of the policy that a test may change."""
+    return shutil.copytree(tiny_model, tmp_path / "critic")
+
+
+def test_a_critic_that_numbers_tokens_in_another_way_is_refused(refuse, critic_dir):
+    file = critic_dir / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    (message,) = refuse("algorithm.adv_estimator=gae", f"critic.model.path={critic_dir}")
+    assert f"critic.model.path={critic_dir} has another vocabulary than the policy" in message
+    assert "2 of 264 tokens differ, such as 'a'" in message
+
+
+def test_a_critic_with_too_few_embeddings_is_refused(refuse, critic_dir):
+    file = critic_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 200}))
+    (message,) = refuse("algorithm.adv_estimator=gae", f"critic.model.path={critic_dir}")
+    assert "embeddings for 200 tokens" in message
+    assert "has 264 token ids" in message
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="this machine may have the device")

@@ -31,7 +31,7 @@ from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import build_dataloader, build_dataset, resolve_data_files
 from verl.utils.device import resolve_device
-from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
+from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, PPOConfig
@@ -75,7 +75,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     loaders = _dataloaders(config, tokenizer)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
-    critic = _local_critic(config)
+    critic = _local_critic(config, tokenizer)
     reward_manager = NaiveRewardManager(
         tokenizer,
         load_reward_function(config.custom_reward_function),
@@ -125,13 +125,19 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     return result
 
 
-def _local_critic(config: PPOConfig) -> CriticConfig | None:
-    """The critic with a local directory in the place of a built-in name; None for a run without one."""
+def _local_critic(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> CriticConfig | None:
+    """The critic with a local directory in the place of a built-in name; None for a run without one.
+
+    Raises ConfigError for a model that does not read the tokens of `tokenizer`, the policy's.
+    """
     if not needs_critic(config):
         return None
     model = config.critic.model
-    path = None if model.path is None else str(resolve_model_path(model.path))
-    return replace(config.critic, model=replace(model, path=path))
+    if model.path is None:
+        return config.critic
+    path = resolve_model_path(model.path)
+    require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+    return replace(config.critic, model=replace(model, path=str(path)))
 
 
 def _agent_loop_manager_class(config: PPOConfig) -> Any:

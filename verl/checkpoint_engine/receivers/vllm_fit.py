@@ -94,12 +94,20 @@ class _Trial:
             if 0 < self._copied_numel[name] < numel
         ]
         taken = refused.union(*self._sources.values())
-        problems += [  # which vLLM's loaders skip without a word
-            f"{name} is of no expert of the model" for name in weights if ".experts." in name and name not in taken
+        problems += [
+            f"{name} is of no expert of the model" for name in self._experts_here(weights) if name not in taken
         ]
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]
         return problems
+
+    def _experts_here(self, names: Iterable[str]) -> Iterator[str]:
+        """Those of `names` that are experts' in layers of this pipeline stage.
+
+        vLLM's loaders skip an expert beyond the last one without a word, as they do layers of other stages.
+        """
+        stacks = {parameter.partition(".experts.")[0] for parameter in self._expert_numel}
+        return (name for name in names if ".experts." in name and name.partition(".experts.")[0] in stacks)
 
     def _named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

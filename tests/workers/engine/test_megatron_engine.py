@@ -42,6 +42,7 @@ LAYOUTS = [
         "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
     ),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
+    pytest.param("qwen3_moe", False, 4, EP2, id="experts dealt out to two ranks, twice"),
     pytest.param("qwen3_moe", False, 2, TP2 | SEQUENCE | EP2 | WHOLE_EXPERTS, id="the same two share the rest"),
 ]
 

@@ -1,5 +1,6 @@
 """What the user wrote wrongly is told in one message, before any process starts, with exit code 2."""
 
+import json
 import os
 import re
 import shutil
@@ -73,6 +74,9 @@ def parquet(tmp_path):
 
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
+ADAPTERS = "actor_rollout_ref.model.lora.merge=false"
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+EXPERTS = "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe"
 MISTAKES = [
     (["actor_rollout_ref.rollout.temprature=1"], ["actor_rollout_ref.rollout.temprature", "temperature"]),
     (["checkpoint_engine.backend=navie"], ["'navie'", "Did you mean 'naive'"]),
@@ -97,10 +101,15 @@ MISTAKES = [
     (["algorithm.adv_estimator=gae", "critic.enable=false"], ["adv_estimator=gae needs a critic", "enable=false"]),
     (["critic.enable=true"], ["critic.enable=true", "adv_estimator=grpo", "gae"]),
     (["trainer.critic_warmup=3"], ["trainer.critic_warmup=3", "adv_estimator=grpo"]),
+    (["critic.strategy=megatron"], ["critic.strategy='megatron' is not one of: fsdp2"]),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
-    ([LORA, "actor_rollout_ref.model.lora.merge=false"], ["merge=false", "merge=true"]),
+    ([LORA, ADAPTERS], ["lora.merge=false", "rollout.name=hf does not", "rollout.name=vllm"]),
+    ([LORA, ADAPTERS, MEGATRON], ["lora_rank=4", "strategy=fsdp2", "not megatron,"]),
+    ([LORA.replace("4", "513"), ADAPTERS, VLLM], ["lora_rank=513", "up to 512", "merge=true"]),
+    ([LORA, ADAPTERS, VLLM, EXPERTS], ["merge=false", "vLLM on cpu", "qwen3_moe, a mixture of experts", "merge=true"]),
+    ([VLLM, "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=true"], ["enable_lora", "model.lora.merge"]),
     ([LORA, "actor_rollout_ref.model.target_modules=[q_prj]"], ["target_modules", "q_prj", "not found"]),
     (["algorithm.lam=1.5"], ["algorithm: lam=1.5", "between 0 and 1"]),
     (["trainer.device=gpu"], ["trainer.device", "gpu", "cpu", "cuda", "npu"]),
@@ -137,6 +146,31 @@ MISTAKES = [
 def test_a_mistake_is_told_in_one_message_before_anything_starts(refuse, overrides, parts):
     (message,) = refuse(*overrides)
     assert [part for part in parts if part not in message] == []
+
+
+@pytest.fixture
+def critic_dir(tmp_path, tiny_model):
+    """A copy of the policy that a test may change."""
+    return shutil.copytree(tiny_model, tmp_path / "critic")
+
+
+def test_a_critic_that_numbers_tokens_in_another_way_is_refused(refuse, critic_dir):
+    file = critic_dir / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    (message,) = refuse("algorithm.adv_estimator=gae", f"critic.model.path={critic_dir}")
+    assert f"critic.model.path={critic_dir} has another vocabulary than the policy" in message
+    assert "2 of 264 tokens differ, such as 'a'" in message
+
+
+def test_a_critic_with_too_few_embeddings_is_refused(refuse, critic_dir):
+    file = critic_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 200}))
+    (message,) = refuse("algorithm.adv_estimator=gae", f"critic.model.path={critic_dir}")
+    assert "embeddings for 200 tokens" in message
+    assert "has 264 token ids" in message
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="this machine may have the device")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, FSDPTrainer
 from tests.workers.engine.engine_cases import make_engine
+from tests.workers.engine.megatron_cases import PP2, TP2, make_megatron
 from tests.workers.engine.rank_pool import RankPool
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.naive import NaiveEngine
@@ -60,8 +61,14 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "fsdp"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2", "model": {"lora_rank": 8}}],
-    ids=["fsdp", "fsdp2", "lora"],
+    [
+        {"strategy": "fsdp"},
+        {"strategy": "fsdp2"},
+        {"strategy": "fsdp2", "model": {"lora_rank": 8}},
+        {"strategy": "megatron", **TP2},
+        {"strategy": "megatron", **PP2},
+    ],
+    ids=["fsdp", "fsdp2", "lora", "megatron-tp", "megatron-pp"],
 )
 def test_publishing_takes_no_memory_beside_the_slot_but_a_few_blocks(
     rank_pool: RankPool, tmp_path: Path, own_shm_dir: Path, options: dict[str, Any]
@@ -78,7 +85,10 @@ def publish_under_a_limit(path: Path, options: dict[str, Any], shm_dir: Path) ->
     ctypes.CDLL(None).mallopt(
         M_MMAP_THRESHOLD, 64 * 1024
     )  # what is freed is given back, and not there to be used again
-    rank, source = dist.get_rank(), make_engine(path, **options).weight_source("bfloat16")
+    is_megatron = options["strategy"] == "megatron"
+    own = {name: value for name, value in options.items() if name != "strategy"}
+    engine = make_megatron(path, own) if is_megatron else make_engine(path, **options)
+    rank, source = dist.get_rank(), engine.weight_source("bfloat16")
     layout = Layout.of(source.specs())
     tables = [ShardTable.decode(table) for table in everywhere(ShardTable.of(layout, source.shards()).encode())]
     plan = make_plan(layout, tables, block_nbytes=CONFIG.block_nbytes)

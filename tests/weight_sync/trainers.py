@@ -6,6 +6,7 @@ They count versions on their own, so that tests may share them in any order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,22 @@ class FSDPTrainer(Trainer):
     """Actor workers of the project on Ray, over gloo, whatever their engine; a rollout node in its own process."""
 
     def __init__(
-        self, path: Path, strategy: str, dtype: str, shm_dir: Path, scratch: Path, **actor: dict[str, Any]
+        self,
+        path: Path,
+        strategy: str,
+        dtype: str,
+        shm_dir: Path,
+        scratch: Path,
+        model: Mapping[str, Any] | None = None,
+        **actor: dict[str, Any],
     ) -> None:
-        """`actor`: sections of the actor's configuration."""
+        """`model` is of the model's configuration, `actor` are sections of the actor's."""
         shm_dir.mkdir()
-        self._dtype, self._scratch = dtype, scratch
+        self._dtype, self.scratch = dtype, scratch
         config = from_mapping(
             ActorRolloutRefConfig,
             {
-                "model": {"path": str(path)},
+                "model": {"path": str(path), **(model or {})},
                 "actor": {
                     "strategy": strategy,
                     "ppo_mini_batch_size": 8,
@@ -121,11 +129,11 @@ class FSDPTrainer(Trainer):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The same, gathered and written by the export, which shares nothing with the sync but the names of experts."""
-        self.group.export_hf(str(self._scratch), "float32")
+        self.group.export_hf(str(self.scratch), "float32")
         dtype = getattr(torch, self._dtype)
         return {
             name: tensor.to(dtype)
-            for file in sorted(self._scratch.glob("*.safetensors"))
+            for file in sorted(self.scratch.glob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
 

@@ -110,6 +110,34 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     return config
 
 
+def require_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, directory: Path, key: str, *, trust_remote_code: bool
+) -> None:
+    """Raises ConfigError unless the model in `directory`, which `key` names, reads the token ids of `tokenizer`.
+
+    Called on the driver. The model's own tokenizer must give every token the same id, and may have more tokens; its
+    embedding must have a row for each, and may have more, as models of one family differ in how far they pad it.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    expected = tokenizer.get_vocab()
+    found = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code).get_vocab()
+    different = [token for token, number in expected.items() if found.get(token) != number]
+    if different:
+        first = min(different, key=lambda token: expected[token])
+        raise ConfigError(
+            f"{key}={directory} has another vocabulary than the policy, whose token ids it would read: "
+            f"{len(different)} of {len(expected)} tokens differ, such as {first!r}, which is {expected[first]} for the "
+            f"policy and {found.get(first, 'unknown')} there"
+        )
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    rows, needed = config.get_text_config().vocab_size, 1 + max(expected.values())
+    if rows < needed:
+        raise ConfigError(
+            f"{key}={directory} has embeddings for {rows} tokens, and the policy's tokenizer has {needed} token ids"
+        )
+
+
 def _override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
     known = config.to_dict()
     for name, value in fields.items():

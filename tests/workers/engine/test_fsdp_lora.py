@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,8 @@ from tests.workers.engine.engine_cases import (
 from verl.checkpoint_engine.types import Box, Shard
 from verl.utils.config import ConfigError, from_mapping
 from verl.workers.config import HFModelConfig
+from verl.workers.config.model import LoRAConfig
+from verl.workers.engine.fsdp.model import adapter_shapes
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.losses import LossTotals
 
@@ -182,6 +185,27 @@ def test_a_rank_merges_any_piece_of_its_rows_alone(ranks, models):
     assert collectives == 0
 
 
+def train_adapters(path, directory):
+    engine = make_engine(path, model=LORA | {"lora": LoRAConfig(merge=False)})
+    train(engine, range(2))
+    engine.save_checkpoint(directory, ("model",))
+    with CommDebugMode() as collectives:
+        parts = held_parts(engine)
+    return parts, collectives.get_total_counts()
+
+
+def test_adapters_are_sent_alone_as_peft_names_them_and_each_rank_sends_what_it_holds(ranks, models, tmp_path):
+    path = models("qwen2")
+    results = ranks.run(train_adapters, 3, path, tmp_path)
+    assert [collectives for _, collectives in results] == [0] * 3
+    sent = assemble([parts for parts, _ in results])
+    exported = load_file(tmp_path / "lora_adapter/adapter_model.safetensors")
+    assert sent.keys() == exported.keys()
+    assert [name for name, tensor in exported.items() if not torch.equal(sent[name], tensor)] == []
+    config = HFModelConfig(path=str(path), **LORA)
+    assert sorted(adapter_shapes(config)) == sorted(tuple(tensor.shape) for tensor in exported.values())
+
+
 def error_of_building(path, options):
     with pytest.raises(ConfigError) as caught:
         make_engine(path, **options)
@@ -223,7 +247,6 @@ def test_a_checkpoint_of_other_adapters_or_of_a_whole_model_is_refused(ranks, mo
         ({"lora_rank": -1}, "lora_rank must not be negative"),
         ({"lora_alpha": 0}, "lora_alpha must be positive"),
         ({"lora_rank": 1, "target_modules": []}, "names no layer"),
-        ({"lora_rank": 1, "lora": {"merge": False}}, "lora.merge=true"),
     ],
 )
 def test_a_configuration_that_cannot_be_delivered_is_refused(values, message):

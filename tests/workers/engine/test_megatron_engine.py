@@ -16,6 +16,7 @@ from tests.workers.engine.engine_cases import (
     weighted_loss,
 )
 from tests.workers.engine.megatron_cases import (
+    CONTENTS,
     EP2,
     PP2,
     RATES,
@@ -32,6 +33,7 @@ from tests.workers.engine.megatron_cases import (
     train,
     whole_life,
 )
+from verl.workers.engine.megatron.layout import divide
 
 LAYOUTS = [
     pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
@@ -40,6 +42,7 @@ LAYOUTS = [
         "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
     ),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
+    pytest.param("qwen3_moe", False, 4, EP2, id="experts dealt out to two ranks, twice"),
     pytest.param("qwen3_moe", False, 2, TP2 | SEQUENCE | EP2 | WHOLE_EXPERTS, id="the same two share the rest"),
 ]
 
@@ -93,6 +96,47 @@ def test_a_layout_computes_trains_exports_and_resumes_as_one_process_does(
         assert other["metrics"] == rank["metrics"]
 
 
+def held_moments(path, options, directory):
+    """Elements of the moments that a rank keeps, before and after a step, and what it holds after three."""
+    engine = make_megatron(path, options)
+    counts = []
+    for seed in range(3):
+        kept = engine._optimizer.moments()
+        counts.append({kind: sum(tensor.numel() for tensor in own.values()) for kind, own in kept.items()})
+        train(engine, (seed,))
+    engine.save_checkpoint(directory / "step", CONTENTS)
+    return counts, sum(tensor.numel() for tensor in engine._weights.tensors.values()), held_parts(engine)
+
+
+def test_data_parallel_ranks_divide_the_moments_and_train_as_if_each_kept_all(ranks, models, tmp_path):
+    path = models("qwen3", True)
+    shared, whole = (
+        ranks.run(held_moments, 2, path, {"use_distributed_optimizer": value}, tmp_path / str(value))
+        for value in (True, False)
+    )
+    numel = shared[0][1]
+    for counts in zip(*(counts for counts, _, _ in shared), strict=True):
+        for kind in ("exp_avg", "exp_avg_sq"):
+            kept = [count[kind] for count in counts]
+            assert sum(kept) == numel
+            assert max(kept) < 0.6 * numel
+    assert {count["exp_avg"] for counts, _, _ in whole for count in counts} == {numel}
+    found, expected = (assemble([parts for _, _, parts in result]) for result in (shared, whole))
+    assert_same_weights(found, expected)
+
+    from_shared, from_whole = (
+        assemble([rank["trained"] for rank in ranks.run(resumed, 2, path, options, tmp_path / saved)])
+        for saved, options in (("True", {"use_distributed_optimizer": False}), ("False", {}))
+    )
+    assert_same_weights(from_shared, from_whole)
+
+
+def test_moments_are_divided_evenly_and_the_first_tensor_has_the_first_rank():
+    assert divide([8, 5, 4, 2, 1], 2) == [0, 1, 1, 0, 1]
+    assert divide([3, 3], 4) == [0, 1]
+    assert divide([], 2) == []
+
+
 def copies_of_tied_embeddings(path):
     engine = make_megatron(path, PP2)
     train(engine, range(3))
@@ -105,8 +149,10 @@ def copies_of_tied_embeddings(path):
 
 def test_both_ends_of_the_pipeline_keep_the_same_tied_embeddings(ranks, models):
     """Either copy may be sent to the rollouts."""
-    first, last = ranks.run(copies_of_tied_embeddings, 2, models("qwen2", True))
-    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+    first, other, *last = ranks.run(copies_of_tied_embeddings, 4, models("qwen2", True))
+    for embedding in (first, other):
+        for head in last:
+            assert torch.equal(embedding["embedding.word_embeddings.weight"], head["output_layer.weight"])
 
 
 def test_another_layout_goes_on_from_a_checkpoint(ranks, models, tmp_path):

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.utils.config import ConfigError
@@ -16,6 +19,7 @@ from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, Samplin
 from verl.workers.rollout import registry as registry_module
 from verl.workers.rollout.engine import eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied
+from verl.workers.rollout.vllm.adapter import adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 
 
@@ -147,3 +151,21 @@ def test_end_of_sequence_tokens_are_collected_from_every_file(tmp_path: Path):
     assert eos_token_ids(HFModelConfig(path=str(tmp_path))) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     assert eos_token_ids(HFModelConfig(path=str(tmp_path))) == (7, 9)
+
+
+def test_adapters_become_files_that_peft_reads_and_are_gone_afterwards(tmp_path: Path):
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(3, 8), f"{layer}.lora_B.weight": torch.ones(4, 3).bfloat16()}
+    model = HFModelConfig(path="unused", lora_rank=3, lora_alpha=12)
+    with adapter_files(tmp_path, tensors, model) as directory:
+        config = LoraConfig.from_pretrained(directory)
+        assert (config.r, config.lora_alpha, config.target_modules) == (3, 12, {"q_proj"})
+        found = load_file(directory / "adapter_model.safetensors")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("rank", "reserved"), [(1, 1), (2, 8), (16, 16), (17, 32), (512, 512)])
+def test_vllm_reserves_memory_for_the_next_rank_that_it_knows(rank: int, reserved: int):
+    assert engine_rank(rank) == reserved

@@ -75,6 +75,7 @@ class _Trial:
             for name, (dtype, shape) in tensors.items()
         }
         problems = []
+        refused: set[str] = set()
         try:
             loaded: set[str] | None = self._model.load_weights(self._named(weights.items()))
         except REFUSALS:
@@ -83,6 +84,7 @@ class _Trial:
                 try:
                     loaded |= self._model.load_weights(self._named([(name, tensor)])) or set()
                 except REFUSALS as exc:
+                    refused.add(name)
                     refusal = " ".join(str(exc).split())[:200]
                     problems.append(f"{name} {list(tensor.shape)} is refused ({type(exc).__name__}: {refusal})")
         problems += self._misshapen.values()
@@ -91,9 +93,21 @@ class _Trial:
             for name, numel in self._expert_numel.items()
             if 0 < self._copied_numel[name] < numel
         ]
+        taken = refused.union(*self._sources.values())
+        problems += [
+            f"{name} is of no expert of the model" for name in self._experts_here(weights) if name not in taken
+        ]
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]
         return problems
+
+    def _experts_here(self, names: Iterable[str]) -> Iterator[str]:
+        """Those of `names` that are experts' in layers of this pipeline stage.
+
+        vLLM's loaders skip an expert beyond the last one without a word, as they do layers of other stages.
+        """
+        stacks = {parameter.partition(".experts.")[0] for parameter in self._expert_numel}
+        return (name for name in names if ".experts." in name and name.partition(".experts.")[0] in stacks)
 
     def _named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

@@ -7,6 +7,7 @@ import logging
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import build_dataloader, build_dataset, resolve_data_files
 from verl.utils.device import resolve_device
-from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
+from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, PPOConfig
@@ -58,7 +59,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
-    _require_adapters(config, model_path)
+    adapters = _adapter_shapes(config, model_path)
     TrainEngineRegistry.check_job(
         config.actor_rollout_ref.actor.strategy,
         megatron=config.actor_rollout_ref.actor.megatron,
@@ -66,7 +67,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         world_size=config.trainer.world_size,
         device=device,
     )
-    arena_nbytes = _arena_nbytes(config, model_path)
+    arena_nbytes = _arena_nbytes(config, model_path, adapters)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
     manager_class = _agent_loop_manager_class(config)
@@ -74,7 +75,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     loaders = _dataloaders(config, tokenizer)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
-    critic = _local_critic(config)
+    critic = _local_critic(config, tokenizer)
     reward_manager = NaiveRewardManager(
         tokenizer,
         load_reward_function(config.custom_reward_function),
@@ -124,13 +125,19 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     return result
 
 
-def _local_critic(config: PPOConfig) -> CriticConfig | None:
-    """The critic with a local directory in the place of a built-in name; None for a run without one."""
+def _local_critic(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> CriticConfig | None:
+    """The critic with a local directory in the place of a built-in name; None for a run without one.
+
+    Raises ConfigError for a model that does not read the tokens of `tokenizer`, the policy's.
+    """
     if not needs_critic(config):
         return None
     model = config.critic.model
-    path = None if model.path is None else str(resolve_model_path(model.path))
-    return replace(config.critic, model=replace(model, path=path))
+    if model.path is None:
+        return config.critic
+    path = resolve_model_path(model.path)
+    require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+    return replace(config.critic, model=replace(model, path=str(path)))
 
 
 def _agent_loop_manager_class(config: PPOConfig) -> Any:
@@ -205,21 +212,23 @@ def _require_positions(config: PPOConfig) -> None:
         )
 
 
-def _require_adapters(config: PPOConfig, model_path: Path) -> None:
+def _adapter_shapes(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]]:
     """Raises ConfigError if LoRA's target modules are not there, BackendUnavailable if its package is not."""
     model = config.actor_rollout_ref.model
-    if model.lora_rank:
-        from verl.workers.engine.fsdp.model import require_adapters
+    if not model.lora_rank:
+        return []
+    from verl.workers.engine.fsdp.model import adapter_shapes
 
-        require_adapters(replace(model, path=str(model_path)))
+    return adapter_shapes(replace(model, path=str(model_path)))
 
 
-def _arena_nbytes(config: PPOConfig, model_path: Path) -> int:
-    """Shared memory that each rollout node's arena will take."""
+def _arena_nbytes(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:
+    """Shared memory that each rollout node's arena will take. `adapters` are the shapes of those of the model."""
     itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
     with HFCheckpoint(model_path) as checkpoint:
-        nbytes = sum(align(math.prod(checkpoint.shape(name)) * itemsize) for name in checkpoint.names)
-    return nbytes * config.checkpoint_engine.slots
+        whole = [checkpoint.shape(name) for name in checkpoint.names]
+    shapes = adapters if config.actor_rollout_ref.model.sends_adapters else whole
+    return sum(align(math.prod(shape) * itemsize) for shape in shapes) * config.checkpoint_engine.slots
 
 
 def _require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:

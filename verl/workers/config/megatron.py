@@ -27,6 +27,9 @@ class MegatronConfig:
         128, "rows of the embedding are padded to a multiple of this, times tensor_model_parallel_size"
     )
     padded_vocab_size: int | None = option(None, "rows of the embedding; null: as make_vocab_size_divisible_by says")
+    use_distributed_optimizer: bool = option(
+        True, "each data-parallel rank keeps the optimizer's moments of a part of the tensors; false: of all"
+    )
     model_dtype: str = option("fp32", "dtype of the weights that the optimizer keeps", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
 

@@ -12,7 +12,11 @@ from verl.utils.config import ConfigError, option, section
 class LoRAConfig:
     """How adapters reach the rollout engines."""
 
-    merge: bool = option(True, "add them to the weights that are sent, which every engine can load (verl: false)")
+    merge: bool = option(
+        True,
+        "true: add them to the weights that are sent, which every engine can load; false: send them alone, and vllm "
+        "adds them to the weights that it has read from model.path (verl: false)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,8 @@ class HFModelConfig:
             raise ConfigError(f"lora_alpha must be positive, not {self.lora_alpha}")
         if not self.target_modules:
             raise ConfigError("target_modules names no layer")
-        if self.lora_rank and not self.lora.merge:
-            raise ConfigError(
-                "lora.merge=false would have the rollout engines load adapters beside the base weights, which none of "
-                "them does here: set lora.merge=true, and they get the merged weights"
-            )
+
+    @property
+    def sends_adapters(self) -> bool:
+        """A sync moves the adapters alone; the rollout engines have the other weights from `path`."""
+        return self.lora_rank > 0 and not self.lora.merge

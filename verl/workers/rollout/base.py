@@ -82,6 +82,8 @@ class RolloutReplica(ABC):
     """"module:Class" of the `Engine` that the server runs."""
     can_sleep_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine can free its memory."""
+    loads_adapters: ClassVar[bool] = False
+    """The engine reads the model's weights from its directory, and a version may be adapters for them alone."""
     startup_hint: ClassVar[str] = ""
     """What to tell people who wait for it to start."""
 
@@ -103,6 +105,11 @@ class RolloutReplica(ABC):
                 raise ConfigError(
                     f"unknown engine rollout.engine_kwargs.{name}.{did_you_mean(name, RolloutReplicaRegistry.names())}"
                 )
+        if model.sends_adapters and not self.loads_adapters:
+            raise ConfigError(
+                f"actor_rollout_ref.model.lora.merge=false needs an engine that loads adapters, which "
+                f"actor_rollout_ref.rollout.name={config.name} does not: set lora.merge=true, or rollout.name=vllm"
+            )
         self.check_config()
 
     @abstractmethod

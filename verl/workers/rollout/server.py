@@ -59,7 +59,8 @@ class RolloutServer:
         module, _, class_name = spec.engine.partition(":")
         self._engine: Engine = getattr(importlib.import_module(module), class_name)(spec)
         self._loop = EngineLoop(f"{spec.name}-engine")
-        self._version: int | None = NO_VERSION if spec.config.load_format == "auto" else None
+        usable = spec.config.load_format == "auto" and not spec.model.sends_adapters
+        self._version: int | None = NO_VERSION if usable else None
         self._committed: tuple[str, int] | None = None
         self._torn = False
         """An activation began and did not succeed: the engine holds weights of two versions."""

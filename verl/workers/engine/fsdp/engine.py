@@ -206,7 +206,7 @@ class FSDPEngine:
         model: Any = self._built()
         tensors = self.sharding.held(model)
         if self._adapters is not None:
-            tensors = self._adapters.merged(tensors)
+            tensors = self._adapters.sent(tensors)
         return FSDPWeightSource(split_experts(tensors, model.config.model_type), rollout_dtype=rollout_dtype)
 
     # ---- helpers

@@ -3,7 +3,8 @@
 A layer that computes x W' gets (B A) scale added to its W, with A [rank, inputs] and B [outputs, rank]. FSDP2 shards A
 and B by rows like every parameter, so a rank has those rows of B that belong to its rows of W, but not all of A. After
 each optimizer step the ranks gather A, on the thread that trains: of a layer, rank / outputs of what every forward pass
-gathers. A sync then merges any box of W without asking another rank.
+gathers. A sync then merges any box of W without asking another rank. Where engines load adapters, nothing is merged or
+gathered: a sync moves what each rank holds of A and B.
 """
 
 from __future__ import annotations
@@ -103,11 +104,18 @@ class Adapters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every rank the present A of every layer. A collective; after everything that changes A."""
-        self._whole_a = {layer: _whole(a) for layer, (a, _) in self._pairs.items()}
+        """Give every rank the present A of every layer, if syncs merge. A collective; to follow what changes A."""
+        if self._config.lora.merge:
+            self._whole_a = {layer: _whole(a) for layer, (a, _) in self._pairs.items()}
 
-    def merged(self, tensors: Mapping[str, HeldTensor]) -> dict[str, HeldTensor]:
-        """`tensors` under the names that they had without adapters, with the adapters added to what is read."""
+    def sent(self, tensors: Mapping[str, HeldTensor]) -> dict[str, HeldTensor]:
+        """What rollout engines get of `tensors`, which is what this rank holds.
+
+        Those of the model without adapters, with the adapters added to what is read; or the adapters alone, as peft
+        names them.
+        """
+        if not self._config.lora.merge:
+            return {_in_peft(layer, part): tensors[layer + part] for layer in self._pairs for part in (A, B)}
         found = {}
         for name, tensor in base_tensors(tensors).items():
             layer = name.removesuffix(".weight")
@@ -147,8 +155,8 @@ class Adapters:
         """Write the adapters as peft does, durably; `PeftModel.from_pretrained` and engines load them. A collective."""
         tensors = {}
         for layer, factors in self._pairs.items():
-            for kind, factor in zip(("lora_A", "lora_B"), factors, strict=True):
-                tensors[f"base_model.model.{layer}.{kind}.weight"] = _whole(factor).cpu().contiguous()
+            for part, factor in zip((A, B), factors, strict=True):
+                tensors[_in_peft(layer, part)] = _whole(factor).cpu().contiguous()
         if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -162,6 +170,11 @@ class Adapters:
 def base_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the model without adapters, under the names that they have there."""
     return {name.replace(BASE, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}
+
+
+def _in_peft(layer: str, part: str) -> str:
+    """The name of an adapter's `part`, A or B, in a file of peft's."""
+    return f"base_model.model.{layer}{part.replace('.default.', '.')}"
 
 
 def _all_linear(model: PreTrainedModel) -> list[str]:

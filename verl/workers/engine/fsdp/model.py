@@ -22,7 +22,7 @@ from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
-from verl.workers.engine.fsdp.lora import Adapters, add_adapters, base_tensors
+from verl.workers.engine.fsdp.lora import Adapters, add_adapters, base_tensors, is_adapter
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
 from verl.workers.engine.fsdp.tensors import (
@@ -110,13 +110,17 @@ def build_model(
     return sharded, adapters
 
 
-def require_adapters(model_config: HFModelConfig) -> None:
-    """Raises what `build_model` would raise about LoRA. Needs no process group and no memory for the model."""
+def adapter_shapes(model_config: HFModelConfig) -> list[tuple[int, ...]]:
+    """Of the adapters that `build_model` would make. Needs no process group and no memory for the model.
+
+    Raises what `build_model` would raise about LoRA.
+    """
     hf_config = load_hf_config(model_config)
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
     add_adapters(model, model_config)
+    return [tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)]
 
 
 def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:

@@ -120,6 +120,7 @@ class MegatronEngine:
                 self._optim_config,
                 grad_clip=self._grad_clip,
                 sequence_parallel=config.sequence_parallel,
+                distributed=config.use_distributed_optimizer,
             )
 
     # ---- log-probs
@@ -242,8 +243,7 @@ class MegatronEngine:
             directory, contents, self._training_state, device=self.device.type, seed=self._seed
         )
         if "optimizer" in state and self._optimizer is not None:
-            for step in self._optimizer.state()["step"].values():
-                step.copy_(state["optimizer"]["step"])
+            self._optimizer.steps = int(state["optimizer"]["step"])
         self._weights.publish()
         if lr_step is not None:
             self._lr_step = lr_step
@@ -281,17 +281,18 @@ class MegatronEngine:
         if "model" in contents:
             state["model"] = _in_checkpoint(self._held)
         if "optimizer" in contents and self._optimizer is not None:
-            moments = self._optimizer.state()
-            steps = moments.pop("step")
+            moments = self._optimizer.moments()
             state["optimizer"] = {kind: _in_checkpoint(self._in_hf_names(own)) for kind, own in moments.items()}
-            state["optimizer"]["step"] = next(iter(steps.values())).clone()  # the same for all
+            state["optimizer"]["step"] = torch.tensor(float(self._optimizer.steps))
         return state
 
     def _tensors_of(self, rank: int) -> list[LocalTensor]:
         return list(local_tensors(self._architecture, self._dims, self._sizes, rank))
 
     def _in_hf_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, HeldTensor]:
-        return held_tensors(self._architecture, self._dims, self._tensors, tensors)
+        """`tensors` are some or all of this rank's."""
+        there = [tensor for tensor in self._tensors if tensor.name in tensors]
+        return held_tensors(self._architecture, self._dims, there, tensors)
 
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: experts are shared by ranks with different sequences."""

@@ -202,6 +202,16 @@ def local_tensors(
             )
 
 
+def divide(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that gets each of `sizes`: one after the other, each to the first rank that has least."""
+    loads, found = [0] * ranks, []
+    for size in sizes:
+        rank = loads.index(min(loads))
+        loads[rank] += size
+        found.append(rank)
+    return found
+
+
 def _replicas(row: Row, dims: Dimensions, sizes: ParallelSizes) -> int:
     if row.is_expert:
         return sizes.expert_data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from verl.workers.config import OptimizerConfig
 from verl.workers.engine.megatron.architectures import Cut
-from verl.workers.engine.megatron.layout import LocalTensor
+from verl.workers.engine.megatron.layout import LocalTensor, divide
 from verl.workers.engine.megatron.library import parallel_state
 from verl.workers.engine.schedule import learning_rate
 
@@ -58,7 +59,11 @@ def _move_gradient(weight: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 class Optimizer:
-    """AdamW on `Weights`, whose gradients are those of the rank's own sequences until `step` adds up those of all."""
+    """AdamW on `Weights`, whose gradients are those of the rank's own sequences until `step` adds up those of all.
+
+    `distributed` data-parallel ranks keep the moments of a part of the tensors each, step those, and send the others
+    what became of them. Otherwise each keeps the moments of all that it holds.
+    """
 
     def __init__(
         self,
@@ -68,15 +73,25 @@ class Optimizer:
         *,
         grad_clip: float,
         sequence_parallel: bool,
+        distributed: bool,
     ) -> None:
+        """Megatron's groups must exist. `tensors` are in the same order on all ranks of a data-parallel group."""
         self._weights, self._tensors, self._config, self._grad_clip = weights, tensors, config, grad_clip
         self._sequence_parallel = sequence_parallel
-        self.adamw = torch.optim.AdamW(
-            weights.tensors.values(),
-            lr=learning_rate(0, config),
-            betas=(config.betas[0], config.betas[1]),
-            weight_decay=config.weight_decay,
-            fused=True,
+        self._owners = _owners(weights, tensors) if distributed else {}
+        self._own = [tensor for tensor in tensors if self._is_own(tensor)]
+        self._steps = 0
+        own = [weights.tensors[tensor.name] for tensor in self._own]
+        self._adamw = (
+            torch.optim.AdamW(
+                own,
+                lr=learning_rate(0, config),
+                betas=(config.betas[0], config.betas[1]),
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+            if own
+            else None
         )
 
     @torch.no_grad()
@@ -86,45 +101,114 @@ class Optimizer:
         Returns the norm over all ranks before clipping.
         """
         gradients = self._summed_gradients()
-        norm = _global_norm(gradients, self._tensors)
+        norm = self._global_norm(gradients)
         if math.isfinite(norm):
             scale = min(1.0, self._grad_clip / (norm + 1e-6))
-            if scale < 1.0:
+            if scale < 1.0 and gradients:
                 torch._foreach_mul_(list(gradients.values()), scale)
-            for group in self.adamw.param_groups:
-                group["lr"] = learning_rate(lr_step, self._config)
-            self.adamw.step()
+            if self._adamw is not None:
+                for group in self._adamw.param_groups:
+                    group["lr"] = learning_rate(lr_step, self._config)
+                self._adamw.step()
+            self._steps += 1
+            for name, owner in self._owners.items():
+                dist.broadcast(self._weights.tensors[name].detach(), group=owner.group, group_src=owner.rank)
             self._weights.publish()
-        self.adamw.zero_grad(set_to_none=True)
+        for weight in self._weights.tensors.values():
+            weight.grad = None
         return norm
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Kind of moment -> Megatron's name -> the tensor itself; made if no step has been taken yet."""
-        moments: dict[str, dict[str, torch.Tensor]] = {}
-        for name, weight in self._weights.tensors.items():
-            state: dict[str, Any] = self.adamw.state[weight]
+    @property
+    def steps(self) -> int:
+        """How many were taken."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        for step in self._state("step").values():
+            step.fill_(count)
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Kind -> Megatron's name -> the tensor itself, of what this rank steps; made if no step has been taken yet."""
+        return {kind: own for kind in ("exp_avg", "exp_avg_sq") if (own := self._state(kind))}
+
+    def _state(self, kind: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for tensor in self._own:
+            assert self._adamw is not None  # there is something that this rank steps
+            weight = self._weights.tensors[tensor.name]
+            state: dict[str, Any] = self._adamw.state[weight]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-            for kind, value in state.items():
-                moments.setdefault(kind, {})[name] = value.detach()
-        return moments
+            found[tensor.name] = state[kind].detach()
+        return found
 
-    def _summed_gradients(self) -> Mapping[str, torch.Tensor]:
-        """A collective: every rank takes the tensors of a group in the same order, whether it has a gradient or not."""
+    def _is_own(self, tensor: LocalTensor) -> bool:
+        owner = self._owners.get(tensor.name)
+        return owner is None or owner.rank == dist.get_rank(owner.group)
+
+    def _summed_gradients(self) -> dict[str, torch.Tensor]:
+        """Of what this rank steps. A collective: every rank takes the tensors of a group in the same order, whether it
+        has a gradient or not."""
         gradients = {}
-        data, experts = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
         for tensor in self._tensors:
             weight = self._weights.tensors[tensor.name]
             if weight.grad is None:  # an expert that no token came to
                 weight.grad = torch.zeros_like(weight)
-            gradients[tensor.name] = weight.grad
             if tensor.row.gradient_is_partial or (self._sequence_parallel and _is_replicated(tensor)):
                 dist.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
-            if _has_a_copy(tensor):
-                dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
-            dist.all_reduce(weight.grad, group=experts if tensor.row.is_expert else data)
+            if owner := self._owners.get(tensor.name):
+                dist.reduce(weight.grad, group=owner.group, group_dst=owner.rank)
+            else:
+                dist.all_reduce(weight.grad, group=_data_parallel_group(tensor))
+            if self._is_own(tensor):
+                gradients[tensor.name] = weight.grad
+                if _has_a_copy(tensor):  # last, as a sum of two is the same at both ends, whatever is rounded before
+                    dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
         return gradients
+
+    def _global_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """Of the whole model, each element counted once. A collective of all ranks, with the same result on each."""
+        squares = []
+        for tensor in self._own:
+            owner = self._owners.get(tensor.name)
+            times = tensor.replicas // (dist.get_world_size(owner.group) if owner else 1)
+            squares.append(torch.linalg.vector_norm(gradients[tensor.name], dtype=torch.float32).double() ** 2 / times)
+        total = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The rank in a data-parallel group that keeps the moments of a tensor."""
+
+    group: dist.ProcessGroup
+    rank: int
+
+
+def _owners(weights: Weights, tensors: Sequence[LocalTensor]) -> dict[str, Owner]:
+    """By Megatron's name, where there are several ranks. Experts are shared by other ranks than the rest."""
+    owners: dict[str, Owner] = {}
+    for is_expert in (False, True):
+        kind = [tensor for tensor in tensors if tensor.row.is_expert == is_expert]
+        if kind and dist.get_world_size(group := _data_parallel_group(kind[0])) > 1:
+            # Both ends of the pipeline take a tied embedding first, so that its owners, of rank 0, have a group.
+            kind.sort(key=lambda tensor: (not tensor.is_tied, -weights.tensors[tensor.name].numel()))
+            ranks = divide([weights.tensors[tensor.name].numel() for tensor in kind], dist.get_world_size(group))
+            owners |= {tensor.name: Owner(group=group, rank=rank) for tensor, rank in zip(kind, ranks, strict=True)}
+    return owners
+
+
+def _data_parallel_group(tensor: LocalTensor) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if tensor.row.is_expert
+        else parallel_state.get_data_parallel_group()
+    )
+    return group
 
 
 def _is_replicated(tensor: LocalTensor) -> bool:
@@ -134,14 +218,3 @@ def _is_replicated(tensor: LocalTensor) -> bool:
 def _has_a_copy(tensor: LocalTensor) -> bool:
     """On the other end of the pipeline, as tied embeddings have."""
     return tensor.is_tied and parallel_state.get_pipeline_model_parallel_world_size() > 1
-
-
-def _global_norm(gradients: Mapping[str, torch.Tensor], tensors: Sequence[LocalTensor]) -> float:
-    """Of the whole model, each element counted once. A collective of all ranks, with the same result on each."""
-    squares = [
-        torch.linalg.vector_norm(gradients[tensor.name], dtype=torch.float32).double() ** 2 / tensor.replicas
-        for tensor in tensors
-    ]
-    total = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total.sqrt())

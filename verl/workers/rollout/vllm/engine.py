@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
@@ -14,11 +15,13 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from verl.checkpoint_engine.arena import open_committed
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
@@ -29,6 +32,7 @@ from verl.workers.rollout.records import (
     TokenOutput,
     WeightVersionSpan,
 )
+from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 from verl.workers.rollout.vllm.leftovers import Leftovers
 
@@ -50,6 +54,9 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._leftovers: Leftovers | None = None
         self._activating = False
+        self._adapter: LoRARequest | None = None
+        """What a request says to be computed with the adapters; None until there are some."""
+        self._adapter_directory: Path | None = None
 
     async def start(self) -> None:
         """Blocks the engine loop for as long as vLLM takes; nothing else can happen before anyway."""
@@ -61,6 +68,8 @@ class VLLMEngine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
         await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
         self._leftovers.find_shared_memory()
+        if self._spec.model.sends_adapters:
+            self._adapter_directory = self._leftovers.memory_directory()
 
     def _bind_threads(self) -> None:
         """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes."""
@@ -101,13 +110,18 @@ class VLLMEngine:
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if spec.model.sends_adapters:
+            rank = engine_rank(spec.model.lora_rank)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
         return arguments | (config.engine_kwargs.get("vllm") or {})
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         final: RequestOutput | None = None
         try:
-            async for output in self._running().generate(prompt, self._sampling_params(sampling), request_id):
+            async for output in self._running().generate(
+                prompt, self._sampling_params(sampling), request_id, lora_request=self._adapter
+            ):
                 final = output  # FINAL_ONLY: there is one
         except EngineDeadError as exc:
             raise ReplicaDied(f"{self._spec.name}: the engine died during request {request_id}") from exc
@@ -152,8 +166,9 @@ class VLLMEngine:
 
     async def activate(self, arena_path: str, version: int) -> None:
         self._activating = True
+        load = self._load if self._adapter_directory is None else self._load_adapters
         try:
-            await self._control(self._load(self._running(), arena_path, version))
+            await self._control(load(self._running(), arena_path, version))
         finally:
             self._activating = False
         await self.clear_cache()
@@ -172,6 +187,24 @@ class VLLMEngine:
             raise
         await llm.finish_weight_update(str(version))
 
+    async def _load_adapters(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
+        """vLLM reads adapters from files, whole, before it lets go of those that it has."""
+        assert self._adapter_directory is not None  # `activate` has looked
+        with (
+            open_committed(arena_path, version) as (_, view),
+            adapter_files(self._adapter_directory, dict(view.tensors()), self._spec.model) as directory,
+        ):
+            try:
+                await llm.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(directory), load_inplace=True))
+            except Exception:
+                if self._spec.config.tensor_model_parallel_size > 1:
+                    # The answers of the ranks after the one that failed are unread, and would be taken for those to
+                    # the next call. Nothing is lost with this engine: it is started again from the arena.
+                    await self.shutdown()
+                raise
+            self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(directory))
+        await llm.update_weight_version(str(version))
+
     async def clear_cache(self) -> None:
         """Requests frozen by pause("keep") are computed again from their tokens."""
         if not await self._control(self._running().reset_prefix_cache(reset_running_requests=True)):
@@ -179,7 +212,9 @@ class VLLMEngine:
 
     async def sleep(self, *, weights: bool) -> None:
         llm = self._running()
-        await self._control(llm.sleep(level=2) if weights else llm.release_kv_cache_memory())
+        # A version without the base weights cannot bring them back: level 1 moves the weights to the host's memory.
+        level = 1 if self._spec.model.sends_adapters else 2
+        await self._control(llm.sleep(level=level) if weights else llm.release_kv_cache_memory())
 
     async def wake(self, *, weights: bool) -> None:
         await self._control(self._running().wake_up(tags=["weights"] if weights else ["kv_cache"]))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from verl import envs
 from verl.checkpoint_engine.janitor import Janitor
 
 SHM_DIR = "/dev/shm/"
@@ -26,6 +27,12 @@ class Leftovers:
         self.directory = Path(tempfile.mkdtemp(prefix="verl-vllm-"))
         """For vLLM's sockets. The path is short: a socket's may have 107 characters."""
         self._janitor = Janitor(self.directory)
+
+    def memory_directory(self) -> Path:
+        """A new directory in shared memory, for files of ours that vLLM's processes read."""
+        directory = Path(tempfile.mkdtemp(prefix="verl-adapter-", dir=envs.shm_dir()))
+        self._janitor.watch(directory)
+        return directory
 
     def find_shared_memory(self) -> None:
         """Note what vLLM's processes have mapped. Call when the engine has started: it maps nothing new later."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from verl import envs
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.experts import STACKED
+from verl.utils.model import load_hf_config
 from verl.workers.rollout.base import RolloutReplica
+from verl.workers.rollout.vllm.adapter import LARGEST_RANK
 
 # Set by us from keys of the configuration, or fixed because the rest relies on them.
 OWNED_ARGUMENTS = {
@@ -24,6 +27,9 @@ OWNED_ARGUMENTS = {
     "logprobs_mode": "the trainer, which compares log-probs",
     "generation_config": "rollout's sampling keys",
     "enable_sleep_mode": "rollout.free_cache_engine",
+    "enable_lora": "actor_rollout_ref.model.lora.merge",
+    "max_loras": "actor_rollout_ref.model.lora.merge",
+    "max_lora_rank": "actor_rollout_ref.model.lora_rank",
 }
 
 
@@ -32,9 +38,12 @@ class VLLMReplica(RolloutReplica):
 
     engine = "verl.workers.rollout.vllm.engine:VLLMEngine"
     can_sleep_on = ("cuda", "npu")
+    loads_adapters = True
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:
+        if self.model.sends_adapters:
+            self._check_adapters()
         arguments = self.config.engine_kwargs.get("vllm") or {}
         if not arguments:
             return
@@ -49,6 +58,21 @@ class VLLMReplica(RolloutReplica):
         for name in arguments:
             if name not in known:
                 raise ConfigError(f"vLLM has no argument {name!r} (engine_kwargs.vllm).{did_you_mean(name, known)}")
+
+    def _check_adapters(self) -> None:
+        merged = "set actor_rollout_ref.model.lora.merge=true"
+        if self.model.lora_rank > LARGEST_RANK:
+            raise ConfigError(
+                f"actor_rollout_ref.model.lora_rank={self.model.lora_rank}: vLLM loads adapters of ranks up to "
+                f"{LARGEST_RANK}; {merged}"
+            )
+        # With LoRA enabled, vLLM 0.32 computes experts in a Triton kernel, whether they have adapters or not.
+        model_type = load_hf_config(self.model).model_type
+        if self.device == "cpu" and model_type in STACKED:
+            raise ConfigError(
+                f"actor_rollout_ref.model.lora.merge=false: vLLM on cpu cannot load adapters into {model_type}, a "
+                f"mixture of experts; {merged}"
+            )
 
     def env_vars(self) -> dict[str, str]:
         env = {

@@ -1,0 +1,81 @@
+"""What is told about checkpoints that do not fit a mixture of experts, by vLLM's own loaders, without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.checkpoint_engine.fit_process import Checkpoint
+from verl.utils.builtin import make_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+MOE = "model.layers.0.mlp."
+EXPERTS = f"{MOE}experts."
+STACKS = f"{EXPERTS}routed_experts."
+
+
+def without(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    rest = {name: tensor for name, tensor in checkpoint.items() if not name.startswith(prefix)}
+    assert len(rest) < len(checkpoint)
+    return rest
+
+
+def with_shape(checkpoint: Checkpoint, name: str, shape: list[int]) -> Checkpoint:
+    assert checkpoint[name][1] != shape
+    return checkpoint | {name: ("float32", shape)}
+
+
+def cases(whole: Checkpoint) -> dict[str, tuple[Checkpoint, list[str]]]:
+    """Damaged checkpoints, and the problems that have to be told about each: these and no other."""
+    up, down = f"{EXPERTS}0.up_proj.weight", f"{EXPERTS}3.down_proj.weight"
+    some_w13, some_w2 = (f"some experts of {STACKS}{name}_weight are missing" for name in ("w13", "w2"))
+    return {
+        "nothing is wrong": (whole, []),
+        "an expert is missing": (without(whole, f"{EXPERTS}2."), [some_w13, some_w2]),
+        "a first matrix of an expert is missing": (without(whole, f"{EXPERTS}1.gate_proj"), [some_w13]),
+        "the second matrix of an expert is missing": (without(whole, f"{EXPERTS}1.down_proj"), [some_w2]),
+        "all experts of a layer are missing": (
+            without(whole, EXPERTS),
+            [f"{STACKS}w13_weight is missing", f"{STACKS}w2_weight is missing"],
+        ),
+        "there is one more expert": (
+            whole | {f"{EXPERTS}4.up_proj.weight": whole[up]},
+            [f"{EXPERTS}4.up_proj.weight is of no expert of the model"],
+        ),
+        "an expert has too few rows": (with_shape(whole, down, [32, 64]), [some_w2]),
+        "an expert has too few columns": (with_shape(whole, up, [64, 32]), [some_w13]),
+        "an expert has too many columns": (with_shape(whole, up, [64, 128]), [f"{up} [64, 128] is refused"]),
+        "the router has rows for other experts": (
+            with_shape(whole, f"{MOE}gate.weight", [8, 64]),
+            [f"{MOE}gate.weight [8, 64] is refused"],
+        ),
+        "the router is missing": (without(whole, f"{MOE}gate.weight"), [f"{MOE}gate.weight is missing"]),
+    }
+
+
+def test_every_problem_with_experts_is_told_and_no_other(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe")
+    weights = load_file(model / "model.safetensors")
+    damaged = cases({name: ("float32", list(tensor.shape)) for name, tensor in weights.items()})
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint_engine.fit_process", str(model)],
+        input=json.dumps([checkpoint for checkpoint, _ in damaged.values()]),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert process.returncode == 0, process.stderr
+    answers: list[str | None] = json.loads(process.stdout.splitlines()[-1])
+    assert len(answers) == len(damaged)
+    for (case, (_, expected)), answer in zip(damaged.items(), answers, strict=True):
+        found = answer.partition(" problems: ")[2].split("; ") if answer else []
+        assert len(found) == len(expected), (case, answer)
+        assert [problem for problem in expected if not any(one.startswith(problem) for one in found)] == [], case

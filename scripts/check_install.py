@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The transports' libraries, and what a job's processes load: imported once here, their bytecode is there for all of them.
+# The transports' libraries, and what the processes of a job load: imported here, their bytecode is there for all.
 LOADED_BY_JOBS = (
     "nixl",
     "mooncake.engine",

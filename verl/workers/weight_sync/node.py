@@ -23,6 +23,8 @@ class CheckpointEngineWorker:
     """
 
     def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
+        import torch  # noqa: F401 - for seconds: now, while trainer ranks build their model, and not in the first sync
+
         end_with_raylet()
         self._make = partial(RolloutNode, index, config, job=job, shm_dir=Path(shm_dir))
 

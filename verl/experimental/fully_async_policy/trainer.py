@@ -83,9 +83,12 @@ class FullyAsyncTrainer(RayPPOTrainer):
                         with now.timed("update_weights"):
                             self.synchronise(now)
                     self.test_and_save(now, self.rollouter_state)
+                now.metrics["fully_async/total_wait_time"] = now.seconds["gen"]
                 now.metrics["fully_async/trainer/idle_ratio"] = now.seconds["gen"] / now.seconds["step"]
                 self.report(now, batch)
-            self.end_sync(Step(step), version=step)
+            last = Step(step)
+            self.end_sync(last, version=step)
+            self.write_timeline(last)
         return self.result(step)
 
     @contextmanager
@@ -177,7 +180,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
             logger.warning("syncing again after: %s", exc)
             report = self.cluster.update_weights(version)
             metrics = ray.get(self._rollouter.synced.remote())
-        now.metrics |= report.metrics() | metrics
+        now.synced(report)
+        now.metrics |= metrics
         now.metrics["fully_async/count/current_param_version"] = report.version
         self.rollouts.set_servers(self.cluster.server_handles)
         return report.version

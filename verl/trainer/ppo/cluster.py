@@ -39,6 +39,7 @@ from verl.trainer.ppo.placement import (
 from verl.trainer.ppo.ray_session import RaySession
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
+from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -192,6 +193,18 @@ class Cluster:
         The trainer is not needed for it. How many are back in service. Raises CheckpointEngineError if none is.
         """
         return self.run(self._heal())
+
+    def begin_take_spans(self) -> Future[list[Span]]:
+        """Ask the rollout engines what they did since the last call; one that does not answer is left out.
+
+        Nobody has to wait for the answer: an engine may be busy.
+        """
+
+        async def take() -> list[Span]:
+            answers = await asyncio.gather(*(replica.take_spans() for replica in self.replicas), return_exceptions=True)
+            return [span for spans in answers if not isinstance(spans, BaseException) for span in spans]
+
+        return self._loop.start(take())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""

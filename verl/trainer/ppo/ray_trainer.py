@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.checkpoint_engine.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
@@ -33,7 +34,7 @@ from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
 from verl.utils.console import validation_rewards
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import marked_timer
+from verl.utils.timing import TIMELINE_FILE, Span, SpanLog, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
@@ -49,9 +50,19 @@ class Step:
     number: int
     metrics: Metrics = field(default_factory=dict)
     seconds: Metrics = field(default_factory=dict)
+    spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
+    syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
 
     def timed(self, name: str) -> Any:
-        return marked_timer(name, self.seconds)
+        return marked_timer(name, self.seconds, self.spans, self.number)
+
+    def synced(self, report: SyncReport) -> None:
+        """A sync has ended."""
+        self.metrics |= report.metrics()
+        start_s = report.began_s
+        for phase, seconds in report.laps:
+            self.syncs.add(phase, start_s, start_s + seconds, report.version)
+            start_s += seconds
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,8 @@ class RayPPOTrainer:
         self.rewards_after: dict[str, float] = {}
         self.has_critic = needs_critic(config)
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
+        self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
+        self._asked_engines: Future[list[Span]] | None = None
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
@@ -155,17 +168,21 @@ class RayPPOTrainer:
     def result(self, step: int) -> TrainingResult:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(Step(step))
+        self.write_timeline(Step(step), last=True)
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
         first = Step(start)
         logger.info("loading version %d of the weights into the rollout engines", start)
-        self.update_weights(first)
+        with first.timed("update_weights"):
+            self.update_weights(first)
         if self.config.trainer.val_before_train and not self.rewards_before:
-            self.validate(first)
+            with first.timed("testing"):
+                self.validate(first)
             self.rewards_before = dict(self.rewards_after)
             self.tracking.log(first.metrics, start)
+        self.write_timeline(first)
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
@@ -253,8 +270,7 @@ class RayPPOTrainer:
 
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
-        report = self.cluster.update_weights(now.number, generating)
-        now.metrics |= report.metrics()
+        now.synced(self.cluster.update_weights(now.number, generating))
         self.rollouts.set_servers(self.cluster.server_handles)
 
     def validate(self, now: Step) -> None:
@@ -296,6 +312,13 @@ class RayPPOTrainer:
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics["rollout/restarts"] = self.cluster.restarts
         self.tracking.log(now.metrics, now.number)
+        self.write_timeline(now)
+
+    def write_timeline(self, now: Step, *, last: bool = False) -> None:
+        """Who was busy with what: trainer and syncs in this step, the engines until the call before."""
+        engines = [] if self._asked_engines is None else self._asked_engines.result()
+        write_spans(self._timeline, [*now.spans.take(), *now.syncs.take(), *engines])
+        self._asked_engines = None if last else self.cluster.begin_take_spans()
 
     def _epoch(self, step: int) -> int:
         return (step - 1) // max(len(self.train_dataloader), 1)

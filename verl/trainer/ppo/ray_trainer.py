@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,22 +140,36 @@ class RayPPOTrainer:
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
             batch = self.score(batch, now)
-        with now.timed("old_log_prob"):
-            batch = self.add_old_log_probs(batch, now)
-        with now.timed("ref"):
-            batch = self.add_reference_log_probs(batch)
-        if self.has_critic:
-            with now.timed("values"):
-                batch = batch.union(self.cluster.actor.compute_values(batch))
-        with now.timed("adv"):
-            batch = self.add_advantages(batch, now)
-        if self.has_critic:
-            with now.timed("update_critic"):
-                self.update_critic(batch, now)
-        if now.number > self.config.trainer.critic_warmup:
-            with now.timed("update_actor"):
-                self.update_actor(batch, now)
+        with self.traced(now.number):
+            with now.timed("old_log_prob"):
+                batch = self.add_old_log_probs(batch, now)
+            with now.timed("ref"):
+                batch = self.add_reference_log_probs(batch)
+            if self.has_critic:
+                with now.timed("values"):
+                    batch = batch.union(self.cluster.actor.compute_values(batch))
+            with now.timed("adv"):
+                batch = self.add_advantages(batch, now)
+            if self.has_critic:
+                with now.timed("update_critic"):
+                    self.update_critic(batch, now)
+            if now.number > self.config.trainer.critic_warmup:
+                with now.timed("update_actor"):
+                    self.update_actor(batch, now)
         return batch
+
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Have the trainer ranks write traces of the block, if `step` is one of `global_profiler.steps`."""
+        profiler = self.config.global_profiler
+        if step not in (profiler.steps or ()):
+            yield
+            return
+        self.cluster.actor.start_profile()
+        yield
+        directory = Path(profiler.save_path or Path(self.config.trainer.output_dir) / "profile").absolute()
+        self.cluster.actor.stop_profile(str(directory), step)
+        logger.info("traces of step %d are in %s", step, directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""

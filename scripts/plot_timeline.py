@@ -19,7 +19,6 @@ LOG_PROBS, UPDATE, OTHER = (
     ("rewards, advantages, tests", "#bab0ac"),
 )
 TRAINER = {
-    "gen": ("waits for samples", "#eeeeee"),
     "reward": OTHER,
     "adv": OTHER,
     "testing": OTHER,
@@ -30,6 +29,7 @@ TRAINER = {
     "update_critic": UPDATE,
     "update_actor": UPDATE,
     "update_weights": ("waits for the sync", "#f58518"),
+    "gen": ("waits for samples", "#eeeeee"),
 }
 SYNC = {
     "prepare": ("prepare", "#d6a5c9"),
@@ -93,6 +93,16 @@ def window(spans: Sequence[Span], steps: tuple[int, int] | None) -> tuple[float,
     return min(span.start_s for span in found), max(span.stop_s for span in found)
 
 
+def waits_within_syncs(spans: Sequence[Span]) -> list[Span]:
+    """A trainer that waits for a sync which waits until engines have generated their batch waits for samples."""
+    waits = [span for span in spans if (span.role, span.name) == ("sync", "wait")]
+    syncs = [span for span in spans if (span.role, span.name) == ("trainer", "update_weights")]
+    both = [(max(one.start_s, two.start_s), min(one.stop_s, two.stop_s)) for one in waits for two in syncs]
+    return [
+        Span(role="trainer", name="gen", start_s=start_s, stop_s=stop_s) for start_s, stop_s in both if start_s < stop_s
+    ]
+
+
 def draw(spans: Sequence[Span], output: Path, *, steps: tuple[int, int] | None = None, title: str = "") -> None:
     """One lane for the trainer, one for each replica, one for the syncs. Raises ValueError without a step to draw."""
     import matplotlib
@@ -101,6 +111,7 @@ def draw(spans: Sequence[Span], output: Path, *, steps: tuple[int, int] | None =
     from matplotlib import pyplot as plt
 
     start_s, stop_s = window(spans, steps)
+    spans = [*spans, *waits_within_syncs(spans)]
     replicas = sorted({span.role for span in spans} - {"trainer", "sync"})
     lanes = {"trainer": TRAINER, **dict.fromkeys(replicas, REPLICA), "sync": SYNC}
     figure, axes = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.7), layout="constrained")

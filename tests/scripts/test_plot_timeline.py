@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plot_timeline import parsed, window
-from verl.utils.timing import Span, write_spans
+from scripts.plot_timeline import parsed, waits_within_syncs, window
+from verl.utils.timing import Span, read_spans, write_spans
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_timeline.py"
 
@@ -36,13 +36,20 @@ def test_a_picture_of_some_steps_is_drawn(run_dir):
 
 
 def test_the_picture_begins_and_ends_with_the_chosen_steps(run_dir):
-    from verl.utils.timing import read_spans
-
     spans = read_spans(run_dir / "timeline.jsonl")
     assert window(spans, None) == (1010.0, 1040.0)
     assert window(spans, parsed("2")) == (1020.0, 1030.0)
     with pytest.raises(ValueError, match="none of these steps"):
         window(spans, (7, 9))
+
+
+def test_a_trainer_that_waits_for_a_sync_that_waits_for_generation_waits_for_samples():
+    spans = [
+        Span(role="sync", name="wait", start_s=11, stop_s=14, version=1),
+        Span(role="trainer", name="update_weights", start_s=10, stop_s=15, version=1),
+        Span(role="trainer", name="update_weights", start_s=20, stop_s=21, version=2),
+    ]
+    assert waits_within_syncs(spans) == [Span(role="trainer", name="gen", start_s=11, stop_s=14)]
 
 
 def test_what_is_missing_is_named(tmp_path, run_dir):

@@ -3,8 +3,10 @@
     python -m benchmarks.modes
 
 One after the other, `main_ppo` (hybrid), one step off policy and fully asynchronous train the same model on the same
-number of samples, each as a command of its own. The numbers come from the files that every run writes. After them, the
-vanilla way to sync is measured with tensors of the same shapes: every one is gathered and broadcast from rank 0.
+number of samples, each as a command of its own. The engine decodes few responses at once, so that generation takes as
+long as an update or longer, as it does with models of a useful size. The numbers come from the files that every run
+writes. After them, the vanilla way to sync is measured with tensors of the same shapes: every one is gathered and
+broadcast from rank 0.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Settings:
     warm_up: int
     prompts: int
     responses: int
+    slots: int
     sync_every: int
     staleness: float
     timeout_s: float
@@ -80,6 +83,7 @@ class Settings:
             f"actor_rollout_ref.model.path={self.model}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts}",
             f"actor_rollout_ref.rollout.n={self.responses}",
+            f"actor_rollout_ref.rollout.max_num_seqs={self.slots}",
             f"data.train_batch_size={self.prompts}",
             f"checkpoint_engine.backend={self.backend}",
         ]
@@ -198,8 +202,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     add("--warm-up", type=int, default=4, help="first steps, which do not count (default: %(default)s)")
     add("--prompts", type=int, default=32, help="prompts per step (default: %(default)s)")
     add("--responses", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    add("--slots", type=int, default=8, help="responses that the engine decodes at once (default: %(default)s)")
     add("--sync-every", type=int, default=2, help="steps between syncs, fully asynchronous (default: %(default)s)")
-    add("--staleness", type=float, default=1.0, help="staleness_threshold, fully asynchronous (default: %(default)s)")
+    add("--staleness", type=float, default=0.5, help="staleness_threshold, fully asynchronous (default: %(default)s)")
     add("--timeout-s", type=float, default=900.0, help="of one run (default: %(default)s)")
     add("overrides", nargs="*", help="key=value words for all modes; they come before --modes")
     values = vars(parser.parse_args(arguments))
@@ -207,7 +212,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     for mode in values["modes"]:
         if mode not in MODES:
             parser.error(f"--modes: unknown {mode!r}.{choose_from(mode, MODES)}")
-    for name in ("ranks", "prompts", "responses", "sync_every"):
+    for name in ("ranks", "prompts", "responses", "slots", "sync_every"):
         if values[name] < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
     if not 0 <= values["warm_up"] < values["steps"] - values["sync_every"]:

@@ -142,7 +142,7 @@ def test_the_job_is_the_same_in_every_mode(tmp_path):
     assert hybrid == one_step
     assert [word for word in fully if word not in hybrid] == [
         "async_training.trigger_parameter_sync_step=2",
-        "async_training.staleness_threshold=1.0",
+        "async_training.staleness_threshold=0.5",
     ]
     assert fully[-1] == "trainer.seed=7"
 

@@ -10,8 +10,6 @@ broadcasts, as many bytes between two processes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import socket
@@ -29,11 +27,12 @@ from typing import Any
 import torch
 
 from benchmarks import parameter_server_report
+from benchmarks.command import make_parser, run
 from benchmarks.machine import available_nbytes, describe_machine
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.engine_receiver import receive
 from verl.checkpoint_engine.parameter_server.progress import UpdateReport
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
@@ -274,7 +273,7 @@ def summarise(samples: list[dict[str, float]], nbytes: int, *, p2p: bool) -> dic
 
 
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameter_server", description=__doc__.split("\n\n")[0])
+    parser = make_parser("parameter_server", __doc__, "result.json")
     add = parser.add_argument
     add("--size-gib", type=float, default=1.0, help="size of the checkpoint (default: %(default)s)")
     add("--bucket-megabytes", type=int, default=64, help="most MiB in a bucket (default: %(default)s)")
@@ -282,9 +281,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
         "--repeats", type=int, default=5, help="measured updates of each kind, after the warm-up (default: %(default)s)"
     )
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the checkpoint")
-    add("--output", type=Path, help="folder for result.json (default: benchmarks/results/<time>)")
     values = vars(parser.parse_args(arguments))
-    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("parameter_server-%Y%m%d-%H%M%S")
+    output = values.pop("output")
     if not values["size_gib"] * 2**30 >= MIN_NBYTES:
         parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
     for name in ("bucket_megabytes", "repeats"):
@@ -296,16 +294,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
 def main(arguments: list[str] | None = None) -> int:
     settings, output = parse(arguments)
     torch.set_num_threads(1)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        result = measure(settings)
-    except (CheckpointEngineError, OSError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    parameter_server_report.print_table(result)
-    print(output / "result.json")
-    return 0
+    return run(output, lambda: measure(settings), print_table=parameter_server_report.print_table)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ declare. Each case runs in a process of its own, bound to one core, so that its 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
 import sys
 import time
@@ -26,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import make_parser, run
 from benchmarks.machine import describe_machine
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.packed import Packing
@@ -205,12 +204,21 @@ def measure(case: str, settings: Settings) -> dict[str, Any]:
     }
 
 
-def print_table(results: list[dict[str, Any]], settings: Settings) -> None:
+def measure_all(settings: Settings) -> dict[str, Any]:
+    """Run the benchmark; everything that the JSON file holds."""
+    results = []
+    for case in CASES:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            results.append(pool.submit(measure, case, settings).result())
+    return {"benchmark": "planning", "settings": asdict(settings), "machine": describe_machine(), "cases": results}
+
+
+def print_table(measured: dict[str, Any]) -> None:
     console = Console()
-    for result in results:
+    for result in measured["cases"]:
         table = Table(
             title=f"{result['case']}: {result['parameters'] / 1e12:.2f} T parameters, {result['tensors']} tensors, "
-            f"{settings.trainers} ranks\n{result['shards']} shards, {result['pieces']} pieces"
+            f"{measured['settings']['trainers']} ranks\n{result['shards']} shards, {result['pieces']} pieces"
         )
         table.add_column("one core")
         for heading in ("seconds", "GiB"):
@@ -229,15 +237,14 @@ def print_table(results: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.split("\n\n")[0])
+    parser = make_parser("planning", __doc__, "result.json")
     add = parser.add_argument
     add("--layers", type=int, default=61, help="layers, the first one without experts (default: %(default)s)")
     add("--experts", type=int, default=384, help="experts per layer (default: %(default)s)")
     add("--trainers", type=int, default=256, help="trainer ranks (default: %(default)s)")
     add("--replicas", type=int, default=8, help="how often ranks repeat in the replicated case (default: %(default)s)")
-    add("--output", type=Path, help="folder for result.json (default: benchmarks/results/<time>)")
     values = vars(parser.parse_args(arguments))
-    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("planning-%Y%m%d-%H%M%S")
+    output = values.pop("output")
     for name, value in values.items():
         if value < 1:
             parser.error(f"--{name} must be at least 1, not {value}")
@@ -248,16 +255,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     settings, output = parse(arguments)
-    output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for case in CASES:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            results.append(pool.submit(measure, case, settings).result())
-    result = {"benchmark": "planning", "settings": asdict(settings), "machine": describe_machine(), "cases": results}
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    print_table(results, settings)
-    print(output / "result.json")
-    return 0
+    return run(output, lambda: measure_all(settings), print_table=print_table)
 
 
 if __name__ == "__main__":

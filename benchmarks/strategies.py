@@ -10,14 +10,11 @@ the replica and the receiver then have is compared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +27,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks import strategies_report
+from benchmarks.command import make_parser, progress, run
 from benchmarks.comparison import CONTENDERS
 from benchmarks.engine_rank import MEGATRON, RANKS, STRATEGIES, EngineRank
 from benchmarks.machine import available_nbytes, describe_machine
@@ -39,7 +37,7 @@ from benchmarks.raw_gloo import broadcast, group_of_two
 from benchmarks.weight_sync import CopyingReplica
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import resolve_backend
@@ -196,20 +194,15 @@ def require_same(strategy: str, synced: dict[str, torch.Tensor], received: dict[
     return xxhash.xxh3_64_hexdigest("".join(digests[key] for key in sorted(digests)).encode())
 
 
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=__doc__.split("\n\n")[0])
+    parser = make_parser("strategies", __doc__)
     add = parser.add_argument
     add("--backend", default="naive", help="checkpoint engine backend (default: %(default)s)")
     add("--strategies", nargs="+", default=list(STRATEGIES), help="training engines (default: all three)")
     add("--size-mib", type=float, default=512.0, help="of bfloat16 parameters (default: %(default)s)")
     add("--repeats", type=int, default=5, help="measured rounds, after the warm-up (default: %(default)s)")
-    add("--output", type=Path, help="folder for result.json and plot.png (default: benchmarks/results/<time>)")
     values = vars(parser.parse_args(arguments))
-    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("strategies-%Y%m%d-%H%M%S")
+    output = values.pop("output")
     for name in values["strategies"]:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -224,17 +217,12 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
 def main(arguments: list[str] | None = None) -> int:
     settings, output = parse(arguments)
     torch.set_num_threads(1)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(measure(settings))
-    except (CheckpointEngineError, ValueError, OSError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    strategies_report.draw(result, output / "plot.png")
-    strategies_report.print_table(result)
-    print(f"{output / 'result.json'}\n{output / 'plot.png'}")
-    return 0
+    return run(
+        output,
+        lambda: asyncio.run(measure(settings)),
+        print_table=strategies_report.print_table,
+        draw=strategies_report.draw,
+    )
 
 
 if __name__ == "__main__":

@@ -13,12 +13,9 @@ the arena into memory of their own: the least that any engine does.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import comparison_report, weight_sync_report
+from benchmarks.command import make_parser, run
 from benchmarks.comparison import compare, needed_nbytes
 from benchmarks.machine import Memcpy, available_nbytes, describe_machine
 from benchmarks.peers import Job
@@ -36,7 +34,7 @@ from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl import envs
 from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import resolve_backend
@@ -206,7 +204,7 @@ def require_memory(settings: Settings, needed_nbytes: int) -> None:
 
 
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__.split("\n\n")[0])
+    parser = make_parser("weight_sync", __doc__)
     add = parser.add_argument
     add("--backend", default="naive", help="checkpoint engine backend, or `all` of them (default: %(default)s)")
     add("--size-gib", type=float, default=1.0, help="model size at the rollout dtype (default: %(default)s)")
@@ -217,9 +215,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="what replicas receive")
     add("--source-dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what trainer ranks hold")
     add("--block-kilobytes", type=int, default=1024, help="largest piece with a digest (default: %(default)s)")
-    add("--output", type=Path, help="folder for result.json and plot.png (default: benchmarks/results/<time>)")
     values = vars(parser.parse_args(arguments))
-    output = values.pop("output") or Path(__file__).parent / "results" / time.strftime("weight_sync-%Y%m%d-%H%M%S")
+    output = values.pop("output")
     if not values["size_gib"] * 2**30 >= MIN_NBYTES:
         parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
     for name in ("trainers", "nodes", "repeats"):
@@ -233,22 +230,14 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
 def main(arguments: list[str] | None = None) -> int:
     settings, output = parse(arguments)
     torch.set_num_threads(1)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if settings.backend == "all":
-            result = asyncio.run(compare_all(settings))
-            report: Any = comparison_report
-        else:
-            result = asyncio.run(measure(settings))
-            report = weight_sync_report
-    except (CheckpointEngineError, ValueError, OSError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    report.draw(result, output / "plot.png")
-    report.print_table(result)
-    print(f"{output / 'result.json'}\n{output / 'plot.png'}")
-    return 0
+    every = settings.backend == "all"
+    report: Any = comparison_report if every else weight_sync_report
+    return run(
+        output,
+        lambda: asyncio.run((compare_all if every else measure)(settings)),
+        print_table=report.print_table,
+        draw=report.draw,
+    )
 
 
 if __name__ == "__main__":

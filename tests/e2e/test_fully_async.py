@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import pytest
 
+from benchmarks.modes_analysis import analyse
 from tests.e2e.job import QUICK, Job, in_process
 from tests.e2e.test_training import REWARD, Run
 from verl.experimental.agent_loop.errors import AgentLoopError
@@ -24,6 +28,12 @@ LONG_RESPONSES = (
     "actor_rollout_ref.rollout.max_num_seqs=1",
 )
 """One after the other, each longer than a step of the tiny model's trainer: every sync finds one in flight."""
+TRACED = (
+    "global_profiler.tool=torch",
+    "global_profiler.steps=[2]",
+    "actor_rollout_ref.actor.profiler.enable=true",
+    "actor_rollout_ref.actor.profiler.all_ranks=true",
+)
 
 
 def fully_async(directory, *overrides):
@@ -56,7 +66,7 @@ def repeatable(tmp_path_factory, tiny_model):
 def hybrid(ray_cluster, tmp_path_factory, repeatable):
     directory = tmp_path_factory.mktemp("hybrid")
     samples = f"trainer.rollout_data_dir={directory / 'samples'}"
-    return Run(directory, in_process(directory, *repeatable, f"data.train_batch_size={PROMPTS}", samples))
+    return Run(directory, in_process(directory, *repeatable, f"data.train_batch_size={PROMPTS}", samples, *TRACED))
 
 
 def test_without_staleness_it_is_hybrid_training(hybrid, ray_cluster, tmp_path, repeatable):
@@ -76,21 +86,82 @@ def test_without_staleness_it_is_hybrid_training(hybrid, ray_cluster, tmp_path, 
             assert ours.metrics[step][name] == pytest.approx(expected, rel=1e-3, abs=1e-6), (step, name)
 
 
-def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(ray_cluster, tmp_path, repeatable):
-    run = fully_async(
-        tmp_path,
+@pytest.fixture(scope="module")
+def stale(ray_cluster, tmp_path_factory, repeatable):
+    return fully_async(
+        tmp_path_factory.mktemp("stale"),
         *repeatable,
         *STALE,
         *LONG_RESPONSES,
+        *TRACED,
         "checkpoint_engine.backend=gloo",
     )
-    metrics = list(run.metrics.values())
+
+
+def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(stale):
+    metrics = list(stale.metrics.values())
     assert sum(step["fully_async/partial/total_partial_num"] for step in metrics) > 0
     assert max(step["fully_async/partial/max_partial_span"] for step in metrics) >= 2
     assert all(0 <= step["training/staleness/min"] <= step["training/staleness/max"] <= 2 for step in metrics)
     assert max(step["training/staleness/max"] for step in metrics) >= 1
     assert {step["response_length/min"] for step in metrics} == {100}  # the budget, no more and no less
     assert all(step.get("fully_async/count/staleness_samples", 0) <= 2 * PROMPTS for step in metrics)
+
+
+def test_it_is_told_how_long_samples_took_and_how_long_the_trainer_waited_for_them(stale):
+    for metrics in stale.metrics.values():
+        order = [metrics[f"fully_async/processing_time/{name}"] for name in ("min", "tp50", "tp95", "tp99", "max")]
+        assert order[0] > 0
+        assert order == sorted(order)
+        assert order[0] <= metrics["fully_async/processing_time/avg"] <= order[-1]
+        assert metrics["fully_async/processing_time/avg"] >= metrics["agent_loop/generate_s/mean"]
+        idle = metrics["fully_async/total_wait_time"] / metrics["timing_s/step"]
+        assert idle == pytest.approx(metrics["fully_async/trainer/idle_ratio"])
+
+
+def test_the_timeline_shows_engines_that_generate_while_a_version_is_published_and_staged(stale):
+    generating, paused = stale.spans("replica-0", "generating"), stale.spans("replica-0", "paused")
+    staged_meanwhile = 0
+    for version in range(1, STEPS):
+        (update,) = stale.spans("trainer", "update_actor", version)
+        (publish,), (stage,) = stale.spans("sync", "publish", version), stale.spans("sync", "stage", version)
+        (activate,) = stale.spans("sync", "activate", version)
+        assert update.stop_s <= publish.start_s < stage.stop_s <= activate.start_s
+        # Not every time: an engine whose budget is spent waits for the version.
+        staged_meanwhile += any(span.start_s < stage.stop_s and stage.start_s < span.stop_s for span in generating)
+        assert not any(span.start_s < stage.stop_s and stage.start_s < span.stop_s for span in paused)
+        assert any(span.start_s < activate.stop_s and activate.start_s < span.stop_s for span in paused)
+    assert staged_meanwhile
+    loads = {span.version for span in stale.spans("replica-0", "loading")}
+    assert loads == set(range(STEPS + 1))
+    reports = {report["version"]: report for report in stale.reports}
+    for report in reports.values():
+        assert sum(seconds for _, seconds in report["laps"]) == pytest.approx(report["total_s"])
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "stale"])
+def test_the_benchmark_of_the_modes_understands_the_files_of_a_run(mode, request):
+    run = request.getfixturevalue(mode)
+    found = analyse(run.out, 1)
+    assert found["steps"] == STEPS - 1
+    assert 0 < found["trainer_idle_ratio"] + found["sync_ratio"] < 1
+    assert 0 < found["rollout_idle_ratio"] < 1
+    assert 0 < found["load_s"] <= found["paused_s"] <= found["sync_total_s"]
+    assert (found["generating_while_staging"] > 0) == (mode == "stale")
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "stale"])
+def test_a_step_that_shall_be_profiled_leaves_a_trace_of_every_rank(mode, request):
+    run = request.getfixturevalue(mode)
+    assert [path.name for path in (run.out / "profile").iterdir()] == ["step_2_rank_0.json.gz"]
+    trace = json.loads(gzip.decompress((run.out / "profile" / "step_2_rank_0.json.gz").read_bytes()))
+    events = {event.get("name"): event for event in trace["traceEvents"]}
+    update = events["update_actor"]
+    (span,) = run.spans("trainer", "update_actor", 2)
+    assert 0 < update["dur"] / 1e6 <= span.stop_s - span.start_s
+    assert "compute_log_prob" in events
+    backward = [name for name in events if name and "Backward" in name]
+    assert backward and any(name.startswith("Optimizer.step") for name in events if name)
 
 
 def test_responses_are_completed_before_a_sync_where_they_must_not_be_interrupted(ray_cluster, tmp_path, repeatable):

@@ -84,6 +84,13 @@ def test_waiting_for_the_engines_counts_as_generation_and_not_as_sync(run):
         assert metrics["timing_s/update_weights"] < metrics["timing_s/gen"]
 
 
+def test_the_timeline_shows_that_trainer_and_engines_work_at_the_same_time(run):
+    generating = run.spans("replica-0", "generating")
+    for step in range(1, STEPS):  # nothing is generated during the last
+        (update,) = run.spans("trainer", "update_actor", step)
+        assert any(span.start_s < update.stop_s and update.start_s < span.stop_s for span in generating)
+
+
 def test_a_resumed_run_generates_again_what_was_on_its_way(run, resumed):
     assert list(resumed.metrics) == [3, 4]
     for step in (3, 4):

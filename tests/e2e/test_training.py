@@ -18,6 +18,7 @@ from tests.e2e.job import QUICK, STARTUP_S, Job, in_process
 from verl.trainer.ppo.ray_trainer import TrainingResult
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.tokenizer import VOCAB_SIZE
+from verl.utils.timing import Span, read_spans
 from verl.utils.tracking import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -66,6 +67,15 @@ class Run:
     @property
     def reports(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in (self.out / "sync_reports.jsonl").read_text().splitlines()]
+
+    @property
+    def timeline(self) -> list[Span]:
+        return read_spans(self.out / "timeline.jsonl")
+
+    def spans(self, role: str, name: str, version: int | None = None) -> list[Span]:
+        """Of one version, or of any."""
+        found = [span for span in self.timeline if (span.role, span.name) == (role, name)]
+        return [span for span in found if version in (None, span.version)]
 
     def samples(self, step: int, kind: str = "samples") -> list[dict[str, object]]:
         return [json.loads(line) for line in (self.directory / kind / f"{step}.jsonl").read_text().splitlines()]

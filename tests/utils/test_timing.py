@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from verl.utils.timing import marked_timer
+from verl.utils.timing import Span, SpanLog, marked_timer, read_spans, write_spans
 
 
 def test_the_same_name_accumulates_within_a_step():
@@ -13,8 +13,55 @@ def test_the_same_name_accumulates_within_a_step():
     assert 0.02 <= timings["gen"] < 1
 
 
-def test_a_phase_that_fails_is_still_timed():
-    timings = {}
-    with pytest.raises(KeyError), marked_timer("gen", timings):
+def test_a_phase_that_fails_is_still_timed_and_recorded():
+    timings, log = {}, SpanLog("trainer")
+    before_s = time.time()
+    with pytest.raises(KeyError), marked_timer("gen", timings, log, 7):
         raise KeyError
-    assert timings["gen"] >= 0
+    (span,) = log.take()
+    assert (span.role, span.name, span.version) == ("trainer", "gen", 7)
+    assert span.stop_s - span.start_s == pytest.approx(timings["gen"], abs=1e-4)
+    assert before_s - 0.1 <= span.start_s <= time.time() + 0.1
+
+
+def test_requests_that_overlap_are_one_span():
+    log = SpanLog("replica-0")
+    with log.during("generating"):
+        with log.during("generating"):
+            pass
+        assert len(log.take()) == 1  # what there is of it until now
+        with log.during("generating"):
+            pass
+    with log.during("generating"):
+        pass
+    cut, alone = log.take()
+    assert cut.stop_s <= alone.start_s
+    assert log.take() == []
+
+
+def test_a_span_that_goes_on_is_told_in_parts_without_a_gap():
+    log = SpanLog("replica-0")
+    log.begin("paused")
+    (first,) = log.take()
+    log.begin("paused")  # it has begun
+    log.end("paused", 3)
+    log.end("paused", 4)  # it has ended
+    (second,) = log.take()
+    assert second.start_s == pytest.approx(first.stop_s, abs=0.05)
+    assert (first.version, second.version) == (None, 3)
+
+
+def test_a_timeline_is_read_as_it_was_written_without_a_line_that_a_kill_cut_short(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    spans = [Span(role="sync", name="stage", start_s=1.5, stop_s=2.5, version=step) for step in range(3)]
+    write_spans(path, spans[:2])
+    write_spans(path, spans[2:])
+    path.write_text(path.read_text() + '{"role": "sync", "na')
+    assert read_spans(path) == spans
+
+
+def test_a_line_that_is_no_span_is_named(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="line 1: not a span"):
+        read_spans(path)

@@ -72,8 +72,10 @@ class Stopwatch:
     """Seconds per phase. Phases follow each other without gaps, so they add up to the total."""
 
     def __init__(self) -> None:
+        self.began_s = time.time()
         self._last = time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.laps: list[tuple[str, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,6 +84,7 @@ class Stopwatch:
         finally:
             now = time.perf_counter()
             self.seconds[name] += now - self._last
+            self.laps.append((name, now - self._last))
             self._last = now
 
 
@@ -129,6 +132,8 @@ class SyncTransaction:
             nbytes_moved=self.nbytes_moved,
             phase_s=dict(self.clock.seconds),
             total_s=sum(self.clock.seconds.values()),
+            began_s=self.clock.began_s,
+            laps=tuple(self.clock.laps),
             trainer_blocked_s=self.trainer_blocked_s,
             paused_s=dict(self.paused_s),
             replicas_updated=tuple(

@@ -126,6 +126,11 @@ class SyncReport:
     """Bytes that were copied: into trainer ranks' packed regions, where a backend has them, and into node arenas."""
     phase_s: dict[str, float]
     total_s: float
+    began_s: float
+    """Seconds since the epoch."""
+    laps: tuple[tuple[str, float], ...]
+    """(phase, seconds) in the order in which phases came, without gaps: some come again after a failed attempt, or
+    with rolling activation."""
     trainer_blocked_s: float
     """The longest time that any trainer rank spent copying and digesting its own shards."""
     paused_s: dict[str, float]

@@ -1,17 +1,112 @@
-"""Wall-clock seconds of named phases."""
+"""Wall-clock seconds of named phases, and who was in which phase when."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, MutableMapping
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TIMELINE_FILE = "timeline.jsonl"
+MOST_SPANS = 100_000
+"""That a process keeps until they are taken; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that `role` did from `start_s` to `stop_s`, in seconds since the epoch by its own machine's clock."""
+
+    role: str
+    """`trainer`, `sync`, or the name of a replica."""
+    name: str
+    start_s: float
+    stop_s: float
+    version: int | None = None
+    """Of the weights, or the training step that makes it."""
+
+
+class SpanLog:
+    """What one role does, until somebody takes it. Not thread-safe."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._open: dict[str, float] = {}
+        self._depth: dict[str, int] = {}
+
+    def begin(self, name: str) -> None:
+        """Does nothing if `name` has begun already."""
+        self._open.setdefault(name, time.time())
+
+    def end(self, name: str, version: int | None = None) -> None:
+        """Does nothing if `name` has not begun."""
+        if name in self._open:
+            self.add(name, self._open.pop(name), time.time(), version)
+
+    def add(self, name: str, start_s: float, stop_s: float, version: int | None = None) -> None:
+        self._spans.append(Span(role=self._role, name=name, start_s=start_s, stop_s=stop_s, version=version))
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """The block, also when it raises. Blocks of one name that overlap are one span."""
+        self._depth[name] = self._depth.get(name, 0) + 1
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self._depth[name] -= 1
+            if not self._depth[name]:
+                self.end(name)
+
+    def take(self) -> list[Span]:
+        """The spans since the last call. One that goes on is cut here: the rest of it comes next time."""
+        for name in list(self._open):
+            self.end(name)
+            self.begin(name)
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
 
 
 @contextmanager
-def marked_timer(name: str, timings: MutableMapping[str, float]) -> Iterator[None]:
-    """Add the seconds of the block to `timings[name]`, also when it raises. A name may come several times in a step."""
-    start = time.perf_counter()
+def marked_timer(
+    name: str, timings: MutableMapping[str, float], log: SpanLog | None = None, version: int | None = None
+) -> Iterator[None]:
+    """Add the seconds of the block to `timings[name]`, also when it raises. A name may come several times in a step.
+
+    `log` gets the block as a span.
+    """
+    began_s, start = time.time(), time.perf_counter()
     try:
         yield
     finally:
-        timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        timings[name] = timings.get(name, 0.0) + seconds
+        if log is not None:
+            log.add(name, began_s, began_s + seconds, version)
+
+
+def write_spans(path: Path, spans: Iterable[Span]) -> None:
+    """Append them to a timeline, one JSON object a line."""
+    lines = [json.dumps(asdict(span)) + "\n" for span in spans]
+    with path.open("a") as file:
+        file.writelines(lines)
+
+
+def read_spans(path: Path) -> list[Span]:
+    """A timeline in file order; a last line that a kill cut short is left out.
+
+    Raises FileNotFoundError, and ValueError naming the line for anything else that is not a span.
+    """
+    lines = path.read_text().split("\n")
+    lines.pop()
+    spans = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            spans.append(Span(**json.loads(line)))
+        except (ValueError, TypeError) as exc:
+            raise ValueError(f"{path}, line {number}: not a span of a timeline: {line[:80]!r}") from exc
+    return spans

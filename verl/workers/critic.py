@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
@@ -78,11 +79,13 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         return self._critic
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @record_function("compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`, float32 [B, R]: what is expected before each token of the response."""
         return DataProto.from_dict(tensors={"values": self.critic.compute_values(data, limits=self._critic_limits())})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @record_function("update_critic")
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """One training step on the whole batch, as `update_actor` makes one. Metrics are equal on all ranks."""
         steps = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto
@@ -20,6 +21,7 @@ from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
 ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
@@ -70,6 +72,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
+        self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def missing_files(self, paths: list[str]) -> list[str]:
@@ -123,6 +126,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         return _present(self._ref, "reference policy")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @record_function("compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's."""
         rollout = self.config.rollout
@@ -140,6 +144,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         return DataProto.from_dict(tensors=tensors)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @record_function("compute_ref_log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`, float32 [B, R]."""
         ref = self.config.ref
@@ -155,6 +160,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @record_function("update_actor")
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """One training step on the whole batch, of which `data` is this rank's chunk.
 
@@ -182,6 +188,17 @@ class ActorRolloutRefWorker(WeightPublisher):
         metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
         metrics["actor/lr"] = self.actor.step_lr()
         return metrics | self._memory_metrics()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Trace this rank from here to `stop_profile`, if `actor.profiler` has chosen it. No collective."""
+        if self.config.actor.profiler.traces(self.rank):
+            self._profiler.start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self, directory: str, step: int) -> None:
+        """Write the trace to `step_<step>_rank_<rank>.json.gz` in `directory` of this rank's host. No collective."""
+        self._profiler.stop(Path(directory) / f"step_{step}_rank_{self.rank}.json.gz")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -7,7 +7,7 @@ from verl.protocol import DataProto
 
 
 def sample(index):
-    return Sample(index, DataProto.from_dict(non_tensors={"index": [index]}))
+    return Sample(index, DataProto.from_dict(non_tensors={"index": [index]}), seconds=1.0)
 
 
 async def test_samples_are_taken_together_and_the_oldest_first():

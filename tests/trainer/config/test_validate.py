@@ -55,6 +55,49 @@ def test_the_defaults_fit_together():
             ["backend=naive needs rollout engines on the trainer's machines", "trainer.nnodes=2 on cpu"],
         ),
         (
+            ["global_profiler.tool=torch", "global_profiler.steps=[2]"],
+            ["global_profiler.steps=[2] needs actor_rollout_ref.actor.profiler.enable=true"],
+        ),
+        (
+            ["actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.all_ranks=true"],
+            ["needs global_profiler.tool=torch and global_profiler.steps"],
+        ),
+        (
+            [
+                "global_profiler.tool=torch",
+                "global_profiler.steps=[2]",
+                "actor_rollout_ref.actor.profiler.enable=true",
+            ],
+            ["profiler.enable=true needs actor_rollout_ref.actor.profiler.all_ranks=true, or ranks"],
+        ),
+        (
+            [
+                "global_profiler.tool=torch",
+                "global_profiler.steps=[2]",
+                "actor_rollout_ref.actor.profiler.enable=true",
+                "actor_rollout_ref.actor.profiler.ranks=[1,2]",
+            ],
+            ["profiler.ranks=[1, 2]: no rank 2 among 2"],
+        ),
+        (
+            [
+                "global_profiler.tool=torch",
+                "global_profiler.steps=[2,9]",
+                "actor_rollout_ref.actor.profiler.enable=true",
+                "actor_rollout_ref.actor.profiler.ranks=[0]",
+                "trainer.total_training_steps=8",
+            ],
+            ["global_profiler.steps=[2, 9]: the run has 8 steps"],
+        ),
+        (
+            ["global_profiler.steps=[0]"],
+            ["global_profiler: steps: the first training step is 1, not 0"],
+        ),
+        (
+            ["global_profiler.tool=nsys"],
+            ["global_profiler.tool='nsys' is not one of: None, torch"],
+        ),
+        (
             ["checkpoint_engine.engine_kwargs.naive.bucket=1"],
             ["unknown configuration key 'checkpoint_engine.engine_kwargs.naive.bucket'"],
         ),

@@ -18,6 +18,8 @@ class Sample:
     index: int
     """Its place in the order in which prompts were drawn."""
     batch: DataProto
+    seconds: float
+    """From its request until the last token of its last response was there."""
 
 
 class MessageQueue:

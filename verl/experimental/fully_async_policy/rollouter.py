@@ -18,6 +18,7 @@ from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.protocol import DataProto
 from verl.utils.dataset import build_dataloader
 from verl.utils.lifetime import end_with_raylet
+from verl.utils.timing import marked_timer
 from verl.workers.config import PPOConfig
 
 
@@ -169,9 +170,11 @@ class Rollouter:
     async def _generate(self, prompt: Prompt) -> None:
         columns = prompt.rows.non_tensor_batch
         samples = DataProto(None, columns, {"validate": False})
-        generated = await next(self._workers).generate_sequences.remote(samples, prompt.index * len(samples))
-        # Not given up half way, when another sample fails.
-        await asyncio.shield(self._hand_over(Sample(prompt.index, prompt.rows.union(generated))))
+        seconds: dict[str, float] = {}
+        with marked_timer("sample", seconds):
+            generated = await next(self._workers).generate_sequences.remote(samples, prompt.index * len(samples))
+        sample = Sample(prompt.index, prompt.rows.union(generated), seconds["sample"])
+        await asyncio.shield(self._hand_over(sample))  # not given up half way, when another sample fails
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:

@@ -13,7 +13,7 @@ and waits for the sync: the same samples, versions and updates as in hybrid mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import RayTaskError
@@ -83,9 +84,12 @@ class FullyAsyncTrainer(RayPPOTrainer):
                         with now.timed("update_weights"):
                             self.synchronise(now)
                     self.test_and_save(now, self.rollouter_state)
+                now.metrics["fully_async/total_wait_time"] = now.seconds["gen"]
                 now.metrics["fully_async/trainer/idle_ratio"] = now.seconds["gen"] / now.seconds["step"]
                 self.report(now, batch)
-            self.end_sync(Step(step), version=step)
+            last = Step(step)
+            self.end_sync(last, version=step)
+            self.write_timeline(last)
         return self.result(step)
 
     def follow_replicas(self) -> None:
@@ -141,7 +145,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         batch.meta_info["global_steps"] = now.number
         for name, values in batch.meta_info.pop("metrics", {}).items():
             now.metrics[f"agent_loop/{name}/mean"] = fmean(values)
-        now.metrics |= partial_metrics(batch)
+        now.metrics |= partial_metrics(batch) | processing_metrics(samples)
         return batch
 
     def _heal_unless_done(self) -> list[Any]:
@@ -187,7 +191,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
             logger.warning("syncing again after: %s", exc)
             report = self.cluster.update_weights(version)
             metrics = ray.get(self._rollouter.synced.remote())
-        now.metrics |= report.metrics() | metrics
+        now.synced(report)
+        now.metrics |= metrics
         now.metrics["fully_async/count/current_param_version"] = report.version
         self.follow_replicas()
         return report.version
@@ -216,6 +221,14 @@ def partial_metrics(batch: DataProto) -> Metrics:
         "fully_async/partial/partial_ratio": (spans > 1).float().mean().item(),
         "fully_async/partial/max_partial_span": float(spans.max()),
     }
+
+
+def processing_metrics(samples: Sequence[Sample]) -> Metrics:
+    """How long the samples of a step took, each from its request to its last token."""
+    seconds = np.array([sample.seconds for sample in samples])
+    numbers = {"avg": seconds.mean(), "max": seconds.max(), "min": seconds.min()}
+    numbers |= {f"tp{percent}": np.percentile(seconds, percent) for percent in (50, 95, 99)}
+    return {f"fully_async/processing_time/{name}": float(value) for name, value in numbers.items()}
 
 
 def _required(config: PPOConfig) -> int:

@@ -205,6 +205,29 @@ def _reference(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _profiler(config: PPOConfig) -> Iterator[str]:
+    from verl.utils.device import resolve_device
+
+    chosen, ranks, where = config.global_profiler, config.actor_rollout_ref.actor.profiler, "actor_rollout_ref.actor"
+    if not ranks.enable and not chosen.steps:
+        return
+    if not ranks.enable:
+        yield f"global_profiler.steps={chosen.steps} needs {where}.profiler.enable=true"
+        return
+    if not (ranks.all_ranks or ranks.ranks):
+        yield f"{where}.profiler.enable=true needs {where}.profiler.all_ranks=true, or ranks in {where}.profiler.ranks"
+    if strangers := [rank for rank in ranks.ranks if not 0 <= rank < config.trainer.world_size]:
+        yield f"{where}.profiler.ranks={ranks.ranks}: no rank {strangers[0]} among {config.trainer.world_size}"
+    if chosen.tool is None or not chosen.steps:
+        yield f"{where}.profiler.enable=true needs global_profiler.tool=torch and global_profiler.steps, like [2]"
+        return
+    last = config.trainer.total_training_steps
+    if last is not None and max(chosen.steps) > last:
+        yield f"global_profiler.steps={chosen.steps}: the run has {last} steps (trainer.total_training_steps)"
+    if (device := resolve_device(config.trainer.device)) == "npu":
+        yield f"global_profiler.tool=torch traces cpu and cuda, not trainer.device={device}"
+
+
 def _files(config: PPOConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     for key, path in (
@@ -290,6 +313,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _algorithm,
     _ranks,
     _reference,
+    _profiler,
     _files,
     _user_modules,
     _registered_names,

@@ -41,6 +41,7 @@ from verl.trainer.ppo.replica_pool import ReplicaPool
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
+from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -216,6 +217,18 @@ class Cluster:
         if self._config.trainer.placement == "colocated" and self._device != "cpu":
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
         self.run(self._pool.resize(count, self._placement.nodes))
+
+    def begin_take_spans(self) -> Future[list[Span]]:
+        """Ask the rollout engines what they did since the last call; one that does not answer is left out.
+
+        Nobody has to wait for the answer: an engine may be busy.
+        """
+
+        async def take() -> list[Span]:
+            answers = await asyncio.gather(*(replica.take_spans() for replica in self.replicas), return_exceptions=True)
+            return [span for spans in answers if not isinstance(spans, BaseException) for span in spans]
+
+        return self._loop.start(take())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""

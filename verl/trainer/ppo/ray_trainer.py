@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.checkpoint_engine.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
@@ -35,7 +37,7 @@ from verl.trainer.ppo.wanted_replicas import WantedReplicas
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import marked_timer
+from verl.utils.timing import TIMELINE_FILE, Span, SpanLog, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
@@ -51,9 +53,19 @@ class Step:
     number: int
     metrics: Metrics = field(default_factory=dict)
     seconds: Metrics = field(default_factory=dict)
+    spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
+    syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
 
     def timed(self, name: str) -> Any:
-        return marked_timer(name, self.seconds)
+        return marked_timer(name, self.seconds, self.spans, self.number)
+
+    def synced(self, report: SyncReport) -> None:
+        """A sync has ended."""
+        self.metrics |= report.metrics()
+        start_s = report.began_s
+        for phase, seconds in report.laps:
+            self.syncs.add(phase, start_s, start_s + seconds, report.version)
+            start_s += seconds
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ class RayPPOTrainer:
         self.has_critic = needs_critic(config)
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
+        self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
+        self._asked_engines: Future[list[Span]] | None = None
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
@@ -129,22 +143,36 @@ class RayPPOTrainer:
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
             batch = self.score(batch, now)
-        with now.timed("old_log_prob"):
-            batch = self.add_old_log_probs(batch, now)
-        with now.timed("ref"):
-            batch = self.add_reference_log_probs(batch)
-        if self.has_critic:
-            with now.timed("values"):
-                batch = batch.union(self.cluster.actor.compute_values(batch))
-        with now.timed("adv"):
-            batch = self.add_advantages(batch, now)
-        if self.has_critic:
-            with now.timed("update_critic"):
-                self.update_critic(batch, now)
-        if now.number > self.config.trainer.critic_warmup:
-            with now.timed("update_actor"):
-                self.update_actor(batch, now)
+        with self.traced(now.number):
+            with now.timed("old_log_prob"):
+                batch = self.add_old_log_probs(batch, now)
+            with now.timed("ref"):
+                batch = self.add_reference_log_probs(batch)
+            if self.has_critic:
+                with now.timed("values"):
+                    batch = batch.union(self.cluster.actor.compute_values(batch))
+            with now.timed("adv"):
+                batch = self.add_advantages(batch, now)
+            if self.has_critic:
+                with now.timed("update_critic"):
+                    self.update_critic(batch, now)
+            if now.number > self.config.trainer.critic_warmup:
+                with now.timed("update_actor"):
+                    self.update_actor(batch, now)
         return batch
+
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Have the trainer ranks write traces of the block, if `step` is one of `global_profiler.steps`."""
+        profiler = self.config.global_profiler
+        if step not in (profiler.steps or ()):
+            yield
+            return
+        self.cluster.actor.start_profile()
+        yield
+        directory = Path(profiler.save_path or Path(self.config.trainer.output_dir) / "profile").absolute()
+        self.cluster.actor.stop_profile(str(directory), step)
+        logger.info("traces of step %d are in %s", step, directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
@@ -158,17 +186,21 @@ class RayPPOTrainer:
     def result(self, step: int) -> TrainingResult:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(Step(step))
+        self.write_timeline(Step(step), last=True)
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
         first = Step(start)
         logger.info("loading version %d of the weights into the rollout engines", start)
-        self.update_weights(first)
+        with first.timed("update_weights"):
+            self.update_weights(first)
         if self.config.trainer.val_before_train and not self.rewards_before:
-            self.validate(first)
+            with first.timed("testing"):
+                self.validate(first)
             self.rewards_before = dict(self.rewards_after)
             self.tracking.log(first.metrics, start)
+        self.write_timeline(first)
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
@@ -256,8 +288,7 @@ class RayPPOTrainer:
 
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
-        report = self.cluster.update_weights(now.number, generating)
-        now.metrics |= report.metrics()
+        now.synced(self.cluster.update_weights(now.number, generating))
         self.follow_replicas()
 
     def follow_replicas(self) -> None:
@@ -309,6 +340,13 @@ class RayPPOTrainer:
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         self.tracking.log(now.metrics, now.number)
+        self.write_timeline(now)
+
+    def write_timeline(self, now: Step, *, last: bool = False) -> None:
+        """Who was busy with what: trainer and syncs in this step, the engines until the call before."""
+        engines = [] if self._asked_engines is None else self._asked_engines.result()
+        write_spans(self._timeline, [*now.spans.take(), *now.syncs.take(), *engines])
+        self._asked_engines = None if last else self.cluster.begin_take_spans()
 
     def _epoch(self, step: int) -> int:
         return (step - 1) // max(len(self.train_dataloader), 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.utils.config import ConfigError, option, section
 from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.optim import OptimizerConfig
+from verl.workers.config.profiler import ProfilerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -78,6 +79,7 @@ class ActorConfig:
     fsdp_config: FSDPConfig = section(FSDPConfig)
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     data_loader_seed: int = option(42, "seed of actor.shuffle")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from verl.workers.config.async_training import AsyncTrainingConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
 from verl.workers.config.model import HFModelConfig
+from verl.workers.config.profiler import GlobalProfilerConfig
 from verl.workers.config.rollout import RolloutConfig
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -110,4 +111,5 @@ class PPOConfig:
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
@@ -49,6 +50,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 10.0
+SPANS_TIMEOUT_S = 2.0
+"""Nobody waits longer for a record of the past."""
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 RAY_RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 
@@ -247,6 +250,11 @@ class RolloutReplica(ABC):
     async def health(self) -> None:
         """Raises ReplicaDied when the server or its engine is gone, ReplicaTimeout when it does not answer."""
         await self._call("health", timeout_s=HEALTH_TIMEOUT_S)
+
+    async def take_spans(self) -> list[Span]:
+        """When the engine was generating, paused, loading a version, since the last call. Raises as `health` does."""
+        spans: list[Span] = await self._call("take_spans", timeout_s=SPANS_TIMEOUT_S)
+        return spans
 
     # -- verl's names -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import ray
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.utils.lifetime import end_with_raylet
+from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
@@ -68,6 +69,8 @@ class RolloutServer:
         self._cache_asleep = False
         self._changing = asyncio.Lock()
         """Held while weights or memory change; `health` and `pause` do not take it, so they are always answered."""
+        self._spans = SpanLog(spec.name)
+        """`generating`: at least one request is here, `paused` or not; `loading` a version."""
 
     # -- group generate: called by agent loops ----------------------------------------------------------------------
 
@@ -93,7 +96,8 @@ class RolloutServer:
             )
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._engine.generate(prompt_ids, sampling, request_id)
+                with self._spans.during("generating"):
+                    return await self._engine.generate(prompt_ids, sampling, request_id)
         except TimeoutError as exc:
             raise ReplicaTimeout(
                 f"{name}: request {request_id} not finished within rollout.generate_timeout_s={timeout_s}"
@@ -127,10 +131,22 @@ class RolloutServer:
         return self._version
 
     @ray.method(concurrency_group="control")
+    async def take_spans(self) -> list[Span]:
+        """What the engine did since the last call."""
+        return await self._loop.run(self._take_spans())
+
+    async def _take_spans(self) -> list[Span]:
+        return self._spans.take()
+
+    @ray.method(concurrency_group="control")
     async def pause(self, mode: str) -> None:
         if mode not in PAUSE_MODES:
             raise ValueError(f"pause mode {mode!r} is not one of: {', '.join(PAUSE_MODES)}")
-        await self._loop.run(self._engine.pause(mode))
+        await self._loop.run(self._pause(mode))
+
+    async def _pause(self, mode: str) -> None:
+        self._spans.begin("paused")
+        await self._engine.pause(mode)
 
     @ray.method(concurrency_group="control")
     async def activate(self, arena_path: str, version: int) -> None:
@@ -143,6 +159,7 @@ class RolloutServer:
             if self._weights_asleep:
                 await self._engine.wake(weights=True)
                 self._weights_asleep = False
+            self._spans.begin("loading")
             await self._engine.activate(arena_path, version)
         except Exception as exc:
             reason = exc.message if isinstance(exc, CheckpointEngineError) else f"{type(exc).__name__}: {exc}"
@@ -152,6 +169,8 @@ class RolloutServer:
                 phase="activate",
                 member=self._spec.name,
             ) from exc
+        finally:
+            self._spans.end("loading", version)
         self._version, self._torn = version, False
         self._committed = (arena_path, version)
 
@@ -165,6 +184,7 @@ class RolloutServer:
             raise NoWeights(f"{self._spec.name} cannot resume: its last activation failed; activate a version first")
         await self._wake_cache()
         await self._engine.resume()
+        self._spans.end("paused", self._version)
 
     @ray.method(concurrency_group="control")
     async def clear_cache(self) -> None:
@@ -179,7 +199,7 @@ class RolloutServer:
         if not self._spec.can_sleep:
             logger.info("%s does not sleep on %s", self._spec.name, self._spec.device)
             return False
-        await self._engine.pause("abort")
+        await self._pause("abort")
         await self._engine.sleep(weights=weights)
         self._cache_asleep = True
         if weights:

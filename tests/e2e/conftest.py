@@ -16,8 +16,9 @@ def start(tmp_path, tiny_model):
     """Starts a quick run: transformers as the engine, a tiny random model. What it leaves behind is ended."""
     jobs = []
 
-    def start_job(*overrides, name="job"):
-        jobs.append(Job(tmp_path / name, *QUICK, f"actor_rollout_ref.model.path={tiny_model}", *overrides))
+    def start_job(*overrides, name="job", **module):
+        model = f"actor_rollout_ref.model.path={tiny_model}"
+        jobs.append(Job(tmp_path / name, *QUICK, model, *overrides, **module))
         return jobs[-1]
 
     yield start_job

@@ -24,6 +24,8 @@ LONG_RESPONSES = (
 """One after the other, each of 400 tokens: half a minute of generation."""
 LONG_UPDATES = ("actor_rollout_ref.actor.ppo_epochs=10000",)
 ONE_RANK = "trainer.n_gpus_per_node=1"
+ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 
 
 def ctrl_c(job):
@@ -149,3 +151,35 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         (1, "committed"),
         (2, "committed"),
     ]
+
+
+@pytest.mark.parametrize("module", [ONE_STEP_OFF, FULLY_ASYNC])
+def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, module):
+    job = start(ONE_RANK, *LONG_RESPONSES, module=module)
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(1.0)
+    assert_ends_in_one_line(job, ctrl_c)
+
+
+@pytest.mark.parametrize("victim", ["Rollouter", "MessageQueue"])
+def test_a_fully_asynchronous_run_outlives_an_engine_but_not_its_rollouter_or_queue(start, victim):
+    job = start(ONE_RANK, *LONG_RESPONSES, "data.max_response_length=32", module=FULLY_ASYNC)
+    metrics = job.output_dir / "metrics.jsonl"
+    restarts = 0
+    if victim == "Rollouter":
+        job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+        job.find("ray::RolloutServer")[0].kill()
+        restarts = 1
+    job.wait_for(
+        lambda: metrics.exists() and any(step["rollout/restarts"] == restarts for step in read_metrics(metrics)),
+        f"a step after {restarts} restarts",
+    )
+    with within(ENDS_WITHIN_S * SHARED, "the end of the run"):
+        job.find(f"ray::{victim}")[0].kill()
+        code = job.wait()
+        left = job.left(ENDS_WITHIN_S * SHARED)
+    assert code == 1, job.stderr
+    assert left == []
+    assert f"class_name: {victim}" in job.stderr
+    reports = [json.loads(line) for line in (job.output_dir / "sync_reports.jsonl").read_text().splitlines()]
+    assert reports[-1]["outcome"] == "committed"

@@ -19,7 +19,6 @@ from verl.checkpoint_engine.pipeline import (
     Bucket,
     FetchLoop,
     bounce_nbytes,
-    buckets_of,
     messages_of,
     spread_over_bounce,
 )
@@ -117,7 +116,6 @@ class MemoryReader:
 
 def fetch(
     plan: SyncPlan,
-    cut: object = messages_of,
     bucket_nbytes: int = 512,
     places: int | None = None,
     **options: object,
@@ -125,7 +123,7 @@ def fetch(
     """(loop, reader, buckets) that will fetch `content(plan)`; `options` of the reader and of the loop."""
     expected = content(plan)
     regions = [pack(plan, owner, expected) for owner in range(plan.num_owners)]
-    buckets = [bucket for owner in range(plan.num_owners) for bucket in cut(plan, owner, bucket_nbytes)]
+    buckets = [bucket for owner in range(plan.num_owners) for bucket in messages_of(plan, owner, bucket_nbytes)]
     if places is not None:
         buckets = spread_over_bounce(buckets, places)
     bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
@@ -147,11 +145,10 @@ def test_a_packed_region_has_a_place_for_every_piece_and_none_overlap(plan: Sync
         assert (ends <= packing.region_nbytes).all()
 
 
-@pytest.mark.parametrize("cut", [messages_of, buckets_of])
 @given(plan=plans, bucket_nbytes=st.sampled_from([256, 1024, 1 << 20]))
 @settings(max_examples=60, deadline=None)
-def test_every_byte_is_fetched_once_in_bounded_parts(cut: object, plan: SyncPlan, bucket_nbytes: int) -> None:
-    loop, reader, buckets = fetch(plan, cut, bucket_nbytes)
+def test_every_byte_is_fetched_once_in_bounded_parts(plan: SyncPlan, bucket_nbytes: int) -> None:
+    loop, reader, buckets = fetch(plan, bucket_nbytes=bucket_nbytes)
     largest = int(plan.extents.nbytes.max(initial=0))
     for bucket in buckets:
         assert sum(part.nbytes for part in bucket.ranges) <= max(bucket_nbytes, largest)
@@ -171,9 +168,8 @@ def test_every_byte_is_fetched_once_in_bounded_parts(cut: object, plan: SyncPlan
 
 def test_pieces_that_touch_at_both_ends_travel_as_one_range() -> None:
     plan = plan_of([(4096, 512)], owners=2, columns=False, block_nbytes=4096)
-    for cut in (messages_of, buckets_of):
-        (bucket,) = cut(plan, 1, 1 << 30)
-        assert bucket.ranges == (Range(0, 2048 * 512, 2048 * 512),)
+    (bucket,) = messages_of(plan, 1, 1 << 30)
+    assert bucket.ranges == (Range(0, 2048 * 512, 2048 * 512),)
 
 
 def test_no_more_than_the_given_number_fly_and_one_of_them_through_the_bounce_buffer() -> None:

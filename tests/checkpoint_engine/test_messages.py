@@ -9,7 +9,7 @@ import torch
 from tests.checkpoint_engine.fakes import ColumnShardedSource, RowShardedSource
 from verl.checkpoint_engine.layout import ALIGNMENT, Layout
 from verl.checkpoint_engine.packed import SHORT_NBYTES, Packing
-from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, buckets_of, messages_of
+from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, messages_of
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.shards import ShardTable
 
@@ -73,15 +73,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("cut", [messages_of, buckets_of])
 @pytest.mark.parametrize("source", [RowShardedSource, ColumnShardedSource])
 @pytest.mark.parametrize("trainers", [1, 3])
 @pytest.mark.parametrize("bucket_nbytes", [64 * KIB, MIB + 1, 64 * MIB])
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
-def test_every_byte_lands_where_it_belongs(shapes, bucket_nbytes, trainers, source, cut):
+def test_every_byte_lands_where_it_belongs(shapes, bucket_nbytes, trainers, source):
     plan = plan_of(shapes, trainers, source=source)
     memory = Memory(plan)
-    buckets = [bucket for owner in range(trainers) for bucket in cut(plan, owner, bucket_nbytes)]
+    buckets = [bucket for owner in range(trainers) for bucket in messages_of(plan, owner, bucket_nbytes)]
     fetched(plan, memory, buckets)
     assert_every_piece_is_in_its_place(plan, memory)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from verl.utils.seqlen_balancing import get_reverse_idx, get_seqlen_balanced_partitions, rearrange_micro_batches
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 LENGTHS = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
 
@@ -66,38 +66,3 @@ def test_equal_parts_differ_by_at_most_the_longest_sequence(lengths):
 def test_an_impossible_division_says_which_two_numbers(k, equal_size, message):
     with pytest.raises(ValueError, match=message):
         get_seqlen_balanced_partitions([1, 2, 3], k, equal_size)
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, budget=st.integers(1000, 3000))
-def test_micro_batches_stay_within_the_budget(lengths, budget):
-    parts = rearrange_micro_batches(lengths, budget)
-    assert max(sums(lengths, parts)) <= budget
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    assert len(parts) >= sum(lengths) / budget
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, budget=st.integers(1000, 3000), extra=st.integers(0, 5))
-def test_a_rank_that_needs_fewer_micro_batches_makes_exactly_as_many_as_the_others(lengths, budget, extra):
-    agreed = len(rearrange_micro_batches(lengths, budget)) + extra
-    assume(agreed <= len(lengths))
-    parts = rearrange_micro_batches(lengths, budget, min_num_micro_batches=agreed)
-    assert len(parts) == agreed
-    assert max(sums(lengths, parts)) <= budget
-
-
-def test_what_cannot_be_packed_is_named():
-    with pytest.raises(ValueError, match="sequence 1 has 12 tokens, more than the 10 of one micro-batch"):
-        rearrange_micro_batches([3, 12], 10)
-    with pytest.raises(ValueError, match="2 sequences cannot be divided into 3 micro-batches; give every rank"):
-        rearrange_micro_batches([3, 4], 10, min_num_micro_batches=3)
-    assert rearrange_micro_batches([], 10, min_num_micro_batches=0) == []
-
-
-@settings(deadline=None)
-@given(order=st.permutations(range(9)))
-def test_the_reverse_order_restores_the_original(order):
-    items = [f"item {i}" for i in range(9)]
-    shuffled = [items[i] for i in order]
-    assert [shuffled[i] for i in get_reverse_idx(order)] == items

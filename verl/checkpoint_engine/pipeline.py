@@ -32,41 +32,6 @@ class Bucket:
     """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
 
 
-def buckets_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
-    """The pieces of `owner` in batches of at most `bucket_nbytes` (or one piece). Pure.
-
-    Ranges that touch at both ends are joined. Strided pieces come in buckets of their own.
-    """
-    packing = Packing.of(plan, owner)
-    extents = packing.extents.of(range(len(packing.offset)))
-    sources = packing.offset.tolist()
-    buckets: list[Bucket] = []
-    ranges: list[Range] = []
-    filled = 0
-
-    def flush() -> None:
-        nonlocal ranges, filled
-        if ranges:
-            buckets.append(Bucket(owner, tuple(ranges), filled))
-        ranges, filled = [], 0
-
-    for (offset, run_nbytes, rows, _), source in zip(extents, sources, strict=True):
-        if rows > 1:
-            continue
-        if filled and filled + run_nbytes > bucket_nbytes:
-            flush()
-        last = ranges[-1] if ranges else None
-        if last and last.src_offset + last.nbytes == source and last.dst_offset + last.nbytes == offset:
-            ranges[-1] = Range(last.src_offset, last.dst_offset, last.nbytes + run_nbytes)
-        else:
-            ranges.append(Range(source, offset, run_nbytes))
-        filled += run_nbytes
-    flush()
-    strided = [row for row, (_, _, rows, _) in enumerate(extents) if rows > 1]
-    buckets += _scattered(packing, owner, strided, bucket_nbytes)
-    return buckets
-
-
 def _scattered(packing: Packing, owner: int, rows: Sequence[int], bucket_nbytes: int) -> Iterator[Bucket]:
     """Strided pieces in batches that are neighbours in the packed region, so that each batch is one range."""
     start = 0

@@ -10,6 +10,21 @@ from pathlib import Path
 import pytest
 
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
+TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py", "test_megatron.py")
+"""Files of `weight_sync` that share four vLLM engines: two test processes that both start them take all the memory."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One file goes to one test process, and so do those that share engines."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "tests/weight_sync" if file.endswith(TOGETHER) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

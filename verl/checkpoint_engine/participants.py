@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -145,7 +145,8 @@ class TrainerRank(_Participant):
         super().__init__("trainer", index, config, host)
         self._source = source
         self._prepared = False
-        self._published: tuple[int, Publication] | None = None
+        self._digested: tuple[int, Future[bytes]] | None = None
+        """Version that was published, and what becomes its digests."""
 
     async def describe(self) -> Holding:
         """Specs and shards of this rank. Raises PlanError if they contradict each other."""
@@ -165,7 +166,7 @@ class TrainerRank(_Participant):
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> str:
-        self._published = None
+        self._digested = None
         address = self._engine.prepare(plan, None)
         self._prepared = True
         return address
@@ -177,9 +178,10 @@ class TrainerRank(_Participant):
         return await self._run(lambda: self._publish(version, slots))
 
     def _publish(self, version: int, slots: Mapping[str, str]) -> Published:
-        self._published = None
+        self._digested = None
         publication = self._engine.send_weights(version, self._source, slots)
-        self._published = version, publication
+        # Next on this thread: while the manager hears of the copies.
+        self._digested = version, self._thread.submit(_digests_of, publication)
         return Published(nbytes=publication.nbytes, seconds=publication.seconds)
 
     async def digest(self, version: int) -> bytes:
@@ -187,13 +189,9 @@ class TrainerRank(_Participant):
 
         The trainer may already be changing its weights: it is the copy that is read.
         """
-        return await self._run(lambda: self._digest(version))
-
-    def _digest(self, version: int) -> bytes:
-        if self._published is None or self._published[0] != version:
+        if self._digested is None or self._digested[0] != version:
             raise TransportError("that version is not what was published", version=version, member=self.name)
-        memory = self._published[1].memory
-        return digest_pieces(memory.bytes.numpy(), memory.extents, threads=_digest_threads()).tobytes()
+        return await asyncio.shield(asyncio.wrap_future(self._digested[1]))
 
     async def serve(self, version: int) -> int:
         """Take part in staging, for backends whose senders do; the bytes written into slots.
@@ -203,7 +201,7 @@ class TrainerRank(_Participant):
         return await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
-        self._published = None
+        self._digested = None
         await self._run(self._engine.finalize)
         self._thread.shutdown(wait=False)
 
@@ -312,6 +310,11 @@ class RolloutNode(_Participant):
         if self._plan is None:
             raise PlanError("the node has no plan", version=version, member=self.name)
         return Manifest(version, self._plan, np.frombuffer(digests, np.uint64))
+
+
+def _digests_of(publication: Publication) -> bytes:
+    memory = publication.memory
+    return digest_pieces(memory.bytes.numpy(), memory.extents, threads=_digest_threads()).tobytes()
 
 
 def _digest_threads() -> int:

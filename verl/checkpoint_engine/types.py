@@ -132,7 +132,7 @@ class SyncReport:
     """(phase, seconds) in the order in which phases came, without gaps: some come again after a failed attempt, or
     with rolling activation."""
     trainer_blocked_s: float
-    """The longest time that any trainer rank spent copying and digesting its own shards."""
+    """The longest time that any trainer rank spent copying its own shards: its trainer waits for no more."""
     paused_s: dict[str, float]
     """Per replica: from the request to pause until generation was possible again."""
     replicas_updated: tuple[str, ...]

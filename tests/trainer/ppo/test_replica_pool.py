@@ -208,3 +208,4 @@ def test_a_number_in_the_file_is_told_once_each_time_that_it_is_written(tmp_path
     wanted.path.unlink()
     wanted.path.write_text("2")
     assert wanted.changed() == 2
+    assert WantedReplicas(wanted.path).changed() is None  # of the run before, in the same directory

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
-TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py", "test_megatron.py")
-"""Files of `weight_sync` that share four vLLM engines: two test processes that both start them take all the memory."""
+TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
+"""Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """One file goes to one test process, and so do those that share engines."""
+    """One file goes to one test process, and so do those that share an engine."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

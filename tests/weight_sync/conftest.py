@@ -1,4 +1,4 @@
-"""Four models on their way from a trainer to a real vLLM; engines take long to start and are shared by all tests."""
+"""Models on their way from a trainer to a real vLLM. Engines take long to start and are shared by tests."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from tests.weight_sync.replicas import InspectedVLLMReplica
-from tests.weight_sync.trainers import FSDPTrainer, LocalTrainer
+from tests.weight_sync.trainers import NUM_RANKS, FSDPTrainer, LocalTrainer
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, launch_all
+from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry
 
 
 @dataclass(frozen=True)
 class Case:
     architecture: str
-    tied: bool
-    dtype: str
-    ranks: int
+    strategy: str
+    """Of the trainer; `local` is a model in the test process."""
+    tied: bool = False
+    dtype: str = "bfloat16"
+    ranks: int = 1
     """Tensor-parallel ranks of the engine."""
     intermediate_size: int = 256
 
 
 CASES = {
-    "qwen2": Case("qwen2", tied=True, dtype="bfloat16", ranks=1),
-    "qwen3": Case("qwen3", tied=False, dtype="bfloat16", ranks=2),
-    "qwen3_moe": Case("qwen3_moe", tied=False, dtype="bfloat16", ranks=1, intermediate_size=144),
-    "llama": Case("llama", tied=True, dtype="float32", ranks=1),
+    "qwen2": Case("qwen2", "fsdp", tied=True),
+    "qwen3": Case("qwen3", "fsdp2", ranks=2),
+    "qwen3_moe": Case("qwen3_moe", "fsdp2", intermediate_size=144),
+    "megatron": Case("qwen3", "megatron"),
+    "llama": Case("llama", "local", tied=True, dtype="float32"),
 }
+ACTOR = {"megatron": {"megatron": {"pipeline_model_parallel_size": NUM_RANKS, "dtype": "float32"}}}
+"""Sections of the actor's configuration, by strategy."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One model from the trainer to the engine."""
+    """One model from the trainer to the engine, which serves its weights."""
 
     trainer: LocalTrainer | FSDPTrainer
     replica: InspectedVLLMReplica
     config: PretrainedConfig
+    case: Case
 
 
 @contextmanager
@@ -90,85 +96,64 @@ def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="session")
-def llama(model_paths: dict[str, Path], shm_dir: Path) -> Iterator[LocalTrainer]:
-    trainer = LocalTrainer(model_paths["llama"], CASES["llama"].dtype, shm_dir / "llama")
-    yield trainer
-    asyncio.run(trainer.close())
-
-
 @contextmanager
-def fsdp_trainer(name: str, strategy: str, path: Path, shm_dir: Path, export: Path) -> Iterator[FSDPTrainer]:
-    trainer = FSDPTrainer(path, strategy, CASES[name].dtype, shm_dir / name, export)
-    yield trainer
-    asyncio.run(trainer.close())
-
-
-@pytest.fixture(scope="session")
-def qwen2(
-    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FSDPTrainer]:
-    with fsdp_trainer("qwen2", "fsdp", model_paths["qwen2"], shm_dir, tmp_path_factory.mktemp("qwen2")) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="session")
-def qwen3(
-    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FSDPTrainer]:
-    with fsdp_trainer("qwen3", "fsdp2", model_paths["qwen3"], shm_dir, tmp_path_factory.mktemp("qwen3")) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="session")
-def qwen3_moe(
-    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FSDPTrainer]:
-    path, export = model_paths["qwen3_moe"], tmp_path_factory.mktemp("qwen3_moe")
-    with fsdp_trainer("qwen3_moe", "fsdp2", path, shm_dir, export) as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="session")
-def lines(
-    ray_cluster: None,
-    model_paths: dict[str, Path],
-    qwen2: FSDPTrainer,
-    qwen3: FSDPTrainer,
-    qwen3_moe: FSDPTrainer,
-    llama: LocalTrainer,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Line]]:
-    """Every case with its engine running, and in the service of the case's trainer. All start at the same time."""
-    served = tmp_path_factory.mktemp("served")
-    trainers: dict[str, LocalTrainer | FSDPTrainer] = {
-        "qwen2": qwen2,
-        "qwen3": qwen3,
-        "qwen3_moe": qwen3_moe,
-        "llama": llama,
-    }
-    made = {
-        name: Line(
-            trainer=trainers[name],
-            replica=InspectedVLLMReplica(index, model_paths[name], served / name, dtype=case.dtype, ranks=case.ranks),
-            config=AutoConfig.from_pretrained(model_paths[name]),
-        )
-        for index, (name, case) in enumerate(CASES.items())
-    }
+def in_service(replica: RolloutReplica, trainer: LocalTrainer | FSDPTrainer) -> Iterator[None]:
+    """The engine runs as long as the block, with the trainer's weights; the trainer is closed with it."""
 
     async def start() -> None:
-        await launch_all(*(line.replica.init_standalone() for line in made.values()))
-        for line in made.values():
-            await line.trainer.manager.add_replicas([line.replica])
+        await replica.init_standalone()
+        await trainer.manager.add_replicas([replica])
 
     async def end() -> None:
-        await asyncio.gather(*(line.replica.shutdown() for line in made.values()))
+        await replica.shutdown()
+        await trainer.close()
 
     try:
         asyncio.run(start())
-        yield made
+        yield
     finally:
         asyncio.run(end())
+
+
+@contextmanager
+def served(name: str, trainer: LocalTrainer | FSDPTrainer, path: Path, directory: Path) -> Iterator[Line]:
+    case = CASES[name]
+    replica = InspectedVLLMReplica(list(CASES).index(name), path, directory, dtype=case.dtype, ranks=case.ranks)
+    with in_service(replica, trainer):
+        yield Line(trainer, replica, AutoConfig.from_pretrained(path), case)
+
+
+@pytest.fixture(scope="session")
+def llama_line(
+    ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Line]:
+    """The one that test files share: its trainer is quick and can break anywhere."""
+    path = model_paths["llama"]
+    trainer = LocalTrainer(path, CASES["llama"].dtype, shm_dir / "llama")
+    with served("llama", trainer, path, tmp_path_factory.mktemp("llama") / "served") as line:
+        yield line
+
+
+@pytest.fixture(scope="module")
+def line(
+    request: pytest.FixtureRequest,
+    ray_cluster: None,
+    model_paths: dict[str, Path],
+    shm_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Line]:
+    """The case that the test names. One after the other: all at the same time would take most of the memory."""
+    name: str = request.param
+    if name == "llama":
+        yield request.getfixturevalue("llama_line")
+        return
+    case, path, directory = CASES[name], model_paths[name], tmp_path_factory.mktemp(name)
+    (directory / "export").mkdir()
+    trainer = FSDPTrainer(
+        path, case.strategy, case.dtype, shm_dir / name, directory / "export", **ACTOR.get(case.strategy, {})
+    )
+    with served(name, trainer, path, directory / "served") as line:
+        yield line
 
 
 @pytest.fixture(scope="session")

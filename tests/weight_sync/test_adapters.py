@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.weight_sync.conftest import in_service
 from tests.weight_sync.greedy import PROMPTS, greedy_tokens, hugging_face_tokens
 from tests.weight_sync.trainers import FSDPTrainer
 from verl.checkpoint_engine.errors import ActivationError, SyncAborted
@@ -71,19 +71,8 @@ def line(
         optim={"lr": 0.1},
     )
 
-    async def start() -> None:
-        await replica.init_standalone()
-        await trainer.manager.add_replicas([replica])
-
-    async def end() -> None:
-        await replica.shutdown()
-        await trainer.close()
-
-    try:
-        asyncio.run(start())
+    with in_service(replica, trainer):
         yield Line(trainer, replica, model)
-    finally:
-        asyncio.run(end())
 
 
 async def test_vllm_computes_with_the_adapters_of_every_version_and_a_sync_moves_nothing_else(line: Line):

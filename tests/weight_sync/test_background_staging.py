@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.weight_sync.conftest import CASES
+from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.trainers import CONFIG, LocalTrainer
 from verl.checkpoint_engine.backends.collective import Gloo, GlooEngine
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
@@ -22,57 +24,44 @@ from verl.workers.rollout.errors import NoWeights
 
 pytestmark = pytest.mark.timeout(400)
 
-TRANSFER_S = 0.5
-"""No transfer is over sooner, so that a stage of few bytes takes seconds."""
+GATE = threading.Event()
+"""Until it is set no transfer is over, so that a stage of few bytes takes as long as a test likes."""
 FIRST_VERSION = 10_000
 """The engines belong to other tests, too, which count from 1."""
 SAMPLING = SamplingOptions(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
-class SlowGloo(Gloo):
+class HeldGloo(Gloo):
     def broadcast(self, group: Any, memory: Any, *, sending: bool) -> Any:
-        return SlowFlight(super().broadcast(group, memory, sending=sending), time.monotonic() + TRANSFER_S)
+        return HeldFlight(super().broadcast(group, memory, sending=sending))
 
 
 @dataclass
-class SlowFlight:
+class HeldFlight:
     flight: Any
-    earliest: float
 
     def is_done(self) -> bool:
-        return time.monotonic() >= self.earliest and self.flight.is_done()
+        return GATE.is_set() and self.flight.is_done()
 
 
-@CheckpointEngineRegistry.register("slow-gloo")
-class SlowGlooEngine(GlooEngine):
-    communicator_class = SlowGloo
+@CheckpointEngineRegistry.register("held-gloo")
+class HeldGlooEngine(GlooEngine):
+    communicator_class = HeldGloo
 
 
-def register_slow(name: str) -> None:
-    """The one-sided backend `name` as `slow-<name>`."""
+def register_held(name: str) -> None:
+    """The one-sided backend `name` as `held-<name>`."""
     base: type[OneSidedEngine] = CheckpointEngineRegistry.get(name)
 
-    class SlowEngine(base):
+    class HeldEngine(base):
         def open_wire(self, topology: Any) -> Any:
             wire: Any = super().open_wire(topology)
-            wire.is_done = slowly(wire.is_done)
+            is_done = wire.is_done
+            wire.is_done = lambda transfer: GATE.is_set() and is_done(transfer)
             return wire
 
-    SlowEngine.__qualname__ = f"slow-{name}"
-    CheckpointEngineRegistry.register(f"slow-{name}")(SlowEngine)
-
-
-def slowly(is_done: Callable[[int], bool]) -> Callable[[int], bool]:
-    earliest: dict[int, float] = {}
-
-    def answer(transfer: int) -> bool:
-        end = earliest.setdefault(transfer, time.monotonic() + TRANSFER_S)
-        done = time.monotonic() >= end and is_done(transfer)
-        if done:
-            del earliest[transfer]  # the library may use the number again
-        return done
-
-    return answer
+    HeldEngine.__qualname__ = f"held-{name}"
+    CheckpointEngineRegistry.register(f"held-{name}")(HeldEngine)
 
 
 @dataclass
@@ -117,14 +106,14 @@ def versions(outputs: list[TokenOutput]) -> set[int]:
 
 
 @pytest.fixture
-def slow_trainer(own_shm_dir: Path, model_paths: dict[str, Path]) -> Iterator[Callable[[str], LocalTrainer]]:
+def held_trainer(own_shm_dir: Path, model_paths: dict[str, Path]) -> Iterator[Callable[[str], LocalTrainer]]:
     made: list[LocalTrainer] = []
 
     def make(backend: str) -> LocalTrainer:
-        if backend != "gloo" and f"slow-{backend}" not in CheckpointEngineRegistry.names():
-            register_slow(backend)
-        config = replace(CONFIG, backend=f"slow-{backend}")
-        made.append(LocalTrainer(model_paths["llama"], CASES["llama"].dtype, own_shm_dir / "slow", config))
+        if backend != "gloo" and f"held-{backend}" not in CheckpointEngineRegistry.names():
+            register_held(backend)
+        config = replace(CONFIG, backend=f"held-{backend}")
+        made.append(LocalTrainer(model_paths["llama"], CASES["llama"].dtype, own_shm_dir / "held", config))
         made[-1].version = FIRST_VERSION
         return made[-1]
 
@@ -134,25 +123,39 @@ def slow_trainer(own_shm_dir: Path, model_paths: dict[str, Path]) -> Iterator[Ca
 
 
 async def stage_while_generating(trainer: LocalTrainer, replica: RolloutReplica) -> None:
+    """Staging ends after that many responses."""
+    responses = 10
     window: list[float] = []
+    GATE.set()
     await trainer.manager.add_replicas([replica])
     await trainer.sync()
     before = trainer.version
     for moments in (trainer.node.before, trainer.node.after):
         moments["stage"] = lambda: window.append(time.monotonic())
     trainer.train()
-    async with Generating(replica, []) as generating:
-        report = await trainer.sync()
-        await generating.until(lambda output: versions([output]) == {trainer.version})
+    GATE.clear()
+    try:
+        async with Generating(replica, []) as generating:
+            syncing = asyncio.create_task(trainer.sync())
+            while len(window) != 1 or len(generating.within(window[0], math.inf)) < responses:
+                assert not syncing.done(), "it has not waited"
+                assert time.monotonic() < generating.done[0][0] + CONFIG.deadlines.stage_s
+                await asyncio.sleep(0.01)
+            GATE.set()
+            report = await syncing
+            await generating.until(lambda output: versions([output]) == {trainer.version})
+    finally:
+        GATE.set()
     begin, end = window
     during = generating.within(begin, end)
-    assert sum(len(output.token_ids) for output in during) >= 10 * SAMPLING.max_tokens
+    assert len(during) >= responses
     assert versions(during) == {before}
     assert {output.stop_reason for output in during} == {"length"}
+    assert sum(len(output.token_ids) for output in during) == len(during) * SAMPLING.max_tokens
     (paused_s,) = report.paused_s.values()
-    assert 0 < paused_s < report.phase_s["stage"]
+    assert paused_s > 0
     assert report.phase_s["stage"] + paused_s < report.total_s
-    assert report.trainer_blocked_s < report.phase_s["stage"]
+    assert report.phase_s["stage"] + report.trainer_blocked_s < report.total_s
 
 
 def installed(name: str) -> object:
@@ -162,17 +165,17 @@ def installed(name: str) -> object:
 
 @pytest.mark.parametrize("backend", ["gloo", installed("nixl"), installed("mooncake")])
 async def test_tokens_are_produced_while_a_node_stages(
-    hf: RolloutReplica, slow_trainer: Callable[[str], LocalTrainer], backend: str
+    hf: RolloutReplica, held_trainer: Callable[[str], LocalTrainer], backend: str
 ):
-    await stage_while_generating(slow_trainer(backend), hf)
+    await stage_while_generating(held_trainer(backend), hf)
 
 
 @pytest.mark.vllm
 async def test_vllm_produces_tokens_while_its_node_stages(
-    lines: dict[str, Any], slow_trainer: Callable[[str], LocalTrainer]
+    llama_line: Line, held_trainer: Callable[[str], LocalTrainer]
 ):
-    line = lines["llama"]
+    line = llama_line
     try:
-        await stage_while_generating(slow_trainer("gloo"), line.replica)
+        await stage_while_generating(held_trainer("gloo"), line.replica)
     finally:
         await line.trainer.manager.add_replicas([line.replica])  # and its own weights with it

@@ -91,6 +91,12 @@ def uncommitted_slots(shm_dir: Path) -> set[Path]:
     return {slot for slot in slots(shm_dir) if not Path(f"{slot}.manifest").exists()}
 
 
+@pytest.fixture
+def llama(llama_line: Line) -> LocalTrainer:
+    assert isinstance(llama_line.trainer, LocalTrainer)
+    return llama_line.trainer
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,9 +104,9 @@ def uncommitted_slots(shm_dir: Path) -> set[Path]:
 @pytest.mark.timeout(400)
 class TestBytes:
     async def test_a_byte_that_flips_before_verification_aborts_the_sync_and_vllm_serves_the_old_version(
-        self, lines: dict[str, Line], llama: LocalTrainer
+        self, llama_line: Line, llama: LocalTrainer
     ):
-        replica = lines["llama"].replica
+        replica = llama_line.replica
         old = (await llama.train_and_sync()).version
         tokens = await greedy_tokens(replica, old)
         llama.node.before["verify"] = lambda: flip_last_byte(spare_slot(llama.shm_dir), llama, DAMAGED)
@@ -120,9 +126,9 @@ class TestBytes:
         assert await greedy_tokens(replica, llama.version) == hugging_face_tokens(llama.model) != tokens
 
     async def test_a_byte_that_flips_in_the_committed_version_keeps_a_replica_from_loading_it(
-        self, lines: dict[str, Line], llama: LocalTrainer
+        self, llama_line: Line, llama: LocalTrainer
     ):
-        replica = lines["llama"].replica
+        replica = llama_line.replica
         version = (await llama.train_and_sync()).version
         await llama.manager.remove_replicas([replica])
         current = current_slot(llama.shm_dir)
@@ -145,9 +151,9 @@ class TestBytes:
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 async def test_vllm_killed_while_it_loads_is_quarantined_and_comes_back_from_the_arena_without_the_trainer(
-    lines: dict[str, Line], llama: LocalTrainer, hf: RolloutReplica
+    llama_line: Line, llama: LocalTrainer, hf: RolloutReplica
 ):
-    line = lines["llama"]
+    line = llama_line
     replica = BreakableReplica(line.replica)
     await llama.train_and_sync()
     await llama.manager.add_replicas([hf, replica])

@@ -1,4 +1,4 @@
-"""A sync asks nothing of the trainer's process group, and no memory for more than it copies at a time."""
+"""Publishing asks for no memory for more than it copies at a time. That it gathers nothing: test_bit_equality."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.weight_sync.trainers import CONFIG, NUM_RANKS, FSDPTrainer
+from tests.weight_sync.trainers import CONFIG, NUM_RANKS
 from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.megatron_cases import PP2, TP2, make_megatron
 from tests.workers.engine.rank_pool import RankPool
@@ -29,27 +29,6 @@ from verl.utils.builtin import make_tiny_model
 ALLOWANCE = 4 * CONFIG.block_nbytes
 M_MMAP_THRESHOLD = -3
 """glibc's number for the size from which memory is taken from and given back to the kernel."""
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"], ids=["fsdp", "fsdp2"])
-async def test_a_sync_starts_no_collective_and_gathers_nothing(
-    request: pytest.FixtureRequest, name: str, tmp_path: Path
-):
-    trainer: FSDPTrainer = request.getfixturevalue(name)
-    await trainer.sync()
-    trainer.group.watch()
-    trainer.train()
-    for collectives, _ in trainer.group.watched():
-        assert collectives > 0
-    trainer.group.watch()
-    trainer.group.export_hf(str(tmp_path), "float32")
-    for _, gathers in trainer.group.watched():
-        assert gathers
-
-    trainer.group.watch()
-    report = await trainer.sync()
-    assert trainer.group.watched() == [(0, {})] * NUM_RANKS
-    assert report.nbytes_moved == report.nbytes_needed > 0
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
         every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
         every node                  receive_weights         stage: until the spare slot holds every byte
         every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
+        every node                  let_go                  after a failure: what is slow to close
     every trainer rank and node     finalize                disconnect, release
 """
 
@@ -117,6 +118,12 @@ class CheckpointEngine(ABC):
         """Stage: return when the open slot of `arena` holds every byte of `version`, with the bytes that were moved.
 
         Called on every node. Raises TransportError.
+        """
+
+    def let_go(self) -> None:  # noqa: B027 - most backends leave nothing
+        """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.
+
+        Called on every node when its slot is dropped, after the failure has been told.
         """
 
     @abstractmethod

@@ -274,7 +274,12 @@ class RolloutNode(_Participant):
 
     async def drop(self) -> None:
         """Forget the open slot. Idempotent."""
-        await self._run(lambda: self._arena.drop() if self._arena else None)
+        await self._run(self._drop)
+
+    def _drop(self) -> None:
+        if self._arena is not None:
+            self._arena.drop()
+        self._engine.let_go()
 
     async def rollback(self, version: int) -> int | None:
         """Make the previous version current; that version."""

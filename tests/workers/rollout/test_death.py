@@ -49,8 +49,8 @@ async def server_process(replica: RolloutReplica) -> psutil.Process:
 
 
 async def assert_dead_soon(replica: RolloutReplica) -> None:
-    """Within 10 s, and no call takes long."""
-    deadline = time.monotonic() + 10
+    """Within 20 s, and no call takes long."""
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         began = time.monotonic()
         try:
@@ -77,6 +77,7 @@ def test_an_engine_process_ends_when_its_client_is_killed(tmp_path):
     assert left == []
 
 
+@pytest.mark.timeout(400)
 async def test_a_killed_server_is_found_out_and_a_new_one_takes_its_place(
     ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
 ):
@@ -119,7 +120,7 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         children = server.children(recursive=True)
         assert any("EngineCore" in process.name() for process in children)
         os.kill(server.pid, signal.SIGKILL)
-        assert wait_until_gone([server, *children], 10) == []
+        assert wait_until_gone([server, *children], 20) == []
         await assert_dead_soon(one)
         await two.health()
 
@@ -132,11 +133,11 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         workers[0].kill()
         await assert_dead_soon(two)
         with pytest.raises(ReplicaDied):
-            await asyncio.wait_for(_wait(parked), 10)
+            await asyncio.wait_for(_wait(parked), 20)
         children = server.children(recursive=True)
     finally:
         await asyncio.gather(one.shutdown(), two.shutdown())
-    assert wait_until_gone([server, *children], 10) == []
+    assert wait_until_gone([server, *children], 20) == []
 
 
 async def _wait(ref: object) -> object:

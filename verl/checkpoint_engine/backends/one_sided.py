@@ -293,9 +293,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
             nbytes = self._fetch(reader, before, deadline)
             self._raise_if_changed(reader, before, self._stamps(reader, deadline))
         except BaseException:
-            self._disconnect()
+            self._abandon()
             raise
-        self._close_idle_wires()  # of an earlier stage: its peer may have gone on meanwhile
+        self.let_go()  # of an earlier stage's wire: its peer may have gone on meanwhile
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
@@ -319,18 +319,24 @@ class OneSidedEngine(CheckpointEngineWithCache):
             on_bucket=lambda _: self._raise_if_stopped(pulls.version),
         )
 
+    def let_go(self) -> None:
+        for wire in [wire for wire in self._abandoned if wire.is_idle()]:
+            self._abandoned.remove(wire)
+            wire.close()
+
     def finalize(self) -> None:
         self._release()
         deadline = time.monotonic() + CLOSING_S
         while self._abandoned and time.monotonic() < deadline:
-            self._close_idle_wires()
+            self.let_go()
             time.sleep(FetchLoop.poll_s)
         for wire in self._abandoned:
             wire.close()
         self._abandoned.clear()
 
     def _release(self) -> None:
-        self._disconnect()
+        self._abandon()
+        self.let_go()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -338,19 +344,13 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._encoded_plan, self._address = b"", ""
         self._buckets, self._bounce = [], np.zeros(0, np.uint8)
 
-    def _disconnect(self) -> None:
+    def _abandon(self) -> None:
         """The arena replaces a slot that failed, so a late write of an abandoned wire meets no slot in use."""
         if self._wire is not None:
             self._abandoned.append(self._wire)
             self._wire = None
-        self._close_idle_wires()
         self._slots.clear()
         self._owners.clear()
-
-    def _close_idle_wires(self) -> None:
-        for wire in [wire for wire in self._abandoned if wire.is_idle()]:
-            self._abandoned.remove(wire)
-            wire.close()
 
     def _slot(self, wire: Wire, arena: NodeArena) -> UInt8s:
         """The open slot, registered once per slot file. Files that were replaced are let go."""

@@ -72,7 +72,11 @@ class VLLMEngine:
             self._adapter_directory = self._leftovers.memory_directory()
 
     def _bind_threads(self) -> None:
-        """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes."""
+        """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes.
+
+        A single rank needs no process beside the engine core's, which takes its threads from the environment. vLLM
+        would give it one, unless told otherwise, because it cannot know that this environment is in time.
+        """
         spec = self._spec
         cores = assign_cores(
             sorted(os.sched_getaffinity(0)),
@@ -81,6 +85,10 @@ class VLLMEngine:
             replica=spec.local_index,
         )
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind(cores)
+        if self._arguments().get("distributed_executor_backend") == "uni":
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            os.environ["OMP_NUM_THREADS"] = str(len(cores[0]))
+            os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores[0]))
 
     def _arguments(self) -> dict[str, Any]:
         spec, config = self._spec, self._spec.config
@@ -108,6 +116,8 @@ class VLLMEngine:
         }
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
+            if config.tensor_model_parallel_size == 1:
+                arguments["distributed_executor_backend"] = "uni"
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         if spec.model.sends_adapters:

@@ -66,6 +66,10 @@ class EngineRank:
         shards: Sequence[Shard] = self._source.shards()
         return shards
 
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        values: torch.Tensor | None = self._source.view(shard)
+        return values
+
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         self._source.copy(shard, destination)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
 
 HIDDEN_SIZES = (8192, 5120, 3584, 2048, 1536, 896, 512, 256, 128, 64)
@@ -57,6 +56,7 @@ class RowsOfModel:
 
     def __init__(self, specs: list[TensorSpec], rank: int, world_size: int, source_dtype: str) -> None:
         self._specs = specs
+        self._shows_values = all(spec.dtype == source_dtype for spec in specs)
         self._boxes: dict[str, Box] = {}
         self._rows: dict[str, torch.Tensor] = {}
         pattern = torch.randn(2**18, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, source_dtype))
@@ -79,11 +79,17 @@ class RowsOfModel:
     def shards(self) -> list[Shard]:
         return [Shard(name, box) for name, box in self._boxes.items()]
 
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        values = self._values(shard)
+        return values if self._shows_values and values.is_contiguous() else None
+
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        destination.copy_(self._values(shard))
+
+    def _values(self, shard: Shard) -> torch.Tensor:
         first = self._boxes[shard.name].start[0]
         rows = self._rows[shard.name][shard.box.start[0] - first : shard.box.stop[0] - first]
-        columns = tuple(map(slice, shard.box.start[1:], shard.box.stop[1:]))
-        copy_values(destination, rows[(slice(None), *columns)])
+        return rows[(slice(None), *map(slice, shard.box.start[1:], shard.box.stop[1:]))]
 
 
 def _tiled(pattern: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,6 @@ from verl.checkpoint_engine.publishing import (
     COPY_NBYTES,
     PieceMemory,
     SlotPieces,
-    copy_values,
     publish,
     publisher_environment,
 )
@@ -110,14 +110,14 @@ def test_a_copy_has_at_most_so_many_bytes():
     layout = Layout.of([TensorSpec(name="w", shape=(3 * COPY_NBYTES // 64, 32), dtype="bfloat16")])
     held = [Shard("w", Box.whole(layout.specs[0].shape))]
     memory = PackedRegion(make_plan(layout, [ShardTable.of(layout, held)], block_nbytes=2**20), 0)
-    assert [place.nbytes for _, place in memory.places(held)] == [COPY_NBYTES] * 3
+    assert [place.tensor.nbytes for place in memory.places(held)] == [COPY_NBYTES] * 3
 
 
 def test_a_copy_does_not_reach_from_one_shard_into_the_next():
     layout = Layout.of([TensorSpec(name="w", shape=(30, 8), dtype="float32")])
     held = [Shard("w", Box((row, 0), (row + 10, 8))) for row in (0, 10, 20)]
     memory = PackedRegion(make_plan(layout, [ShardTable.of(layout, held)], block_nbytes=128), 0)
-    assert [shard for shard, _ in memory.places(held)] == held
+    assert [place.shard for place in memory.places(held)] == held
 
 
 def test_an_owner_of_nothing_publishes_nothing(sources: list[Source], plan: SyncPlan):
@@ -128,25 +128,66 @@ def test_an_owner_of_nothing_publishes_nothing(sources: list[Source], plan: Sync
     assert digests(memory) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("values", [torch.randn(6, 8), torch.randn(8, 6).T, torch.randn(12, 8)[::2], torch.zeros(0, 8)])
-def test_values_arrive_converted_or_not_whatever_their_strides(values: torch.Tensor, dtype: torch.dtype):
-    destination = torch.full(values.shape, 7.0, dtype=dtype)
-    copy_values(destination, values)
-    assert torch.equal(destination, values.to(dtype))
-    columns = torch.full((values.shape[0], 20), 7.0, dtype=dtype)
-    copy_values(columns[:, 2:10] if values.shape[1] == 8 else columns[:, 2:8], values)
-    assert torch.equal(columns[:, 2 : 2 + values.shape[1]], values.to(dtype))
-    assert (columns[:, :2] == 7).all()
+class Viewable(Source):
+    """Holds its parts as they are sent, and shows what lies in one run."""
+
+    def __init__(self, held: Sequence[Box]) -> None:
+        super().__init__(held)
+        self.held = {
+            shard.name: WEIGHTS[shard.name][tuple(map(slice, shard.box.start, shard.box.stop))].bfloat16().contiguous()
+            for shard in self._shards
+        }
+
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        (own,) = [own for own in self._shards if own.name == shard.name]
+        bounds = zip(own.box.start, shard.box.start, shard.box.stop, strict=True)
+        values = self.held[shard.name][tuple(slice(start - base, stop - base) for base, start, stop in bounds)]
+        return values if values.is_contiguous() else None
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_what_a_source_shows_is_digested_on_the_way(
+    plan: SyncPlan, slot: SlotView, owner: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("verl.checkpoint_engine.publishing.CACHED_NBYTES", 300)  # less than a piece
+    memory = SlotPieces(slot, plan, owner)
+    publication = publish(Viewable(BOXES[owner]), memory)
+    digested = publication.digested
+    assert publication.digests[digested].tolist() == np.array(digests(memory), np.uint64)[digested].tolist()
+    strided = memory.extents.rows > 1
+    assert strided.any()
+    assert (digested == ~strided).all()
+
+
+def test_a_source_that_shows_values_fills_a_slot_as_one_that_copies_does(
+    sources: list[Source], plan: SyncPlan, slot: SlotView, tmp_path: Path
+):
+    path = tmp_path / "copied"
+    path.write_bytes(bytes(plan.layout.nbytes))
+    copied = SlotView(path, plan.layout, writable=True)
+    for owner, source in enumerate(sources):
+        publish(Viewable(BOXES[owner]), SlotPieces(slot, plan, owner))
+        publish(source, SlotPieces(copied, plan, owner))
+    assert torch.equal(slot.bytes, copied.bytes)
+
+
+def test_digests_are_of_what_the_trainer_had_whatever_becomes_of_the_copy(plan: SyncPlan):
+    memory = PackedRegion(plan, 0)
+    publication = publish(Viewable(BOXES[0]), memory)
+    assert publication.digested.all()
+    assert publication.digests.tolist() == digests(memory)
+    memory.bytes[int(memory.extents.offset[1])] ^= 1
+    (different,) = np.flatnonzero(publication.digests != digests(memory))
+    assert different == 1
 
 
 @pytest.mark.parametrize(
     ("given", "added"),
     [
-        (None, {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}),
+        (None, {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=262144"}),
         (
             "glibc.malloc.check=1",
-            {"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.cpu.x86_non_temporal_threshold=1048576"},
+            {"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.cpu.x86_non_temporal_threshold=262144"},
         ),
         ("glibc.cpu.x86_non_temporal_threshold=4096", {}),
     ],

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.layout import ALIGNMENT
 from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.publishing import joined_pieces
+from verl.checkpoint_engine.publishing import Place, joined_pieces
 from verl.checkpoint_engine.shards import Extents, Int64s
 from verl.checkpoint_engine.types import Shard
 
@@ -92,7 +92,7 @@ class PackedRegion:
         one = np.ones_like(self.packing.nbytes)
         self.extents = Extents(self.packing.offset, self.packing.nbytes, rows=one, stride=0 * one)
         self._owner = owner
-        self._places: list[tuple[Shard, torch.Tensor]] | None = None
+        self._places: list[Place] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,11 +103,12 @@ class PackedRegion:
         """Where the region begins in this process."""
         return self.bytes.data_ptr()
 
-    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
+    def places(self, held: Sequence[Shard]) -> Sequence[Place]:
         if self._places is None:
+            sizes = self.packing.nbytes.tolist()
             self._places = [
-                (shard, self._place(offset, shard))
-                for offset, shard in joined_pieces(self.plan, self._owner, self.extents, held)
+                Place(shard, self._place(offset, shard), pieces, sizes[pieces.start : pieces.stop])
+                for offset, shard, pieces in joined_pieces(self.plan, self._owner, self.extents, held)
             ]
         return self._places
 

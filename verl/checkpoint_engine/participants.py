@@ -318,8 +318,12 @@ class RolloutNode(_Participant):
 
 
 def _digests_of(publication: Publication) -> bytes:
-    memory = publication.memory
-    return digest_pieces(memory.bytes.numpy(), memory.extents, threads=_digest_threads()).tobytes()
+    memory, digests = publication.memory, publication.digests.copy()
+    missing = np.flatnonzero(~publication.digested)
+    if len(missing):
+        extents = memory.extents.take(missing)
+        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=_digest_threads())
+    return digests.tobytes()
 
 
 def _digest_threads() -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from verl.checkpoint_engine.types import Shard, TensorSpec
 
@@ -32,6 +32,17 @@ class WeightSource(Protocol):
 
         `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, and is borrowed for
         the call.
+        """
+
+
+@runtime_checkable
+class ViewableSource(WeightSource, Protocol):
+    """A source that can also show what lies in host memory: publishing then digests it while the cache has it."""
+
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        """The values of `shard`, which lies inside one of `shards()`: contiguous, on the CPU, in the dtype of the spec.
+
+        None where they do not lie like that; `copy` is called for those. Borrowed until the next call.
         """
 
 

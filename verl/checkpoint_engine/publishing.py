@@ -1,4 +1,4 @@
-"""The loop that copies weights out of a trainer. Backends bring the memory that it copies into."""
+"""The loop that copies weights out of a trainer, and digests them on the way. Backends bring the memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from verl.checkpoint_engine.digest import UInt64s
 from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.ports import ViewableSource, WeightSource
 from verl.checkpoint_engine.shards import Extents
 from verl.checkpoint_engine.types import Box, Shard
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
 
     from verl.checkpoint_engine.arena import SlotView
 
 COPY_NBYTES = 16 * 2**20
-"""At most so many bytes, or one piece, are copied out of a source at once."""
-PAST_CACHE_NBYTES = 2**20
+"""At most so many bytes, or one piece, are asked of a source at once."""
+CACHED_NBYTES = 2**20
+"""What has been read is digested after so many bytes: a core's own cache holds them."""
+PAST_CACHE_NBYTES = 2**18
 """Copies from this size on write past the cache."""
 
 
@@ -39,6 +43,19 @@ def publisher_environment() -> dict[str, str]:
     return {"GLIBC_TUNABLES": f"{given}:{name}={PAST_CACHE_NBYTES}".removeprefix(":")}
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run of neighbouring pieces belongs. All of it lies in one of the source's shards."""
+
+    shard: Shard
+    tensor: torch.Tensor
+    """Shape of the shard's box, dtype of the spec; borrowed. Strided only if it is a single piece."""
+    pieces: range
+    """Rows of `PieceMemory.extents`."""
+    sizes: Sequence[int]
+    """Bytes of each of them, one after the other."""
+
+
 class PieceMemory(Protocol):
     """Memory that has a place for every piece of one owner."""
 
@@ -46,11 +63,8 @@ class PieceMemory(Protocol):
     def bytes(self) -> torch.Tensor:
         """All of it, uint8."""
 
-    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
-        """What publishing copies and where to, neighbouring pieces as one; tensors may be strided; borrowed.
-
-        `held` is what the source says that it holds: each copy lies inside one of those shards.
-        """
+    def places(self, held: Sequence[Shard]) -> Sequence[Place]:
+        """What publishing copies and where to. `held` is what the source says that it holds."""
 
     @property
     def extents(self) -> Extents:
@@ -67,68 +81,85 @@ class Publication:
     memory: PieceMemory
     nbytes: int
     seconds: float
+    digests: UInt64s
+    """Of the pieces that `digested` says: of what the trainer had. Those of the others are taken from the copy."""
+    digested: npt.NDArray[np.bool_]
 
 
 def publish(source: WeightSource, memory: PieceMemory) -> Publication:
-    """Copy every piece of an owner out of `source`, which casts on the way. Called on the owner's rank.
+    """Copy every piece of an owner out of `source`, converted to the dtype of its spec. Called on the owner's rank.
 
-    The trainer waits for this. What can be done with the copy comes later: digests, other slots, wires.
+    The trainer waits for this. What can be done with the copy comes later: other slots, wires, and the digests of
+    pieces that the source could not show.
     """
     start_s = time.perf_counter()
-    for shard, place in memory.places(source.shards()):
-        source.copy(shard, place)
+    nbytes, viewable = memory.extents.nbytes, source if isinstance(source, ViewableSource) else None
+    digests, digested = np.zeros(len(nbytes), np.uint64), np.zeros(len(nbytes), np.bool_)
+    for place in memory.places(source.shards()):
+        values = viewable.view(place.shard) if viewable is not None else None
+        if values is None or not place.tensor.is_contiguous():
+            source.copy(place.shard, place.tensor)
+        else:
+            rows = slice(place.pieces.start, place.pieces.stop)
+            digests[rows] = _copy_and_digest(values, place)
+            digested[rows] = True
     seconds = time.perf_counter() - start_s
-    return Publication(memory, int(memory.extents.nbytes.sum()), seconds)
+    return Publication(memory, int(nbytes.sum()), seconds, digests, digested)
 
 
-def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
-    """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
+def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:
+    """The digests of the pieces of `place`, as `digest_piece` would find them in it, of what the cache has."""
+    source, target, found, start = _bytes(values), _bytes(place.tensor), [], 0
+    for nbytes in place.sizes:
+        end = start + nbytes
+        if nbytes <= CACHED_NBYTES:  # by default all are; in one go the digest takes a tenth less
+            part = source[start:end]
+            target[start:end] = part
+            found.append(xxhash.xxh3_64_intdigest(part))
+        else:
+            hasher = xxhash.xxh3_64()
+            for low in range(start, end, CACHED_NBYTES):
+                part = source[low : min(low + CACHED_NBYTES, end)]
+                target[low : low + len(part)] = part
+                hasher.update(part)
+            found.append(hasher.intdigest())
+        start = end
+    return found
 
-    Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
-    torch's own copies never do.
-    """
-    plain = (
-        values.dtype == destination.dtype
-        and values.device.type == destination.device.type == "cpu"
-        and values.is_contiguous()
-        and destination.is_contiguous()
-    )
-    if plain and values.nbytes:
-        np.copyto(_bytes(destination), _bytes(values))
-    else:
-        destination.copy_(values)
 
-
-def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Those of a contiguous tensor. A slice of a view costs less than one of an array, and its copy is a plain memcpy,
+    which can write past the cache (`publisher_environment`); torch's own copies never do."""
     import torch
 
-    array: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return array
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def joined_pieces(plan: SyncPlan, owner: int, extents: Extents, held: Sequence[Shard]) -> Iterator[tuple[int, Shard]]:
-    """What lies back to back at `extents` and makes one box inside one of `held`, as one: (offset, shard), in order.
+def joined_pieces(
+    plan: SyncPlan, owner: int, extents: Extents, held: Sequence[Shard]
+) -> Iterator[tuple[int, Shard, range]]:
+    """What lies back to back at `extents` and makes one box inside one of `held`, as one: (offset, shard, pieces).
 
-    A copy costs a few microseconds of Python, however long it is. There is a limit all the same, for sources that need
-    memory for what they copy. Pure.
+    In order. Asking a source costs tens of microseconds of Python, however much it is asked for. There is a limit all
+    the same, for sources that need memory for what they copy. Pure.
     """
     boxes: dict[str, list[Box]] = {}
     for shard in held:
         boxes.setdefault(shard.name, []).append(shard.box)
-    pending: tuple[int, int, Shard] | None = None
+    pending: tuple[int, int, Shard, int] | None = None
     places = extents.of(range(len(extents)))
-    for (offset, run_nbytes, rows, _), shard in zip(places, plan.shards_of(owner), strict=True):
+    for piece, ((offset, run_nbytes, rows, _), shard) in enumerate(zip(places, plan.shards_of(owner), strict=True)):
         if pending is not None:
-            start, end, before = pending
+            start, end, before, first = pending
             if rows == 1 and offset == end and end + run_nbytes - start <= COPY_NBYTES and _continues(before, shard):
                 box = Box(before.box.start, (shard.box.stop[0], *before.box.stop[1:]))
                 if any(whole.contains(box) for whole in boxes[shard.name]):
-                    pending = start, end + run_nbytes, Shard(shard.name, box)
+                    pending = start, end + run_nbytes, Shard(shard.name, box), first
                     continue
-            yield start, before
-        pending = offset, offset + run_nbytes if rows == 1 else -1, shard
+            yield start, before, range(first, piece)
+        pending = offset, offset + run_nbytes if rows == 1 else -1, shard, piece
     if pending is not None:
-        yield pending[0], pending[2]
+        yield pending[0], pending[2], range(pending[3], len(extents))
 
 
 def _continues(before: Shard, shard: Shard) -> bool:
@@ -148,13 +179,19 @@ class SlotPieces:
         self.bytes = slot.bytes
         self.extents = plan.extents_of(owner)
         self._slot, self._plan, self._owner = slot, plan, owner
-        self._places: list[tuple[Shard, torch.Tensor]] | None = None
+        self._places: list[Place] | None = None
 
-    def places(self, held: Sequence[Shard]) -> Sequence[tuple[Shard, torch.Tensor]]:
+    def places(self, held: Sequence[Shard]) -> Sequence[Place]:
         if self._places is None:
             specs = {spec.name: spec for spec in self._slot.layout.specs}
+            sizes = self.extents.nbytes.tolist()
             self._places = [
-                (shard, self._slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))])
-                for _, shard in joined_pieces(self._plan, self._owner, self.extents, held)
+                Place(
+                    shard,
+                    self._slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))],
+                    pieces,
+                    sizes[pieces.start : pieces.stop],
+                )
+                for _, shard, pieces in joined_pieces(self._plan, self._owner, self.extents, held)
             ]
         return self._places

@@ -156,6 +156,9 @@ class Extents:
     def nbytes(self) -> Int64s:
         return self.run_nbytes * self.rows
 
+    def take(self, rows: Int64s) -> Extents:
+        return Extents(self.offset[rows], self.run_nbytes[rows], self.rows[rows], self.stride[rows])
+
     def of(self, rows: range) -> list[tuple[int, int, int, int]]:
         """(offset, run_nbytes, rows, stride) of each of `rows` as plain numbers, for loops that touch every piece."""
         part = slice(rows.start, rows.stop)

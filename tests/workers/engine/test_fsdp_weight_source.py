@@ -155,6 +155,24 @@ def test_a_part_of_a_shard_is_copied_into_strided_memory_and_what_is_not_held_is
     assert "no.such.weight" in errors[1]
 
 
+def view_parts_of_a_shard(path, strategy):
+    engine = make_engine(path, strategy=strategy)
+    source, cast = engine.weight_source("float32"), engine.weight_source("bfloat16")
+    shard = next(shard for shard in source.shards() if len(shard.box.shape) == 2 and min(shard.box.shape) > 1)
+    (first, _), (last, num_columns) = shard.box.start, shard.box.stop
+    copied = torch.empty(shard.box.shape)
+    source.copy(shard, copied)
+    columns = Shard(shard.name, Box((first, 1), (last, num_columns)))
+    return copied, source.view(shard).clone(), source.view(columns), cast.view(shard)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_what_is_sent_as_it_lies_is_shown_and_nothing_else(ranks, models, strategy):
+    copied, shown, strided, cast = ranks.run(view_parts_of_a_shard, 2, models("qwen2"), strategy)[1]
+    assert torch.equal(shown, copied)
+    assert (strided, cast) == (None, None)
+
+
 def follow_training(path, strategy):
     """Gathered parameters are kept after forward: the source must not see them."""
     engine = make_engine(path, strategy=strategy, fsdp={"reshard_after_forward": False})

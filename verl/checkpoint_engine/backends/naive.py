@@ -97,10 +97,10 @@ class NaiveEngine(CheckpointEngineWithCache):
             raise TransportError("that version is not what was published", version=version, phase="stage")
         (first, pieces), *others = (self._mapped[path] for path in self._published[1])
         for _, other in others:
-            for (_, written), (_, place) in zip(pieces.places(self._held), other.places(self._held), strict=True):
+            for written, place in zip(pieces.places(self._held), other.places(self._held), strict=True):
                 if self._stop.is_set():
                     raise TransportError("given up by the manager", version=version, phase="stage")
-                place.copy_(written)
+                place.tensor.copy_(written.tensor)
         nbytes = len(others) * int(pieces.extents.nbytes.sum())
         if self._relay is not None:
             nbytes += self._relay.exchange(version, [first, *(view for view, _ in others)])

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
-from verl.workers.engine.fsdp.tensors import HeldTensor
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
 DELTA_NUMEL = 2**16
 """What adapters add is computed for so many elements at a time, in memory of its own: 256 KiB in float32."""
@@ -38,6 +37,7 @@ class FSDPWeightSource:
             )
             for name, tensor in tensors.items()
         )
+        self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in self._specs}
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
@@ -46,26 +46,37 @@ class FSDPWeightSource:
         return tuple(Shard(name, part.box) for name, tensor in self._tensors.items() for part in tensor.parts)
 
     @torch.no_grad()
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        """What lies in host memory as it is sent: nothing to cast, no adapters to add, no strides."""
+        part, values = self._find(shard)
+        as_sent = part.delta is None and values.dtype == self._dtypes[shard.name]
+        return values if as_sent and values.device.type == "cpu" and values.is_contiguous() else None
+
+    @torch.no_grad()
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         """It casts, crosses devices and handles strides at memory speed.
 
         Adapters are added in float32, so that one rounding is all that happens.
         """
-        parts = self._tensors[shard.name].parts if shard.name in self._tensors else ()
-        part = next((part for part in parts if part.box.contains(shard.box)), None)
-        if part is None:
-            held = ", ".join(str(part.box) for part in parts) or "nothing"
-            raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
-        offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
-        values = part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
+        part, values = self._find(shard)
         if part.delta is None:
-            copy_values(destination, values)
+            destination.copy_(values)
             return
         (low, left), (high, right) = shard.box.start, shard.box.stop
         step = max(DELTA_NUMEL // (right - left), 1)
         for row in range(low, high, step):
             rows = slice(row - low, min(row + step, high) - low)
             destination[rows] = part.delta(Box((row, left), (low + rows.stop, right))).add_(values[rows])
+
+    def _find(self, shard: Shard) -> tuple[Part, torch.Tensor]:
+        """The part of this rank that has `shard`, and its values there. Raises PlanError if there is none."""
+        parts = self._tensors[shard.name].parts if shard.name in self._tensors else ()
+        part = next((part for part in parts if part.box.contains(shard.box)), None)
+        if part is None:
+            held = ", ".join(str(part.box) for part in parts) or "nothing"
+            raise PlanError(f"this rank was asked for {shard.box} of {shard.name} and holds {held}")
+        offsets = zip(part.box.start, shard.box.start, shard.box.stop, strict=True)
+        return part, part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

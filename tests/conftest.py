@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_workers import warm_workers
+
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
 """Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
@@ -58,7 +60,7 @@ def ray_cluster():
     import ray
 
     tests = str(Path(__file__).parent)
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, warm_workers() as runtime_env:
         environment.setenv("OMP_NUM_THREADS", "1")
         # Ray's processes inherit these; they import the worker classes that test modules define.
         environment.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.startswith(tests)))
@@ -69,6 +71,7 @@ def ray_cluster():
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            runtime_env=runtime_env,
         )
         yield
         ray.shutdown()

@@ -17,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e.job import in_process
+from tests.warm_workers import warm_workers
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
@@ -37,19 +38,20 @@ def main(directory: Path, model: str) -> dict[str, Any]:
     try:
         for _ in range(NODES - 1):
             cluster.add_node(**NODE)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-        cluster.wait_for_nodes()
-        return {
-            "separate": _run(
-                directory / "separate",
-                *common,
-                "trainer.placement=separate",
-                "checkpoint_engine.backend=gloo",
-                "trainer.save_freq=1",
-            ),
-            "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
-            "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
-        }
+        with warm_workers() as runtime_env:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="error", runtime_env=runtime_env)
+            cluster.wait_for_nodes()
+            return {
+                "separate": _run(
+                    directory / "separate",
+                    *common,
+                    "trainer.placement=separate",
+                    "checkpoint_engine.backend=gloo",
+                    "trainer.save_freq=1",
+                ),
+                "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
+                "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
+            }
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -104,8 +104,8 @@ class RankProcess:
     async def connect(self, topology: Topology) -> None:
         await self.call("connect", topology)
 
-    async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
-        published: Published = await self.call("publish", version, dict(slots))
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published:
+        published: Published = await self.call("publish", version, dict(slots), waits)
         return published
 
     async def digest(self, version: int) -> bytes:

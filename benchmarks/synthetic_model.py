@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
 
 HIDDEN_SIZES = (8192, 5120, 3584, 2048, 1536, 896, 512, 256, 128, 64)
@@ -84,7 +85,7 @@ class RowsOfModel:
         return values if self._shows_values and values.is_contiguous() else None
 
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
-        destination.copy_(self._values(shard))
+        copy_values(destination, self._values(shard))
 
     def _values(self, shard: Shard) -> torch.Tensor:
         first = self._boxes[shard.name].start[0]

@@ -64,8 +64,8 @@ class Trainer:
     async def connect_weight_sync(self, topology: Any) -> None:
         await self.rank.connect(topology)
 
-    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Any:
-        return await self.rank.publish(version, slots)
+    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str], waits: bool) -> Any:
+        return await self.rank.publish(version, slots, waits)
 
     async def digest_weight_sync(self, version: int) -> bytes:
         return await self.rank.digest(version)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, spare_slot
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, ShowingSource, arenas_in, spare_slot
 from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
@@ -214,6 +214,18 @@ async def test_a_byte_that_flips_on_the_way_every_time_aborts_and_names_the_tens
         assert_serves(fleet.replicas[0], 3)
 
 
+async def test_weights_are_digested_on_the_way_only_if_the_trainer_waits_for_the_sync_anyway(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, source=ShowingSource) as fleet:
+        await sync(fleet, 1)
+        assert all(source.shown for source in fleet.sources)
+        for source in fleet.sources:
+            source.shown.clear()
+        fleet.set_weights(weights(2))
+        report = await fleet.manager.update_weights(2, released=lambda: None)
+        assert not any(source.shown for source in fleet.sources)
+        assert report.outcome == "committed"  # and verified: the digests are the same
+
+
 async def test_digests_that_do_not_arrive_are_an_integrity_error_of_that_rank(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, retries=0) as fleet:
         trainer = fleet.trainers[1].member
@@ -221,8 +233,8 @@ async def test_digests_that_do_not_arrive_are_an_integrity_error_of_that_rank(tm
         class Forgetful:
             name = "trainer-1"
 
-            async def publish(self, version: int, slots: Any) -> Any:
-                return await trainer.publish(version, slots)
+            async def publish(self, version: int, slots: Any, waits: bool) -> Any:
+                return await trainer.publish(version, slots, waits)
 
             async def digest(self, version: int) -> bytes:
                 return (await trainer.digest(version))[: -np.uint64().nbytes]

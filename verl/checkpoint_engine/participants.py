@@ -26,7 +26,7 @@ from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication
+from verl.checkpoint_engine.publishing import Publication, Unseen
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import Topology
@@ -71,7 +71,7 @@ class TrainerPort(MemberPort, Protocol):
 
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
-    async def publish(self, version: int, slots: Mapping[str, str]) -> Published: ...
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published: ...
     async def digest(self, version: int) -> bytes: ...
     async def serve(self, version: int) -> int: ...
 
@@ -171,15 +171,19 @@ class TrainerRank(_Participant):
         self._prepared = True
         return address
 
-    async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
-        """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights."""
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool = True) -> Published:
+        """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights.
+
+        `waits`: it waits for the whole sync all the same, which is shorter when pieces are digested while they are
+        copied. Otherwise they are digested when this has returned.
+        """
         if not self._prepared:
             raise NotPrepared("it was never prepared", member=self.name)
-        return await self._run(lambda: self._publish(version, slots))
+        return await self._run(lambda: self._publish(version, slots, self._source if waits else Unseen(self._source)))
 
-    def _publish(self, version: int, slots: Mapping[str, str]) -> Published:
+    def _publish(self, version: int, slots: Mapping[str, str], source: WeightSource) -> Published:
         self._digested = None
-        publication = self._engine.send_weights(version, self._source, slots)
+        publication = self._engine.send_weights(version, source, slots)
         # Next on this thread: while the manager hears of the copies.
         self._digested = version, self._thread.submit(_digests_of, publication)
         return Published(nbytes=publication.nbytes, seconds=publication.seconds)

@@ -127,12 +127,36 @@ def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:
     return found
 
 
+def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
+
+    Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
+    torch's own copies never do.
+    """
+    plain = (
+        values.dtype == destination.dtype
+        and values.device.type == destination.device.type == "cpu"
+        and values.is_contiguous()
+        and destination.is_contiguous()
+    )
+    if plain:
+        _bytes(destination)[:] = _bytes(values)
+    else:
+        destination.copy_(values)
+
+
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Those of a contiguous tensor. A slice of a view costs less than one of an array, and its copy is a plain memcpy,
-    which can write past the cache (`publisher_environment`); torch's own copies never do."""
+    """Those of a contiguous tensor. Slices of it cost less than those of an array; copying them is a memcpy, too."""
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class Unseen:
+    """A source that does not show what it has: publishing copies, and digests nothing."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.specs, self.shards, self.copy = source.specs, source.shards, source.copy
 
 
 def joined_pieces(

@@ -182,9 +182,10 @@ class SyncTransaction:
             slots = await self._all(
                 deadlines.publish_s, {node.name: node.begin(self.version) for node in nodes}, "publish"
             )
+            waits = self.released is None
             published = await self._all(
                 deadlines.publish_s,
-                {trainer.name: trainer.publish(self.version, slots) for trainer in self.fleet.trainers},
+                {trainer.name: trainer.publish(self.version, slots, waits) for trainer in self.fleet.trainers},
                 "publish",
             )
             self.nbytes_moved += sum(result.nbytes for result in published.values())

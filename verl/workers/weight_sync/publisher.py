@@ -36,12 +36,15 @@ class WeightPublisher(Worker, ABC):
     async def connect_weight_sync(self, topology: Topology) -> None:
         await self._sync.connect(topology)
 
-    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str]) -> Published:
+    async def sync_rollout_weights_by_checkpoint(
+        self, version: int, slots: dict[str, str], waits: bool = True
+    ) -> Published:
         """Publish: copy this rank's shards, cast to the rollout dtype, out of the trainer. No gather, no collective.
 
         When it returns, the next optimizer step may change the weights. `slots` are paths of the nodes' spare slots.
+        `waits`: the trainer waits for the whole sync, not for this alone (`TrainerRank.publish`).
         """
-        return await self._sync.publish(version, slots)
+        return await self._sync.publish(version, slots, waits)
 
     async def digest_weight_sync(self, version: int) -> bytes:
         """The digests of what was published, while the rank's own thread trains on."""

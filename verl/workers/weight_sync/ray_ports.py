@@ -58,8 +58,8 @@ class RayTrainerRank(_RayMember):
     async def connect(self, topology: Topology) -> None:
         await self._call("connect_weight_sync", topology)
 
-    async def publish(self, version: int, slots: Mapping[str, str]) -> Published:
-        result: Published = await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots))
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published:
+        result: Published = await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots), waits)
         return result
 
     async def digest(self, version: int) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.publishing import copy_values
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
@@ -60,7 +61,7 @@ class FSDPWeightSource:
         """
         part, values = self._find(shard)
         if part.delta is None:
-            destination.copy_(values)
+            copy_values(destination, values)
             return
         (low, left), (high, right) = shard.box.start, shard.box.stop
         step = max(DELTA_NUMEL // (right - left), 1)

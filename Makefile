@@ -5,7 +5,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # What the job, or pytest, gets on its command line: make run ARGS="trainer.total_training_steps=5"
 ARGS ?=
-# Test files run in so many processes, each file in one of them (tests/conftest.py), in the order of their names.
+# Test files run in so many processes, each file in one of them: long ones first (tests/conftest.py), then by name.
 WORKERS ?= 2
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE

@@ -15,6 +15,13 @@ TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
 """Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
 
+LONG = ("tests/weight_sync/", "tests/e2e/test_interrupts.py")
+"""What takes minutes and is done by one test process, one test after the other: begun first, so as not to be last."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):

@@ -53,7 +53,7 @@ class RowShardedSource:
 
 
 class ShowingSource(RowShardedSource):
-    """Shows its rows where they lie, and remembers which."""
+    """Shows the rows of its matrices where they lie, and remembers which; vectors are copied."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None
@@ -61,7 +61,9 @@ class ShowingSource(RowShardedSource):
         super().__init__(tensors, rank, world_size, dtype)
         self.shown: list[Shard] = []
 
-    def view(self, shard: Shard) -> torch.Tensor:
+    def view(self, shard: Shard) -> torch.Tensor | None:
+        if len(shard.box.shape) < 2:
+            return None
         self.shown.append(shard)
         return self.tensors[shard.name][tuple(map(slice, shard.box.start, shard.box.stop))]
 

@@ -18,6 +18,7 @@ from verl.checkpoint_engine.publishing import (
     COPY_NBYTES,
     PieceMemory,
     SlotPieces,
+    copy_values,
     publish,
     publisher_environment,
 )
@@ -179,6 +180,18 @@ def test_digests_are_of_what_the_trainer_had_whatever_becomes_of_the_copy(plan: 
     memory.bytes[int(memory.extents.offset[1])] ^= 1
     (different,) = np.flatnonzero(publication.digests != digests(memory))
     assert different == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", [torch.randn(6, 8), torch.randn(8, 6).T, torch.randn(12, 8)[::2], torch.zeros(0, 8)])
+def test_values_arrive_converted_or_not_whatever_their_strides(values: torch.Tensor, dtype: torch.dtype):
+    destination = torch.full(values.shape, 7.0, dtype=dtype)
+    copy_values(destination, values)
+    assert torch.equal(destination, values.to(dtype))
+    columns = torch.full((values.shape[0], 20), 7.0, dtype=dtype)
+    copy_values(columns[:, 2:10] if values.shape[1] == 8 else columns[:, 2:8], values)
+    assert torch.equal(columns[:, 2 : 2 + values.shape[1]], values.to(dtype))
+    assert (columns[:, :2] == 7).all()
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-SOCKET = "VERL_TEST_WARM_WORKERS"
-"""Environment variable: where the server listens."""
 PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[dict[str, str]]:
     """The runtime environment for `ray.init`. The server lives as long as the block, or as this process."""
-    with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory:
+    with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(directory, "socket"))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", SOCKET: path}
-        with subprocess.Popen([sys.executable, __file__, "serve"], stdin=subprocess.DEVNULL, env=environment) as server:
+        listener.bind(path)  # here, so that nobody can ask too early
+        listener.listen(64)
+        with subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            pass_fds=[listener.fileno()],
+        ) as server:
+            listener.close()  # the server's alone: when it is gone, who asks is refused
             try:
                 yield {"py_executable": f"{sys.executable} -I -S {__file__} ask {path}"}
             finally:
@@ -56,11 +61,9 @@ def ask(path: str, arguments: list[str]) -> None:
 # --- in the server ----------------------------------------------------------------------------------------------------
 
 
-def serve(path: str) -> None:
+def serve(listening: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # not inherited
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
+    with socket.socket(fileno=listening) as listener:
         load()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
         while True:
@@ -111,6 +114,6 @@ def become_worker(connection: socket.socket) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.path.pop(0)  # the tests' own directory
-        serve(os.environ[SOCKET])
+        serve(int(sys.argv[2]))
     else:
         ask(sys.argv[2], sys.argv[3:])

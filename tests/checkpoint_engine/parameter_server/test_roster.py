@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -83,27 +82,47 @@ def test_threads_end_with_the_session(place: Place):
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_is_named(place: Place, absent: int):
     present = [rank for rank in range(3) if rank != absent]
-    for future in together(*(lambda r=r: meeting(place, r, [0, 1, 2], 0.7) for r in present)):
-        with pytest.raises(TransportTimeout, match=rf"^rank {absent} not here within 0.7 s; here: rank {present[0]}, "):
+    for future in together(*(lambda r=r: meeting(place, r, [0, 1, 2], 2.0) for r in present)):
+        with pytest.raises(TransportTimeout, match=rf"^rank {absent} not here within 2.0 s; here: rank {present[0]}, "):
             future.result()
     # Those calls are forgotten: the next meeting is one of calls made now.
     futures = together(*(lambda r=r: meeting(place, r, [0, 1, 2]) for r in range(3)))
     assert {future.result()[0] for future in futures} != {""}
 
 
+def test_a_rank_whose_deadline_ends_first_was_here_all_the_same(place: Place):
+    def patient() -> None:
+        with place.roster(2, [0, 1, 2]) as roster:
+            roster.meet(Deadline(3.0))
+
+    def impatient() -> None:
+        with place.roster(0, [0, 1, 2]) as roster:
+            roster.meet(Deadline(1.0))
+
+    first, last = together(impatient, patient)
+    for future in (first, last):
+        with pytest.raises(TransportTimeout, match="^rank 1 not here"):
+            future.result()
+
+
 def test_a_rank_that_says_nothing_is_named(place: Place):
+    done = threading.Event()
+
     def silent() -> None:
         with place.roster(1, [0, 1]) as roster:
             roster.meet(Deadline(20))
-            time.sleep(1.0)
+            done.wait()
 
     def waiting() -> None:
-        with place.roster(0, [0, 1]) as roster:
-            roster.meet(Deadline(20))
-            roster.exchange("sizes", 5, Deadline(0.5))
+        try:
+            with place.roster(0, [0, 1]) as roster:
+                roster.meet(Deadline(20))
+                roster.exchange("sizes", 5, Deadline(2.0))
+        finally:
+            done.set()
 
     late, _ = together(waiting, silent)
-    with pytest.raises(TransportTimeout, match="^rank 1 not through with 'sizes' within 0.5 s; done: rank 0"):
+    with pytest.raises(TransportTimeout, match="^rank 1 not through with 'sizes' within 2.0 s; done: rank 0"):
         late.result()
 
 

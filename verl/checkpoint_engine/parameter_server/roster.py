@@ -258,7 +258,7 @@ class Roster:
         there = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
         calls = {rank: call for rank, call in there.items() if call}
         with self._changed:
-            self._came = set(calls)
+            self._came |= calls.keys()  # also one whose patience has ended by now: it was here
             self._changed.notify_all()
         return calls
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_workers import warm_workers
+from tests.warm_workers import ENVIRONMENT, warm_workers
 
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
@@ -62,13 +62,22 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
+def warm():
+    """Forks Ray's workers."""
+    with warm_workers() as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(warm):
     """A Ray of this test session alone. CPUs are logical: 16, however many the machine has."""
     import ray
 
     tests = str(Path(__file__).parent)
-    with pytest.MonkeyPatch.context() as environment, warm_workers() as runtime_env:
+    with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
         # Ray's processes inherit these; they import the worker classes that test modules define.
         environment.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.startswith(tests)))
         ray.init(
@@ -78,7 +87,7 @@ def ray_cluster():
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env=runtime_env,
+            runtime_env=warm.runtime_env,
         )
         yield
         ray.shutdown()

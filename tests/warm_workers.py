@@ -1,15 +1,21 @@
-"""Ray workers that are forked from a process which has torch and transformers loaded.
+"""Ray workers that are forked from a process which has torch, transformers and vLLM loaded.
 
-Every actor of a test has a process of its own, and importing them takes it several seconds of processor time: more than
-most tests take. Ray starts its workers with a command of our choice (`py_executable` of a job's runtime environment);
-ours asks the server below for a fork that goes on as Ray's own worker would, with the environment, directory and
-output that Ray gave it. Runs that tests start as a user would, with a driver of their own, do without.
+Every actor of a test has a process of its own, and importing them takes it several seconds of processor time, vLLM 13:
+more than most tests take. Ray starts its workers with a command of our choice (`py_executable` of a job's runtime
+environment); ours asks the server below for a fork that goes on as Ray's own worker would, with the environment,
+directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns: for the first one a
+worker has a child ready, forked before it has threads, which goes on as what was spawned would, but with memory
+allocation as here. Who is a child of whom, and who dies with whom, is as it would be.
+
+What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), and those that they
+interrupt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -19,15 +25,33 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
+ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
+"""For `ray.init`: otherwise it starts workers before it knows with which command, and never uses them."""
+
+
+@dataclass(frozen=True)
+class WarmWorkers:
+    command: str
+    """What Ray starts for a worker."""
+    pid: int
+    """The server's. The workers are its children."""
+
+    @property
+    def runtime_env(self) -> dict[str, str]:
+        """For `ray.init`."""
+        return {"py_executable": self.command}
 
 
 @contextlib.contextmanager
-def warm_workers() -> Iterator[dict[str, str]]:
-    """The runtime environment for `ray.init`. The server lives as long as the block, or as this process."""
+def warm_workers() -> Iterator[WarmWorkers]:
+    """The server lives as long as the block, or as this process."""
     with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(directory, "socket"))
         listener.bind(path)  # here, so that nobody can ask too early
@@ -40,7 +64,7 @@ def warm_workers() -> Iterator[dict[str, str]]:
         ) as server:
             listener.close()  # the server's alone: when it is gone, who asks is refused
             try:
-                yield {"py_executable": f"{sys.executable} -I -S {__file__} ask {path}"}
+                yield WarmWorkers(f"{sys.executable} -I -S {__file__} ask {path}", server.pid)
             finally:
                 server.kill()
 
@@ -52,9 +76,7 @@ def ask(path: str, arguments: list[str]) -> None:
     """Have a worker forked, and last as long as it does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(request)
+        send(connection, [arguments, dict(os.environ), os.getcwd()], [0, 1, 2])
         connection.recv(1)
 
 
@@ -76,6 +98,8 @@ def serve(listening: int) -> None:
 
 
 def load() -> None:
+    sys.modules["ray"] = None  # type: ignore[assignment]  # it looks at the environment once; vLLM goes without
+    import setproctitle  # noqa: F401
     import tensordict  # noqa: F401
     import torch._dynamo
     import torch.distributed.fsdp
@@ -84,23 +108,20 @@ def load() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe, registry  # noqa: F401
+    from vllm.v1.engine import async_llm, core  # noqa: F401
 
+    registry._run_in_subprocess = lambda look: look()  # at a model's class, which is loaded
+    del sys.modules["ray"]
     gc.collect()
     gc.freeze()
 
 
 def become_worker(connection: socket.socket) -> None:
-    length, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
-    request = b""
-    while len(request) < int.from_bytes(length, "big"):
-        request += connection.recv(2**16)
-    (script, *arguments), environment, directory = json.loads(request)
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(directory)
+    (script, *arguments), environment, directory = receive(connection)
+    os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
+    keep_spare()
+    enter(environment, directory)
     sys.argv = [script, *arguments]
     inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(script), *filter(None, inherited), *(p for p in sys.path if p not in inherited)]
@@ -109,6 +130,84 @@ def become_worker(connection: socket.socket) -> None:
         runpy.run_path(script, run_name="__main__")
     finally:
         os._exit(1)
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def keep_spare() -> None:
+    """Have a child ready, and let it be the first process that multiprocessing spawns here."""
+    here, there = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        there = socket.socket(fileno=fcntl.fcntl(there.detach(), fcntl.F_DUPFD, 2000))  # out of the way
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
+        become_spawned(there)
+    there.close()
+    really_spawn = util.spawnv_passfds
+
+    def spawn(path: bytes, command: list[str | bytes], descriptors: list[int]) -> int:
+        if command[-1] != "--multiprocessing-fork":  # multiprocessing's own resource tracker
+            return really_spawn(path, command, descriptors)
+        util.spawnv_passfds = really_spawn
+        send(here, [command[-2], dict(os.environ), os.getcwd()], [0, 1, 2, *descriptors])
+        here.close()
+        return pid
+
+    util.spawnv_passfds = spawn
+
+
+def become_spawned(connection: socket.socket) -> None:
+    sys.modules["setproctitle"].getproctitle()  # it looks for the title once, where it was when the process began
+    code, environment, directory = receive(connection)
+    connection.close()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # spawned processes outlive their parents
+    enter(environment, directory)
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    status = 1
+    try:
+        exec(code, {"__name__": "__main__"})  # as `python -c` would
+    except SystemExit as exc:
+        status = exc.code
+    finally:
+        os._exit(status)  # as multiprocessing's own forks: to take the whole interpreter down needs seconds
+
+
+# --- between them -----------------------------------------------------------------------------------------------------
+
+
+def send(connection: socket.socket, request: object, descriptors: Sequence[int]) -> None:
+    """A request, and open files that the receiver shall have under the same numbers."""
+    data = json.dumps([request, list(descriptors)]).encode()
+    socket.send_fds(connection, [len(data).to_bytes(8, "big")], list(descriptors))
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> Any:
+    length, received, _, _ = socket.recv_fds(connection, 8, 253)
+    if not length:
+        os._exit(0)  # nobody asks any more
+    data = b""
+    while len(data) < int.from_bytes(length, "big"):
+        data += connection.recv(2**16)
+    request, wanted = json.loads(data)
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(aside, wanted, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    return request
+
+
+def enter(environment: dict[str, str], directory: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
 
 
 if __name__ == "__main__":

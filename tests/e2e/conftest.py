@@ -16,9 +16,9 @@ def start(tmp_path, tiny_model):
     """Starts a quick run: transformers as the engine, a tiny random model. What it leaves behind is ended."""
     jobs = []
 
-    def start_job(*overrides, name="job", **module):
+    def start_job(*overrides, name="job", **options):
         model = f"actor_rollout_ref.model.path={tiny_model}"
-        jobs.append(Job(tmp_path / name, *QUICK, model, *overrides, **module))
+        jobs.append(Job(tmp_path / name, *QUICK, model, *overrides, **options))
         return jobs[-1]
 
     yield start_job

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import warm_workers
 from verl import envs
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
@@ -43,12 +44,20 @@ class Job:
     """One run in a session of its own. While it is watched, whatever it orphans becomes this process's child, so that
     `processes` sees everything that the run ever started. A context manager; leaving it ends what is left."""
 
-    def __init__(self, directory: Path, *overrides: str, module: str = "verl.trainer.main_ppo") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *overrides: str,
+        module: str = "verl.trainer.main_ppo",
+        warm: warm_workers.WarmWorkers | None = None,
+    ) -> None:
+        """`warm` forks the workers: much sooner, but they are not the driver's descendants."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.output_dir = directory / "out"
         self._stdout, self._stderr = directory / "stdout", directory / "stderr"
-        self._strangers = {process.pid for process in psutil.Process().children()}
+        self._parents = [psutil.Process(), *([psutil.Process(warm.pid)] if warm else [])]
+        self._strangers = {child.pid for parent in self._parents for child in parent.children()}
         _adopt_orphans(True)
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.driver = subprocess.Popen(
@@ -57,12 +66,13 @@ class Job:
                     "-m",
                     module,
                     f"trainer.default_local_dir={self.output_dir}",
+                    *([f"ray_kwargs.ray_init={{runtime_env:{{py_executable:'{warm.command}'}}}}"] if warm else []),
                     *overrides,
                 ],
                 stdout=stdout,
                 stderr=stderr,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | (warm_workers.ENVIRONMENT if warm else {}),
                 start_new_session=True,
             )
 
@@ -77,7 +87,7 @@ class Job:
     def processes(self) -> list[psutil.Process]:
         """What is alive of the run: the driver, its descendants, and theirs that outlived their parents."""
         found = []
-        for child in psutil.Process().children():
+        for child in (child for parent in self._parents for child in parent.children()):
             if child.pid not in self._strangers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found += [child, *child.children(recursive=True)]

@@ -1,6 +1,6 @@
 """Runs on three Ray nodes of this machine, in a process of its own.
 
-    python -m tests.e2e.several_nodes <directory> <model>
+    python -m tests.e2e.several_nodes <directory> <model> <Ray's runtime environment, JSON>
 
 Prints, as JSON, what the tests look at.
 """
@@ -17,7 +17,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e.job import in_process
-from tests.warm_workers import warm_workers
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
@@ -32,26 +31,25 @@ COMMON = (
 )
 
 
-def main(directory: Path, model: str) -> dict[str, Any]:
+def main(directory: Path, model: str, runtime_env: dict[str, str]) -> dict[str, Any]:
     common = [*COMMON, f"actor_rollout_ref.model.path={model}"]
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     try:
         for _ in range(NODES - 1):
             cluster.add_node(**NODE)
-        with warm_workers() as runtime_env:
-            ray.init(address=cluster.address, log_to_driver=False, logging_level="error", runtime_env=runtime_env)
-            cluster.wait_for_nodes()
-            return {
-                "separate": _run(
-                    directory / "separate",
-                    *common,
-                    "trainer.placement=separate",
-                    "checkpoint_engine.backend=gloo",
-                    "trainer.save_freq=1",
-                ),
-                "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
-                "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
-            }
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error", runtime_env=runtime_env)
+        cluster.wait_for_nodes()
+        return {
+            "separate": _run(
+                directory / "separate",
+                *common,
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "trainer.save_freq=1",
+            ),
+            "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
+            "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
+        }
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -89,5 +87,5 @@ def _actors() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = main(Path(sys.argv[1]), sys.argv[2])
+    found = main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
     print(f"\n{json.dumps(found)}")

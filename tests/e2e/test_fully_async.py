@@ -181,7 +181,7 @@ def test_responses_are_completed_before_a_sync_where_they_must_not_be_interrupte
 
 
 @pytest.fixture(scope="module")
-def resumed(ray_cluster, tmp_path_factory, repeatable):
+def resumed(ray_cluster, warm, tmp_path_factory, repeatable):
     """A run that is killed after its second step, and the same command again."""
     directory = tmp_path_factory.mktemp("resumed")
     overrides = (
@@ -191,7 +191,7 @@ def resumed(ray_cluster, tmp_path_factory, repeatable):
         "trainer.save_freq=1",
         f"trainer.rollout_data_dir={directory / 'samples'}",
     )
-    with Job(directory, *QUICK, *overrides, module=fully_async_main.__name__) as job:
+    with Job(directory, *QUICK, *overrides, module=fully_async_main.__name__, warm=warm) as job:
         job.wait_for_checkpoint(2)
         job.driver.kill()
         job.wait()

@@ -86,8 +86,8 @@ def test_an_interrupt_while_vllm_starts_ends_it_too(start):
     assert_ends_in_one_line(job, ctrl_c)
 
 
-def test_an_interrupt_during_generation_ends_the_run(start):
-    job = start(ONE_RANK, *LONG_RESPONSES)
+def test_an_interrupt_during_generation_ends_the_run(start, warm):
+    job = start(ONE_RANK, *LONG_RESPONSES, warm=warm)
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(1.0)
     assert_ends_in_one_line(job, sigterm)
@@ -102,8 +102,8 @@ def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, 
 
 
 @pytest.mark.alone
-def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path):
-    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
+def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path, warm):
+    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES, warm=warm)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
     victim = job.find("ray::trainer.update_actor")[-1]
@@ -119,7 +119,7 @@ def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path
     assert "wrote their logs to" in job.stderr
 
 
-def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, tmp_path):
+def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, tmp_path, warm):
     """Once while it generates, once while the trainer trains: then it is missed at the next sync."""
     job = start(
         ONE_RANK,
@@ -129,6 +129,7 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "data.max_response_length=64",
         *LONG_RESPONSES[1:],
+        warm=warm,
     )
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(0.3)
@@ -154,16 +155,16 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
 
 
 @pytest.mark.parametrize("module", [ONE_STEP_OFF, FULLY_ASYNC])
-def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, module):
-    job = start(ONE_RANK, *LONG_RESPONSES, module=module)
+def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, module, warm):
+    job = start(ONE_RANK, *LONG_RESPONSES, module=module, warm=warm)
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(1.0)
     assert_ends_in_one_line(job, ctrl_c)
 
 
 @pytest.mark.parametrize("victim", ["Rollouter", "MessageQueue"])
-def test_a_fully_asynchronous_run_outlives_an_engine_but_not_its_rollouter_or_queue(start, victim):
-    job = start(ONE_RANK, *LONG_RESPONSES, "data.max_response_length=32", module=FULLY_ASYNC)
+def test_a_fully_asynchronous_run_outlives_an_engine_but_not_its_rollouter_or_queue(start, victim, warm):
+    job = start(ONE_RANK, *LONG_RESPONSES, "data.max_response_length=32", module=FULLY_ASYNC, warm=warm)
     metrics = job.output_dir / "metrics.jsonl"
     restarts = 0
     if victim == "Rollouter":

@@ -8,18 +8,21 @@ import sys
 
 import pytest
 
+from tests.warm_workers import ENVIRONMENT
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, tiny_model):
+def found(tmp_path_factory, tiny_model, warm):
     """What `several_nodes` has to tell."""
+    arguments = (tmp_path_factory.mktemp("nodes"), tiny_model, json.dumps(warm.runtime_env))
     driver = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.several_nodes", str(tmp_path_factory.mktemp("nodes")), str(tiny_model)],
+        [sys.executable, "-m", "tests.e2e.several_nodes", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ENVIRONMENT,
         start_new_session=True,
     )
     try:

@@ -429,12 +429,12 @@ def uninterrupted(ray_cluster, tmp_path_factory, repeatable):
 
 
 @pytest.fixture(scope="module")
-def resumed(ray_cluster, tmp_path_factory, repeatable):
+def resumed(ray_cluster, warm, tmp_path_factory, repeatable):
     """A run that is killed after its second step, and the same command again."""
     directory = tmp_path_factory.mktemp("resumed")
     overrides = (*repeatable, f"trainer.rollout_data_dir={directory / 'samples'}")
     out = directory / "out"
-    with Job(directory, *QUICK, *overrides) as job:
+    with Job(directory, *QUICK, *overrides, warm=warm) as job:
         job.wait_for_checkpoint(2)
         job.driver.kill()
         job.wait()

@@ -1,5 +1,6 @@
 """What several packages of tests share: a Ray, and turns for tests that need the machine for themselves."""
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_workers import ENVIRONMENT, warm_workers
+from tests.warm_workers import ENVIRONMENT, warm_base, warm_workers
 
+WARM = pytest.StashKey[str]()
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
 """Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
@@ -43,6 +45,11 @@ def pytest_configure_node(node):
         node.config.stash[TURNS] = tempfile.TemporaryDirectory(prefix="verl-tests-")
         node.config.add_cleanup(node.config.stash[TURNS].cleanup)
     node.workerinput["turns"] = node.config.stash[TURNS].name
+    if WARM not in node.config.stash:
+        stack = contextlib.ExitStack()
+        node.config.stash[WARM] = stack.enter_context(warm_base())
+        node.config.add_cleanup(stack.close)
+    node.workerinput["warm"] = node.config.stash[WARM]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -62,10 +69,11 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(scope="session")
-def warm():
+def warm(request):
     """Forks Ray's workers."""
-    with warm_workers() as warm:
-        yield warm
+    with contextlib.ExitStack() as stack:
+        base = getattr(request.config, "workerinput", {}).get("warm") or stack.enter_context(warm_base())
+        yield stack.enter_context(warm_workers(base))
 
 
 @pytest.fixture(scope="session")

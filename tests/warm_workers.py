@@ -25,13 +25,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+LISTENER = 900
+"""The number of a new server's socket there."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
 """For `ray.init`: otherwise it starts workers before it knows with which command, and never uses them."""
 
@@ -50,23 +52,46 @@ class WarmWorkers:
 
 
 @contextlib.contextmanager
-def warm_workers() -> Iterator[WarmWorkers]:
-    """The server lives as long as the block, or as this process."""
-    with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory, socket.socket(socket.AF_UNIX) as listener:
-        path = str(Path(directory, "socket"))
-        listener.bind(path)  # here, so that nobody can ask too early
-        listener.listen(64)
+def warm_base() -> Iterator[str]:
+    """A process that imports all that when it is first asked for something. The path of the socket for asking."""
+    with _listening() as (listener, path):
+        command = [sys.executable, __file__, "serve", str(listener.fileno())]
         with subprocess.Popen(
-            [sys.executable, __file__, "serve", str(listener.fileno())],
+            command,
             stdin=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             pass_fds=[listener.fileno()],
         ) as server:
             listener.close()  # the server's alone: when it is gone, who asks is refused
             try:
-                yield WarmWorkers(f"{sys.executable} -I -S {__file__} ask {path}", server.pid)
+                yield path
             finally:
                 server.kill()
+
+
+@contextlib.contextmanager
+def warm_workers(base: str) -> Iterator[WarmWorkers]:
+    """A server of one's own, forked from that of `warm_base`: its children are workers of this process alone."""
+    with _listening() as (listener, path):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(base)
+            send(connection, None, {LISTENER: listener.fileno()})
+            listener.close()
+            pid = int.from_bytes(connection.recv(8), "big")
+        try:
+            yield WarmWorkers(f"{sys.executable} -I -S {__file__} ask {path}", pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[tuple[socket.socket, str]]:
+    with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory, socket.socket(socket.AF_UNIX) as listener:
+        path = str(Path(directory, "socket"))
+        listener.bind(path)  # here, so that nobody can ask too early
+        listener.listen(64)
+        yield listener, path
 
 
 # --- in the process that Ray starts -----------------------------------------------------------------------------------
@@ -76,25 +101,31 @@ def ask(path: str, arguments: list[str]) -> None:
     """Have a worker forked, and last as long as it does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        send(connection, [arguments, dict(os.environ), os.getcwd()], [0, 1, 2])
+        send(connection, [arguments, dict(os.environ), os.getcwd()], {number: number for number in range(3)})
         connection.recv(1)
 
 
 # --- in the server ----------------------------------------------------------------------------------------------------
 
 
-def serve(listening: int) -> None:
+def serve(listener: socket.socket, *, loaded: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # not inherited
-    with socket.socket(fileno=listening) as listener:
-        load()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                become_worker(connection)
-            connection.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        connection, _ = listener.accept()
+        if not loaded:
+            load()
+            loaded = True
+        if os.fork() == 0:
+            listener.close()
+            request = receive(connection)
+            if request is None:
+                with connection:
+                    connection.sendall(os.getpid().to_bytes(8, "big"))
+                serve(socket.socket(fileno=LISTENER), loaded=True)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            become_worker(connection, *request)
+        connection.close()
 
 
 def load() -> None:
@@ -117,8 +148,8 @@ def load() -> None:
     gc.freeze()
 
 
-def become_worker(connection: socket.socket) -> None:
-    (script, *arguments), environment, directory = receive(connection)
+def become_worker(connection: socket.socket, command: list[str], environment: dict[str, str], directory: str) -> None:
+    script, *arguments = command
     os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
     keep_spare()
     enter(environment, directory)
@@ -154,7 +185,8 @@ def keep_spare() -> None:
         if command[-1] != "--multiprocessing-fork":  # multiprocessing's own resource tracker
             return really_spawn(path, command, descriptors)
         util.spawnv_passfds = really_spawn
-        send(here, [command[-2], dict(os.environ), os.getcwd()], [0, 1, 2, *descriptors])
+        wanted = {number: number for number in (0, 1, 2, *map(int, descriptors))}
+        send(here, [command[-2], dict(os.environ), os.getcwd()], wanted)
         here.close()
         return pid
 
@@ -180,10 +212,10 @@ def become_spawned(connection: socket.socket) -> None:
 # --- between them -----------------------------------------------------------------------------------------------------
 
 
-def send(connection: socket.socket, request: object, descriptors: Sequence[int]) -> None:
-    """A request, and open files that the receiver shall have under the same numbers."""
+def send(connection: socket.socket, request: object, descriptors: Mapping[int, int]) -> None:
+    """A request, and open files by the numbers that they shall have at the receiver."""
     data = json.dumps([request, list(descriptors)]).encode()
-    socket.send_fds(connection, [len(data).to_bytes(8, "big")], list(descriptors))
+    socket.send_fds(connection, [len(data).to_bytes(8, "big")], list(descriptors.values()))
     connection.sendall(data)
 
 
@@ -213,6 +245,6 @@ def enter(environment: dict[str, str], directory: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.path.pop(0)  # the tests' own directory
-        serve(int(sys.argv[2]))
+        serve(socket.socket(fileno=int(sys.argv[2])), loaded=False)
     else:
         ask(sys.argv[2], sys.argv[3:])

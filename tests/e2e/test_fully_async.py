@@ -8,8 +8,10 @@ import json
 import pytest
 
 from benchmarks.modes_analysis import analyse
+from tests.e2e import brittle_backend
 from tests.e2e.job import QUICK, Job, in_process
 from tests.e2e.test_training import REWARD, Run
+from verl.checkpoint_engine.errors import SyncAborted
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
@@ -222,6 +224,20 @@ def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(ray_clust
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=broken",
         )
+
+
+def test_a_sync_that_fails_after_the_trainer_went_on_ends_the_run_with_its_error(ray_cluster, tmp_path, repeatable):
+    overrides = (*repeatable, *STALE, f"checkpoint_engine.backend={brittle_backend.NAME}")
+    with pytest.raises(SyncAborted, match="the previous version stays in service: .*the wire is cut") as raised:
+        fully_async(tmp_path, *overrides, f"checkpoint_engine.custom_backend_module={brittle_backend.__name__}")
+    failed = brittle_backend.LAST_VERSION + 1
+    assert (raised.value.version, raised.value.phase) == (failed, "stage")
+    reports = Run(tmp_path).reports
+    assert [(report["version"], report["outcome"]) for report in reports] == [
+        *((version, "committed") for version in range(failed)),
+        (failed, "aborted"),
+    ]
+    assert reports[-1]["retries"] == 0  # the trainer's weights are others by now
 
 
 def test_engines_on_the_trainers_devices_are_refused(tmp_path):

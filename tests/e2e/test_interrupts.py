@@ -80,8 +80,8 @@ def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrup
 
 
 @pytest.mark.vllm
-def test_an_interrupt_while_vllm_starts_ends_it_too(start):
-    job = start("actor_rollout_ref.rollout.name=vllm", ONE_RANK)
+def test_an_interrupt_while_vllm_starts_ends_it_too(start, warm):
+    job = start("actor_rollout_ref.rollout.name=vllm", ONE_RANK, warm=warm)
     job.wait_for(lambda: job.find("VLLM::EngineCore"), "vLLM's engine core")
     assert_ends_in_one_line(job, ctrl_c)
 
@@ -94,8 +94,8 @@ def test_an_interrupt_during_generation_ends_the_run(start, warm):
 
 
 @pytest.mark.alone
-def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, tmp_path):
-    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES)
+def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, tmp_path, warm):
+    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES, warm=warm)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
     assert_ends_in_one_line(job, impatient, ENDS_WITHIN_S)

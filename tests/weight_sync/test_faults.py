@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,13 +66,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def owner_of(arena: Path) -> psutil.Process:
-    """The process of this test session that holds the arena's lock."""
-    lock = str(arena / "lock")
-    (owner,) = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if lock in {file.path for file in process.open_files()}
-    ]
+    """The process that holds the arena's lock."""
+    lock, owners = str(arena / "lock"), []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            owners += [process for file in process.open_files() if file.path == lock]
+    (owner,) = owners
     return owner
 
 

@@ -133,7 +133,7 @@ class NodeArena:
         except FileExistsError as exc:
             raise ConfigError(f"the arena {directory} is in use by another process of this job") from exc
         lock_fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at once, or after somebody who only looks whether it is locked
         janitor = Janitor(directory)
         try:
             made = [_Slot(directory / f"slot-{index}.{index}") for index in range(slots)]

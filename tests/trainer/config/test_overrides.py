@@ -28,6 +28,10 @@ from verl.utils.config import ConfigError
         ("trainer.nnodes", "malformed override 'trainer.nnodes': write key=value"),
         ("=3", "malformed override '=3'"),
         ("data.train_files=/a (b)/c", "two pairs of quotes: 'data.train_files=\"/a (b)/c\"'"),
+        (
+            'ray_kwargs.ray_init={"address": "auto"}',
+            "'ray_kwargs.ray_init={a: 1, b: [2, 3], c: \"two words\"}', its keys",
+        ),
         ("trainer.nnodes=1,2", "has several values"),
         ("data=foo", "Could not find 'data/foo' Available options in 'data': legacy_data"),
         ("data.seed=${foo}", "data.seed: Interpolation key 'foo' not found"),

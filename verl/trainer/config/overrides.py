@@ -23,12 +23,15 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             parsed.extend(parser.parse_overrides([text]))
         except HydraException as exc:
             reason = str(exc).splitlines()[0]
-            key, _, value = text.partition("=")
-            raise ConfigError(
-                f"malformed override {text!r}: {reason}; a value with special characters takes two pairs of quotes: "
-                f"'{key}=\"{value}\"'"
-            ) from exc
+            raise ConfigError(f"malformed override {text!r}: {reason}; {_remedy(text)}") from exc
     return parsed
+
+
+def _remedy(text: str) -> str:
+    key, _, value = text.partition("=")
+    if value.startswith("{"):
+        return f"a mapping is written '{key}={{a: 1, b: [2, 3], c: \"two words\"}}', its keys without quotes"
+    return f"a value with special characters takes two pairs of quotes: '{key}=\"{value}\"'"
 
 
 def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:

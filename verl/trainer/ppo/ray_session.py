@@ -21,6 +21,9 @@ from verl.utils.signals import uninterrupted
 
 logger = logging.getLogger(__name__)
 
+_TOO_SLOW = "timed out during startup"
+"""What `ray.init` says after 30 s, which cannot be changed."""
+
 # The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
 # but then try for a minute to report it to a daemon that is gone.
 _END_AGENTS = """
@@ -84,7 +87,7 @@ class RaySession:
         with _sigterm_left_alone():
             strangers = set(psutil.Process().children())
             try:
-                context: Any = ray.init(**ours)
+                context = _init(ours, strangers)
                 session = getattr(context, "address_info", {}).get("session_dir")
                 if session:
                     self._log_dir = Path(session) / "logs"
@@ -112,6 +115,18 @@ class RaySession:
         if self._afterwards is not None:
             self._afterwards.close()
             self._afterwards = None
+
+
+def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
+    """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
+    try:
+        return ray.init(**arguments)
+    except Exception as exc:
+        if arguments["address"] != "local" or _TOO_SLOW not in str(exc):
+            raise
+        logger.warning("Ray was too slow to start; starting it once more")
+        _kill_with_descendants(set(psutil.Process().children()) - strangers)
+    return ray.init(**arguments)
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""How a run starts its Ray. Ray itself is not started: what it does on a machine that is busy cannot be had at will."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+
+from verl.trainer.ppo.ray_session import RaySession
+
+SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
+
+
+class Starting:
+    """Stands for `ray.init`: fails as often as it is told to, and leaves a process behind then."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+        self.left = []
+        self.calls = 0
+
+    def __call__(self, **arguments):
+        self.calls += 1
+        if self.errors:
+            self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+            raise self.errors.pop(0)
+
+    def close(self):
+        for process in self.left:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    made = []
+
+    def fail_with(*errors):
+        made.append(Starting(*errors))
+        monkeypatch.setattr(ray, "init", made[-1])
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        return made[-1]
+
+    yield fail_with
+    for one in made:
+        one.close()
+
+
+def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
+    init = starting(SLOW)
+    RaySession().start({})
+    assert init.calls == 2
+    (left,) = init.left
+    assert left.wait(10) != 0
+    assert not psutil.pid_exists(left.pid)
+
+
+@pytest.mark.parametrize(
+    ("errors", "arguments", "calls"),
+    [([SLOW, SLOW], {}, 2), ([SLOW], {"address": "auto"}, 1), ([ValueError("no such argument")], {}, 1)],
+)
+def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
+    init = starting(*errors)
+    with pytest.raises(type(errors[-1]), match=str(errors[-1])[:20]):
+        RaySession().start(arguments)
+    assert init.calls == calls

@@ -4,11 +4,12 @@ Every actor of a test has a process of its own, and importing them takes it seve
 more than most tests take. Ray starts its workers with a command of our choice (`py_executable` of a job's runtime
 environment); ours asks the server below for a fork that goes on as Ray's own worker would, with the environment,
 directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns: for the first one a
-worker has a child ready, forked before it has threads, which goes on as what was spawned would, but with memory
-allocation as here. Who is a child of whom, and who dies with whom, is as it would be.
+worker has a child ready, forked before it has threads, which goes on as what was spawned would. Workers end with the
+process that Ray started, are process groups as Ray's are, and have their engine cores as children; only their parent
+is another.
 
-What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), and those that they
-interrupt.
+What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), runs that are
+interrupted while they start, and one whose driver is killed (tests/weight_sync/test_faults.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import util
@@ -151,28 +153,36 @@ def load() -> None:
 def become_worker(connection: socket.socket, command: list[str], environment: dict[str, str], directory: str) -> None:
     script, *arguments = command
     os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
-    keep_spare()
+    keep_spare(connection)
     enter(environment, directory)
     sys.argv = [script, *arguments]
     inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(script), *filter(None, inherited), *(p for p in sys.path if p not in inherited)]
     os.set_inheritable(connection.fileno(), False)  # open until this process ends, and in no other
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
         os._exit(1)
 
 
+def end_with(connection: socket.socket) -> None:
+    """Ray kills workers that have not yet told it who they are by killing what it has started: that is who asked."""
+    connection.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def keep_spare() -> None:
-    """Have a child ready, and let it be the first process that multiprocessing spawns here."""
+def keep_spare(connection: socket.socket) -> None:
+    """Have a child ready, and let it be the first process that multiprocessing spawns here. `connection` is not its."""
     here, there = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         here.close()
+        connection.close()
         there = socket.socket(fileno=fcntl.fcntl(there.detach(), fcntl.F_DUPFD, 2000))  # out of the way
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

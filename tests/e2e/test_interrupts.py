@@ -72,8 +72,8 @@ def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
         ("trainer ranks", 2.0, ctrl_c),
     ],
 )
-def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrupt, warm):
-    job = start(warm=warm if line == "trainer ranks" else None)
+def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrupt):
+    job = start()
     job.wait_for_line(line)
     time.sleep(wait_s)
     assert_ends_in_one_line(job, interrupt)

@@ -79,7 +79,10 @@ def warm_workers(base: str) -> Iterator[WarmWorkers]:
             connection.connect(base)
             send(connection, None, {LISTENER: listener.fileno()})
             listener.close()
-            pid = int.from_bytes(connection.recv(8), "big")
+            answer = connection.recv(8)
+        if not answer:  # and 0 as a process id would mean this process's whole group
+            raise RuntimeError("the process that forks Ray's workers has ended before it had imported everything")
+        pid = int.from_bytes(answer, "big")
         try:
             yield WarmWorkers(f"{sys.executable} -I -S {__file__} ask {path}", pid)
         finally:

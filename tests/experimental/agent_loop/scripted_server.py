@@ -22,11 +22,14 @@ class ScriptedServer:
     """A Ray actor that answers call after call with the next item of its script; the last one goes on for ever.
 
     An item is a TokenOutput, an exception to raise, "hang", "die", or "echo" (the largest character of the prompt,
-    three times; a prompt that contains "fail!" raises and one that contains "hang!" hangs).
+    three times; a prompt that contains "fail!" raises and one that contains "hang!" hangs). Nobody gets an answer
+    before `at_once` calls have been in flight at the same time.
     """
 
-    async def reset(self, script):
+    async def reset(self, script, at_once=1):
         self.script = list(script) or ["echo"]
+        self.at_once = at_once
+        self.enough = asyncio.Event()
         self.calls = []
         self.cancelled = 0
         self.in_flight = 0
@@ -36,7 +39,10 @@ class ScriptedServer:
         self.calls.append((list(prompt_ids), sampling, request_id))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.in_flight >= self.at_once:
+            self.enough.set()
         try:
+            await self.enough.wait()
             return await self.answer(self.script.pop(0) if len(self.script) > 1 else self.script[0], prompt_ids)
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -124,6 +124,7 @@ def test_an_unknown_agent_name_is_an_error_before_anything_is_generated(manager,
 
 
 def test_the_first_failure_surfaces_at_once_with_its_own_traceback_and_its_sample(manager, server):
+    ray.get(server.reset.remote([], at_once=4))  # what had not reached the server could not be cancelled on it
     texts = ["hang!", "hang!", "hang!", "fail!"]
     started = time.monotonic()
     with pytest.raises(AgentLoopError) as caught:
@@ -214,6 +215,7 @@ def worker_over(server, tokenizer_path, *overrides):
 
 
 async def test_no_more_samples_are_in_flight_than_max_concurrency(server, tokenizer_path):
+    ray.get(server.reset.remote([], at_once=3))
     worker = worker_over(server, tokenizer_path, f"{AGENT}.max_concurrency=3")
     samples = prompts(*"abcdefghij")
     samples.meta_info["validate"] = False

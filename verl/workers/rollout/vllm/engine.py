@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -22,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.arena import open_committed
-from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME, WORKER_EXTENSION
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -112,6 +111,7 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
             "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
             "weight_transfer_config": WeightTransferConfig(backend=ENGINE_NAME),
+            "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }
         if spec.device == "cpu":
@@ -169,7 +169,14 @@ class VLLMEngine:
         return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans)
 
     async def pause(self, mode: str) -> None:
-        await self._control(self._running().pause_generation(mode=mode))  # type: ignore[arg-type]
+        llm = self._running()
+        if mode == "wait":
+            await self._control(llm.pause_generation(mode="wait"))
+            return
+        # What `pause_generation` does, without the 20 ms that it then sleeps for answers to reach their requests: a
+        # request that is aborted may get its tokens later, and generation would stand still meanwhile.
+        await llm.renderer.clear_mm_cache_async()
+        await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))  # type: ignore[arg-type]
 
     async def resume(self) -> None:
         await self._control(self._running().resume_generation())
@@ -181,21 +188,14 @@ class VLLMEngine:
             await self._control(load(self._running(), arena_path, version))
         finally:
             self._activating = False
-        await self.clear_cache()
 
-    @staticmethod
-    async def _load(llm: AsyncLLM, arena_path: str, version: int) -> None:
-        await llm.start_weight_update()
-        request = WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
-        try:
-            await llm.update_weights(request)
-        except EngineDeadError:
-            raise
-        except Exception:
-            with suppress(Exception):  # of several ranks the last has raised, and raises again; the others end it here
-                await llm.finish_weight_update()
-            raise
-        await llm.finish_weight_update(str(version))
+    async def _load(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
+        # Asked for at once and done in this order: generation stands still meanwhile, and round trips take time.
+        await asyncio.gather(
+            llm.collective_rpc("load_version", args=(arena_path, version)),
+            llm.update_weight_version(str(version)),
+            self._reset_cache(llm),
+        )
 
     async def _load_adapters(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
         """vLLM reads adapters from files, whole, before it lets go of those that it has."""
@@ -213,11 +213,14 @@ class VLLMEngine:
                     await self.shutdown()
                 raise
             self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(directory))
-        await llm.update_weight_version(str(version))
+        await asyncio.gather(llm.update_weight_version(str(version)), self._reset_cache(llm))
 
     async def clear_cache(self) -> None:
+        await self._control(self._reset_cache(self._running()))
+
+    async def _reset_cache(self, llm: AsyncLLM) -> None:
         """Requests frozen by pause("keep") are computed again from their tokens."""
-        if not await self._control(self._running().reset_prefix_cache(reset_running_requests=True)):
+        if not await llm.reset_prefix_cache(reset_running_requests=True):
             raise RolloutError(f"{self._spec.name}: vLLM did not reset its prefix cache")
 
     async def sleep(self, *, weights: bool) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import logging
 import os
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_workers import ENVIRONMENT, warm_base, warm_workers
+from tests.warm_workers import ENVIRONMENT, lighten_ray, warm_base, warm_workers
 
 WARM = pytest.StashKey[str]()
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
@@ -79,7 +78,7 @@ def warm(request):
 @pytest.fixture(scope="session")
 def ray_cluster(warm):
     """A Ray of this test session alone. CPUs are logical: 16, however many the machine has."""
-    import ray
+    from verl.trainer.ppo.ray_session import RaySession
 
     tests = str(Path(__file__).parent)
     with pytest.MonkeyPatch.context() as environment:
@@ -88,14 +87,8 @@ def ray_cluster(warm):
             environment.setenv(name, value)
         # Ray's processes inherit these; they import the worker classes that test modules define.
         environment.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.startswith(tests)))
-        ray.init(
-            address="local",
-            num_cpus=16,
-            object_store_memory=2**30,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env=warm.runtime_env,
-        )
+        lighten_ray()
+        session = RaySession()  # patient: on a busy machine Ray may need longer than it gives itself
+        session.start({"num_cpus": 16, "object_store_memory": 2**30, "runtime_env": warm.runtime_env})
         yield
-        ray.shutdown()
+        session.close()

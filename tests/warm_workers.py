@@ -1,12 +1,12 @@
 """Ray workers that are forked from a process which has torch, transformers and vLLM loaded.
 
 Every actor of a test has a process of its own, and importing them takes it several seconds of processor time, vLLM 13:
-more than most tests take. Ray starts its workers with a command of our choice (`py_executable` of a job's runtime
-environment); ours asks the server below for a fork that goes on as Ray's own worker would, with the environment,
-directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns: for the first one a
-worker has a child ready, forked before it has threads, which goes on as what was spawned would. Workers end with the
-process that Ray started, are process groups as Ray's are, and have their engine cores as children; only their parent
-is another.
+more than most tests take. What Ray starts for a worker that has a runtime environment is a script that prepares it;
+ours (tests/setup_worker.py) asks the server below for a fork instead, which goes on as Ray's own worker would, with
+the environment, directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns:
+for the first one a worker has a child ready, forked before it has threads, which goes on as what was spawned would.
+Workers end with the process that Ray started, are process groups as Ray's are, and have their engine cores as children;
+only their parent is another.
 
 What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), runs that are
 interrupted while they start, and one whose driver is killed (tests/weight_sync/test_faults.py).
@@ -27,30 +27,56 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(sys.path[0])  # not the tests' own directory, whose names are not modules
+
+from tests import setup_worker
+from tests.setup_worker import send
+
 PR_SET_PDEATHSIG = 1
 LISTENER = 900
 """The number of a new server's socket there."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
-"""For `ray.init`: otherwise it starts workers before it knows with which command, and never uses them."""
+"""For `ray.init`: otherwise it starts workers before it knows their runtime environment, and never uses them."""
 
 
 @dataclass(frozen=True)
 class WarmWorkers:
-    command: str
-    """What Ray starts for a worker."""
+    path: str
+    """Of the server's socket."""
     pid: int
     """The server's. The workers are its children."""
 
     @property
-    def runtime_env(self) -> dict[str, str]:
+    def runtime_env(self) -> dict[str, dict[str, str]]:
         """For `ray.init`."""
-        return {"py_executable": self.command}
+        return {"env_vars": {setup_worker.SOCKET: self.path}}
+
+    @property
+    def override(self) -> str:
+        """For the command line of a job."""
+        return f"ray_kwargs.ray_init={{runtime_env:{{env_vars:{{{setup_worker.SOCKET}:'{self.path}'}}}}}}"
+
+
+def lighten_ray() -> None:
+    """In a process that is about to start a Ray: with workers of ours, and with agents that observe nothing."""
+    from ray._private import ray_constants, utils
+
+    ray_constants.SETUP_WORKER_FILENAME = str(Path(setup_worker.__file__).resolve())
+    utils.get_dashboard_dependency_error = lambda: ImportError("not looked for")
+
+
+def drive(module: str, arguments: list[str]) -> None:
+    """`python -m module arguments`, with such a Ray."""
+    lighten_ray()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextlib.contextmanager
@@ -84,7 +110,7 @@ def warm_workers(base: str) -> Iterator[WarmWorkers]:
             raise RuntimeError("the process that forks Ray's workers has ended before it had imported everything")
         pid = int.from_bytes(answer, "big")
         try:
-            yield WarmWorkers(f"{sys.executable} -I -S {__file__} ask {path}", pid)
+            yield WarmWorkers(path, pid)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -97,17 +123,6 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
         listener.bind(path)  # here, so that nobody can ask too early
         listener.listen(64)
         yield listener, path
-
-
-# --- in the process that Ray starts -----------------------------------------------------------------------------------
-
-
-def ask(path: str, arguments: list[str]) -> None:
-    """Have a worker forked, and last as long as it does."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        send(connection, [arguments, dict(os.environ), os.getcwd()], {number: number for number in range(3)})
-        connection.recv(1)
 
 
 # --- in the server ----------------------------------------------------------------------------------------------------
@@ -134,7 +149,7 @@ def serve(listener: socket.socket, *, loaded: bool) -> None:
 
 
 def load() -> None:
-    sys.modules["ray"] = None  # type: ignore[assignment]  # it looks at the environment once; vLLM goes without
+    sys.modules["ray"] = None  # type: ignore[assignment]  # no worker of a process that had it registers with Ray
     import setproctitle  # noqa: F401
     import tensordict  # noqa: F401
     import torch._dynamo
@@ -225,13 +240,6 @@ def become_spawned(connection: socket.socket) -> None:
 # --- between them -----------------------------------------------------------------------------------------------------
 
 
-def send(connection: socket.socket, request: object, descriptors: Mapping[int, int]) -> None:
-    """A request, and open files by the numbers that they shall have at the receiver."""
-    data = json.dumps([request, list(descriptors)]).encode()
-    socket.send_fds(connection, [len(data).to_bytes(8, "big")], list(descriptors.values()))
-    connection.sendall(data)
-
-
 def receive(connection: socket.socket) -> Any:
     length, received, _, _ = socket.recv_fds(connection, 8, 253)
     if not length:
@@ -257,7 +265,6 @@ def enter(environment: dict[str, str], directory: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        sys.path.pop(0)  # the tests' own directory
         serve(socket.socket(fileno=int(sys.argv[2])), loaded=False)
     else:
-        ask(sys.argv[2], sys.argv[3:])
+        drive(sys.argv[2], sys.argv[3:])

@@ -63,10 +63,10 @@ class Job:
             self.driver = subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
+                    *([warm_workers.__file__, "drive"] if warm else ["-m"]),
                     module,
                     f"trainer.default_local_dir={self.output_dir}",
-                    *([f"ray_kwargs.ray_init={{runtime_env:{{py_executable:'{warm.command}'}}}}"] if warm else []),
+                    *([warm.override] if warm else []),
                     *overrides,
                 ],
                 stdout=stdout,

@@ -17,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e.job import in_process
+from tests.warm_workers import lighten_ray
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
@@ -31,8 +32,9 @@ COMMON = (
 )
 
 
-def main(directory: Path, model: str, runtime_env: dict[str, str]) -> dict[str, Any]:
+def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, Any]:
     common = [*COMMON, f"actor_rollout_ref.model.path={model}"]
+    lighten_ray()
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     try:
         for _ in range(NODES - 1):

@@ -1,4 +1,4 @@
-"""How a run starts its Ray. Ray itself is not started: what it does on a machine that is busy cannot be had at will."""
+"""How a run starts its Ray. Mostly with a stand-in: what Ray does on a machine that is busy cannot be had at will."""
 
 import subprocess
 import sys
@@ -6,10 +6,14 @@ import sys
 import psutil
 import pytest
 import ray
+from ray._private.node import Node
 
 from verl.trainer.ppo.ray_session import RaySession
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
+
+
+STARTS = {name: getattr(Node, name) for name in ("start_monitor", "start_log_monitor", "start_api_server")}
 
 
 class Starting:
@@ -19,9 +23,11 @@ class Starting:
         self.errors = list(errors)
         self.left = []
         self.calls = 0
+        self.started = set()
 
     def __call__(self, **arguments):
         self.calls += 1
+        self.started = {name for name, start in STARTS.items() if getattr(Node, name) is start}
         if self.errors:
             self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
             raise self.errors.pop(0)
@@ -65,3 +71,25 @@ def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
     with pytest.raises(type(errors[-1]), match=str(errors[-1])[:20]):
         RaySession().start(arguments)
     assert init.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        ({}, set()),
+        ({"include_dashboard": True}, {"start_api_server"}),
+        ({"log_to_driver": True}, {"start_log_monitor"}),
+        ({"address": "auto"}, set(STARTS)),
+    ],
+)
+def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, arguments, started):
+    init = starting()
+    RaySession().start(arguments)
+    assert init.started == started
+    assert {name: getattr(Node, name) for name in STARTS} == STARTS
+
+
+def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert any("raylet" in command for command in commands)
+    assert not [command for command in commands if "log_monitor" in command or "dashboard.py" in command]

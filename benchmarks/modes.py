@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,7 @@ from benchmarks.comparison import BASELINE
 from benchmarks.machine import describe_machine
 from benchmarks.modes_analysis import analyse
 from benchmarks.peers import Job, gathering
+from benchmarks.random_model import MIN_MIB, make_random_model
 from scripts.plot_timeline import draw as draw_timeline
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.types import TensorSpec
@@ -59,6 +60,7 @@ END_S = 60.0
 class Settings:
     modes: list[str]
     model: str
+    size_mib: float | None
     backend: str
     ranks: int
     steps: int
@@ -96,6 +98,8 @@ class Settings:
 
 def measure(settings: Settings, output: Path) -> dict[str, Any]:
     """Run the benchmark; everything that the JSON file holds."""
+    if settings.size_mib is not None:
+        settings = replace(settings, model=str(make_random_model(output / "model", settings.size_mib)))
     path = resolve_model_path(settings.model)  # made before anything is measured
     machine = describe_machine()
     measured = {}
@@ -196,6 +200,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     add = parser.add_argument
     add("--modes", nargs="+", default=list(MODES), help="what to run (default: all three)")
     add("--model", default="builtin:tiny-qwen2", help="model to train (default: %(default)s)")
+    add("--size-mib", type=float, help="train a model of this size with random weights instead")
     add("--backend", default="gloo", help="checkpoint engine backend of all modes (default: %(default)s)")
     add("--ranks", type=int, default=2, help="trainer ranks (default: %(default)s)")
     add("--steps", type=int, default=24, help="trainer steps, warm-up included (default: %(default)s)")
@@ -215,6 +220,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     for name in ("ranks", "prompts", "responses", "slots", "sync_every"):
         if values[name] < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+    if values["size_mib"] is not None and values["size_mib"] < MIN_MIB:
+        parser.error(f"--size-mib must be at least {MIN_MIB}, not {values['size_mib']:g}")
     if not 0 <= values["warm_up"] < values["steps"] - values["sync_every"]:
         parser.error(f"--steps {values['steps']} leaves no sync after --warm-up {values['warm_up']}")
     return Settings(**values), output

@@ -45,8 +45,9 @@ def print_table(result: dict[str, Any]) -> None:
     settings, machine, mib = result["settings"], result["machine"], result["model"]["nbytes"] / 2**20
     measured = result["modes"]
     steps = settings["steps"] - settings["warm_up"]
+    model = "random weights" if settings["size_mib"] else settings["model"]
     table = Table(
-        title=f"{settings['model']} ({mib:.1f} MiB of bfloat16), backend {settings['backend']}, "
+        title=f"{model} ({mib:.1f} MiB of bfloat16), backend {settings['backend']}, "
         f"trainer ranks: {settings['ranks']}\n{steps} steps of {settings['prompts']} prompts, "
         f"{settings['responses']} responses each, after {settings['warm_up']} to warm up"
     )

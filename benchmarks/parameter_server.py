@@ -10,7 +10,6 @@ broadcasts, as many bytes between two processes.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -29,6 +28,7 @@ import torch
 from benchmarks import parameter_server_report
 from benchmarks.command import make_parser, run
 from benchmarks.machine import available_nbytes, describe_machine
+from benchmarks.processes import fresh_processes
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
@@ -136,12 +136,12 @@ class Job:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             master = f"127.0.0.1:{probe.getsockname()[1]}"
-        spawn = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self._pipes, self._processes = [], []
         for rank in range(2):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = context.Pipe()
             arguments = (theirs, (rank, 2, master, specs), bucket_megabytes)
-            process = spawn.Process(target=serve, args=arguments, name=f"rank-{rank}", daemon=True)
+            process = context.Process(target=serve, args=arguments, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

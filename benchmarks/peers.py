@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ import xxhash
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.processes import fresh_processes
 from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
 from verl.checkpoint_engine.errors import IntegrityError, TransportError
@@ -125,12 +125,12 @@ def gathering(job: Job) -> Iterator[dict[str, Way]]:
     """The two ways that gather, in processes that end with the block."""
     path = envs.shm_dir() / f"verl-benchmark-{os.getpid()}.safetensors"
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    spawn = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     pipes: list[Connection] = []
     processes = []
     for index in range(job.trainers + job.nodes):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(theirs, job, index, store.port, path), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, job, index, store.port, path), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

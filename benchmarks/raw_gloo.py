@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from benchmarks.processes import fresh_processes
 
 TIMEOUT = timedelta(seconds=120)
 BUCKET_NBYTES = 64 * 2**20
@@ -20,13 +21,13 @@ class GlooPair:
 
     def __init__(self, nbytes: int) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(2):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = context.Pipe()
             arguments = (theirs, rank, self._store.port, nbytes)
-            process = spawn.Process(target=_serve, args=arguments, name=f"raw-gloo-{rank}", daemon=True)
+            process = context.Process(target=_serve, args=arguments, name=f"raw-gloo-{rank}", daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

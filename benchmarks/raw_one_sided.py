@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processes import fresh_processes
 from verl import envs
 from verl.checkpoint_engine.backends.one_sided import UInt8s, Wire
 from verl.checkpoint_engine.packed import private_memory
@@ -42,9 +42,9 @@ class ReadPair:
     """This process and one that owns `nbytes`, both registered once, as the engine does it. Close it."""
 
     def __init__(self, library: str, nbytes: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_own, args=(theirs, library, nbytes), name=f"raw-{library}", daemon=True)
+        context = fresh_processes()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_own, args=(theirs, library, nbytes), name=f"raw-{library}", daemon=True)
         self._process.start()
         theirs.close()
         self._slot = _shared_memory(nbytes)

@@ -32,6 +32,7 @@ from benchmarks.comparison import CONTENDERS
 from benchmarks.engine_rank import MEGATRON, RANKS, STRATEGIES, EngineRank
 from benchmarks.machine import available_nbytes, describe_machine
 from benchmarks.peers import TIMEOUT, digests_of, require_equal
+from benchmarks.random_model import MIN_MIB, make_random_model
 from benchmarks.rank_process import RankProcess
 from benchmarks.raw_gloo import broadcast, group_of_two
 from benchmarks.weight_sync import CopyingReplica
@@ -42,7 +43,6 @@ from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import TensorSpec
-from verl.utils.builtin import make_tiny_model
 from verl.utils.config import did_you_mean
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
@@ -57,9 +57,6 @@ IMPORTS = [
     "benchmarks.weight_sync",
     *(f"verl.workers.engine.{name}" for name in ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")),
 ]
-HIDDEN_SIZES = (2048, 1024, 512, 256, 128)
-MIN_LAYERS = 8
-MIN_MIB = 2
 COPIES = 8
 """Of the model at the peak: shards, packed shards, two slots, replica, receiver, and two gathered models."""
 
@@ -87,7 +84,7 @@ async def measure(settings: Settings) -> dict[str, Any]:
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as directory:
         progress(f"making a model of {settings.size_mib} MiB")
-        model = make_tiny_model(directory, **shape_of(int(settings.size_mib * 2**20)), dtype="bfloat16", head_dim=64)
+        model = make_random_model(directory, settings.size_mib)
         for name in settings.strategies:
             TrainEngineRegistry.check_job(
                 name, megatron=MEGATRON, model=HFModelConfig(path=directory), world_size=RANKS, device="cpu"
@@ -107,17 +104,6 @@ async def measure(settings: Settings) -> dict[str, Any]:
         "target": TARGET,
         "strategies": measured,
     }
-
-
-def shape_of(nbytes: int) -> dict[str, Any]:
-    """Of a Qwen2 of about `nbytes` of bfloat16, as arguments of `make_tiny_model`. Its vocabulary is small."""
-
-    def layer_nbytes(hidden: int) -> int:
-        return 2 * (2 * hidden * hidden + 2 * 128 * hidden + 3 * 4 * hidden * hidden)
-
-    hidden = next((size for size in HIDDEN_SIZES if MIN_LAYERS * layer_nbytes(size) <= nbytes), HIDDEN_SIZES[-1])
-    layers = max(1, round(nbytes / layer_nbytes(hidden)))
-    return {"hidden_size": hidden, "intermediate_size": 4 * hidden, "layers": layers}
 
 
 async def measure_strategy(

@@ -8,8 +8,6 @@ from verl.utils.lifetime import end_with
 
 ENGINE_NAME = "verl_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer."""
-WORKER_EXTENSION = "verl.checkpoint_engine.receivers.vllm_worker.LoadsVersions"
-"""For vLLM's `worker_extension_cls`: lets one call to the workers load a version of a node arena."""
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.arena import open_committed
-from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME, WORKER_EXTENSION
+from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -111,7 +111,6 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
             "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
             "weight_transfer_config": WeightTransferConfig(backend=ENGINE_NAME),
-            "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
         }
         if spec.device == "cpu":
@@ -190,9 +189,15 @@ class VLLMEngine:
             self._activating = False
 
     async def _load(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
-        # Asked for at once and done in this order: generation stands still meanwhile, and round trips take time.
+        """All is asked for at once and done in this order: generation stands still, and round trips take time.
+
+        Of several ranks the last alone raises what failed, and again when it shall finish; the others finish then.
+        """
+        request = WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
         await asyncio.gather(
-            llm.collective_rpc("load_version", args=(arena_path, version)),
+            llm.start_weight_update(),
+            llm.update_weights(request),
+            llm.finish_weight_update(),
             llm.update_weight_version(str(version)),
             self._reset_cache(llm),
         )

@@ -24,7 +24,6 @@ OWNED_ARGUMENTS = {
     "enable_prefix_caching": "rollout.enable_prefix_caching",
     "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "weight_transfer_config": "the checkpoint engine",
-    "worker_extension_cls": "the checkpoint engine",
     "logprobs_mode": "the trainer, which compares log-probs",
     "generation_config": "rollout's sampling keys",
     "enable_sleep_mode": "rollout.free_cache_engine",

@@ -175,7 +175,7 @@ class VLLMEngine:
         # What `pause_generation` does, without the 20 ms that it then sleeps for answers to reach their requests: a
         # request that is aborted may get its tokens later, and generation would stand still meanwhile.
         await llm.renderer.clear_mm_cache_async()
-        await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))  # type: ignore[arg-type]
+        await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
 
     async def resume(self) -> None:
         await self._control(self._running().resume_generation())

@@ -117,7 +117,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(served: S
 
 async def test_abort_returns_what_there_is_and_the_next_request_waits_for_resume(served: Served):
     running = [served.submit(max_tokens=LONG, ignore_eos=True) for _ in range(4)]
-    await asyncio.sleep(0.05)
+    await served.submit(max_tokens=1, ignore_eos=True)  # the four before it are in the engine, too
     await served.replica.abort_all_requests()
     outputs = await asyncio.wait_for(asyncio.gather(*running), 10)
     assert {output.stop_reason for output in outputs} <= {"aborted", "length"}
@@ -141,8 +141,8 @@ async def test_pause_and_resume_may_be_repeated(served: Served):
 
 
 async def test_wait_lets_requests_finish_before_it_returns(served: Served):
-    running = [asyncio.ensure_future(served.generate(max_tokens=100, ignore_eos=True)) for _ in range(4)]
-    await asyncio.sleep(0.1)
+    running = [served.submit(max_tokens=100, ignore_eos=True) for _ in range(4)]
+    await served.submit(max_tokens=1, ignore_eos=True)  # the four before it are in the engine, too
     await served.replica.pause("wait")
     outputs = await asyncio.wait_for(asyncio.gather(*running), 10)
     assert lengths(outputs) == [100] * 4

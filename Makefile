@@ -6,7 +6,7 @@ BIN := .venv/bin
 # What the job, or pytest, gets on its command line: make run ARGS="trainer.total_training_steps=5"
 ARGS ?=
 # Test files run in so many processes, each file in one of them: long ones first (tests/conftest.py), then by name.
-WORKERS ?= 2
+WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -21,7 +21,7 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install ## the whole test suite, two files at a time (WORKERS=3: three, WORKERS=0: one); options for pytest in ARGS="..."
+test: install ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: style types imports ## everything below that only reads the code

@@ -92,4 +92,4 @@ def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, ar
 def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert any("raylet" in command for command in commands)
-    assert not [command for command in commands if "log_monitor" in command or "dashboard.py" in command]
+    assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -142,6 +144,21 @@ def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Returns when a process that is stopped stands still: each thread takes notice in its own time."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        assert soon(lambda: all(_is_stopped(path) for path in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # the thread has ended meanwhile
+    return state == "T"
 
 
 def spare_slot(shm_dir: Path) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, Through, arenas_in
+from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, Through, arenas_in, send_signal
 from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
@@ -64,7 +64,7 @@ class Source(RowShardedSource):
     def copy(self, shard: Any, destination: torch.Tensor) -> None:
         if self.doom is not None:
             doom, self.doom = self.doom, None
-            os.kill(os.getpid(), doom)
+            signal.raise_signal(doom)
         super().copy(shard, destination)
 
 
@@ -105,7 +105,7 @@ class Spoil:
             ctypes.c_uint8.from_address(address + 5).value ^= 1
 
         self._left = self.LANDINGS
-        self._action = flip if number is None else lambda _: os.kill(pid, number)
+        self._action = flip if number is None else lambda _: send_signal(pid, number)
 
     def landed(self, address: int, nbytes: int) -> None:
         if nbytes < 2**16 or not self._left:
@@ -279,8 +279,8 @@ class MemberProcess:
         return self._process.is_alive()
 
     def signal(self, number: int) -> None:
-        """Returns when a process that is killed is gone."""
-        os.kill(self.pid, number)
+        """Returns when a process that is killed is gone, and one that is stopped stands still."""
+        send_signal(self.pid, number)
         if number == signal.SIGKILL:
             self._process.join(10)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_engine.fakes import arenas_in, soon
+from tests.checkpoint_engine.fakes import arenas_in, send_signal, soon
 from verl.checkpoint_engine.janitor import YOUNG_S, sweep
 
 OWNER = """
@@ -130,7 +130,7 @@ def test_sweeping_removes_what_nobody_holds_and_nothing_else(tmp_path: Path, own
 
 def test_a_node_that_is_killed_can_be_replaced_at_once(tmp_path: Path, owner_of: Callable[[str], Owner]):
     owner = owner_of("time.sleep(60)")
-    os.kill(owner.janitor_pid, signal.SIGSTOP)
+    send_signal(owner.janitor_pid, signal.SIGSTOP)
     owner.process.kill()
     owner.process.wait()
     threading.Timer(0.3, os.kill, (owner.janitor_pid, signal.SIGCONT)).start()

@@ -151,10 +151,10 @@ class Rank:
 
     def dies(self, paths: list[tuple[str, str]]) -> None:
         """And the rank with it."""
-        self._during(2, paths, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        self._during(2, paths, lambda: signal.raise_signal(signal.SIGKILL))
 
     def stalls(self, paths: list[tuple[str, str]]) -> None:
-        self._during(2, paths, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        self._during(2, paths, lambda: signal.raise_signal(signal.SIGSTOP))
 
     def is_down(self, paths: list[tuple[str, str]]) -> None:
         raise ConnectionError("http://engine:8000 refused the connection")

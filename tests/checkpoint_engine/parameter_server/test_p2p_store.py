@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from tests.checkpoint_engine.fakes import send_signal
 from verl.checkpoint_engine.errors import ConfigError, TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.p2p_store import MAX_READ_NBYTES, P2PStore
 
@@ -61,7 +62,7 @@ class Peer:
 
     def send_signal(self, number: int) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        send_signal(self._process.pid, number)
 
     def close(self) -> None:
         self._process.kill()

@@ -26,7 +26,7 @@ def ask(arguments: list[str]) -> None:
             rest.append(argument)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET])
-        send(connection, [rest, dict(os.environ), os.getcwd()], {number: number for number in range(3)})
+        send(connection, ["worker", rest, dict(os.environ), os.getcwd()], {number: number for number in range(3)})
         connection.recv(1)
 
 

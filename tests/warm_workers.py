@@ -1,4 +1,4 @@
-"""Ray workers that are forked from a process which has torch, transformers and vLLM loaded.
+"""Ray workers, and programs, that are forked from a process which has torch, transformers and vLLM loaded.
 
 Every actor of a test has a process of its own, and importing them takes it several seconds of processor time, vLLM 13:
 more than most tests take. What Ray starts for a worker that has a runtime environment is a script that prepares it;
@@ -7,6 +7,8 @@ the environment, directory and output that Ray gave it. vLLM's engine core is a 
 for the first one a worker has a child ready, forked before it has threads, which goes on as what was spawned would.
 Workers end with the process that Ray started, are process groups as Ray's are, and have their engine cores as children;
 only their parent is another.
+
+A driver, or another program of ours, may be such a fork, too: a `Fork` is used like a subprocess.
 
 What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), runs that are
 interrupted while they start, and one whose driver is killed (tests/weight_sync/test_faults.py).
@@ -21,17 +23,18 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(sys.path[0])  # not the tests' own directory, whose names are not modules
@@ -40,6 +43,7 @@ from tests import setup_worker
 from tests.setup_worker import send
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 LISTENER = 900
 """The number of a new server's socket there."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
@@ -64,6 +68,50 @@ class WarmWorkers:
         return f"ray_kwargs.ray_init={{runtime_env:{{env_vars:{{{setup_worker.SOCKET}:'{self.path}'}}}}}}"
 
 
+class Fork:
+    """`python -m module arguments` in a session of its own, of what `warm` forks: the part of Popen that tests use."""
+
+    def __init__(
+        self,
+        warm: WarmWorkers,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[Any],
+        stderr: IO[Any],
+        spawns: bool = False,
+    ) -> None:
+        """`spawns`: what it first spawns, with multiprocessing, is forked as well."""
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(warm.path)
+        request = ["program", [module, *arguments], dict(env), os.getcwd(), spawns]
+        with open(os.devnull) as nothing:
+            send(self._connection, request, {0: nothing.fileno(), 1: stdout.fileno(), 2: stderr.fileno()})
+        self.pid = int.from_bytes(self._connection.recv(8), "big")
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"the program with process id {self.pid}", timeout)
+            self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._connection.recv(8), "big"))
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 def lighten_ray() -> None:
     """In a process that is about to start a Ray: with workers of ours, and with agents that observe nothing."""
     from ray._private import ray_constants, utils
@@ -72,18 +120,11 @@ def lighten_ray() -> None:
     utils.get_dashboard_dependency_error = lambda: ImportError("not looked for")
 
 
-def drive(module: str, arguments: list[str]) -> None:
-    """`python -m module arguments`, with such a Ray."""
-    lighten_ray()
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
 @contextlib.contextmanager
 def warm_base() -> Iterator[str]:
     """A process that imports all that when it is first asked for something. The path of the socket for asking."""
     with _listening() as (listener, path):
-        command = [sys.executable, __file__, "serve", str(listener.fileno())]
+        command = [sys.executable, __file__, str(listener.fileno())]
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -128,8 +169,11 @@ def _listening() -> Iterator[tuple[socket.socket, str]]:
 # --- in the server ----------------------------------------------------------------------------------------------------
 
 
-def serve(listener: socket.socket, *, loaded: bool) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # not inherited
+def serve(listener: socket.socket, *, loaded: bool) -> list[str]:
+    """Returns in a fork that is to be a program: its module and arguments."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # neither is inherited
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what a program leaves behind is seen among the children
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
         connection, _ = listener.accept()
@@ -142,9 +186,12 @@ def serve(listener: socket.socket, *, loaded: bool) -> None:
             if request is None:
                 with connection:
                     connection.sendall(os.getpid().to_bytes(8, "big"))
-                serve(socket.socket(fileno=LISTENER), loaded=True)
+                return serve(socket.socket(fileno=LISTENER), loaded=True)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            become_worker(connection, *request)
+            kind, *how = request
+            if kind == "program":
+                return become_program(connection, *how)
+            become_worker(connection, *how)
         connection.close()
 
 
@@ -184,10 +231,38 @@ def become_worker(connection: socket.socket, command: list[str], environment: di
         os._exit(1)
 
 
+def become_program(
+    connection: socket.socket, command: list[str], environment: dict[str, str], directory: str, spawns: bool
+) -> list[str]:
+    """Here this process waits for another, which is the program, to tell how it ended."""
+    pid = os.fork()
+    if pid:
+        connection.sendall(pid.to_bytes(8, "big"))
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(status.to_bytes(8, "big"))
+        os._exit(0)
+    os.setsid()
+    if spawns:
+        keep_spare(connection)
+    connection.close()
+    enter(environment, directory)
+    inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [directory, *filter(None, inherited), *(path for path in sys.path if path not in inherited)]
+    return command
+
+
 def end_with(connection: socket.socket) -> None:
     """Ray kills workers that have not yet told it who they are by killing what it has started: that is who asked."""
     connection.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(module: str, *arguments: str) -> None:
+    """`python -m module arguments`, with a light Ray."""
+    lighten_ray()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -264,7 +339,4 @@ def enter(environment: dict[str, str], directory: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(socket.socket(fileno=int(sys.argv[2])), loaded=False)
-    else:
-        drive(sys.argv[2], sys.argv[3:])
+    run(*serve(socket.socket(fileno=int(sys.argv[1])), loaded=False))

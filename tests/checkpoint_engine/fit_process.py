@@ -1,6 +1,9 @@
-"""Asks vLLM whether checkpoints fit a model, without an engine: `python -m tests.checkpoint_engine.fit_process MODEL`.
+"""Asks vLLM whether checkpoints fit a model, without an engine.
 
-Reads a list of checkpoints (name -> [dtype, shape]) as JSON; writes what is refused about each, null for nothing.
+    python -m tests.checkpoint_engine.fit_process MODEL CHECKPOINTS
+
+CHECKPOINTS is a JSON file with a list of them (name -> [dtype, shape]). Prints what is refused about each, null for
+nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.errors import ActivationError
@@ -26,7 +30,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as store, set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{store.name}", 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
-    answers = [refusal(config, checkpoint) for checkpoint in json.load(sys.stdin)]
+    answers = [refusal(config, checkpoint) for checkpoint in json.loads(Path(sys.argv[2]).read_text())]
     sys.stdout.write("\n" + json.dumps(answers))
 
 

@@ -1,4 +1,4 @@
-"""A plain vLLM server in processes of its own, as a user starts one, with dummy weights and our plugin."""
+"""A plain vLLM server in processes of its own, with the arguments of a user, dummy weights and our plugin."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
@@ -47,10 +48,10 @@ class ServedVLLM:
         ]
         return [answer["choices"][0]["token_ids"] for answer in answers]
 
-    def weights(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """What a worker computes with, by vLLM's name of the parameter."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the worker computes with, by vLLM's name of the parameter."""
         self.call("/collective_rpc", {"method": "write_served_weights", "args": ["now"]})
-        found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", rank))
+        found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", 0))
         return found
 
 
@@ -61,7 +62,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def served_vllm(model: Path, directory: Path, *, ranks: int = 1) -> Iterator[ServedVLLM]:
+def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[ServedVLLM]:
     """`vllm serve MODEL --load-format dummy ...`: the command itself does not start in vLLM's CPU distribution."""
     port, served = free_port(), directory / "served"
     served.mkdir()
@@ -71,7 +72,6 @@ def served_vllm(model: Path, directory: Path, *, ranks: int = 1) -> Iterator[Ser
         "host": "127.0.0.1",
         "port": port,
         "dtype": "float32",
-        "tensor-parallel-size": ranks,
         "max-model-len": 256,
         "max-num-seqs": 8,
         "kv-cache-memory-bytes": 10**8,
@@ -83,17 +83,20 @@ def served_vllm(model: Path, directory: Path, *, ranks: int = 1) -> Iterator[Ser
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(ranks)),
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     with (directory / "vllm.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flags],
+        server = Fork(
+            warm,
+            "vllm.entrypoints.openai.api_server",
+            ["--enforce-eager", *flags],
             env=environment,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=log,
+            spawns=True,
         )
     leftovers: set[Path] = set()
     try:
@@ -112,7 +115,7 @@ def served_vllm(model: Path, directory: Path, *, ranks: int = 1) -> Iterator[Ser
             path.unlink(missing_ok=True)
 
 
-def _await_health(server: subprocess.Popen, url: str, log: Path) -> None:
+def _await_health(server: Fork, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vllm
+from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine.endpoints import Endpoint
@@ -54,8 +55,8 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedVLLM]:
-    with served_vllm(model, tmp_path_factory.mktemp("vllm")) as server:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Iterator[ServedVLLM]:
+    with served_vllm(model, tmp_path_factory.mktemp("vllm"), warm) as server:
         yield server
 
 

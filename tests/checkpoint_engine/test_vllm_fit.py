@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.checkpoint_engine.fit_process import Checkpoint
+from tests.warm_workers import Fork, WarmWorkers
 from verl.utils.builtin import make_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -60,20 +59,20 @@ def cases(whole: Checkpoint) -> dict[str, tuple[Checkpoint, list[str]]]:
     }
 
 
-def test_every_problem_with_experts_is_told_and_no_other(tmp_path: Path):
+def test_every_problem_with_experts_is_told_and_no_other(tmp_path: Path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe")
     weights = load_file(model / "model.safetensors")
     damaged = cases({name: ("float32", list(tensor.shape)) for name, tensor in weights.items()})
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint_engine.fit_process", str(model)],
-        input=json.dumps([checkpoint for checkpoint, _ in damaged.values()]),
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert process.returncode == 0, process.stderr
-    answers: list[str | None] = json.loads(process.stdout.splitlines()[-1])
+    checkpoints, answered = tmp_path / "checkpoints.json", tmp_path / "answered"
+    checkpoints.write_text(json.dumps([checkpoint for checkpoint, _ in damaged.values()]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with answered.open("w") as output:
+        arguments = [str(model), str(checkpoints)]
+        process = Fork(
+            warm, "tests.checkpoint_engine.fit_process", arguments, env=environment, stdout=output, stderr=output
+        )
+    assert process.wait(250) == 0, answered.read_text()
+    answers: list[str | None] = json.loads(answered.read_text().splitlines()[-1])
     assert len(answers) == len(damaged)
     for (case, (_, expected)), answer in zip(damaged.items(), answers, strict=True):
         found = answer.partition(" problems: ")[2].split("; ") if answer else []

@@ -51,7 +51,7 @@ class Job:
         module: str = "verl.trainer.main_ppo",
         warm: warm_workers.WarmWorkers | None = None,
     ) -> None:
-        """`warm` forks the workers: much sooner, but they are not the driver's descendants."""
+        """`warm` forks driver and workers: much sooner, but they are no descendants of this process."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.output_dir = directory / "out"
@@ -59,22 +59,23 @@ class Job:
         self._parents = [psutil.Process(), *([psutil.Process(warm.pid)] if warm else [])]
         self._strangers = {child.pid for parent in self._parents for child in parent.children()}
         _adopt_orphans(True)
+        arguments = [f"trainer.default_local_dir={self.output_dir}", *overrides]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.driver: warm_workers.Fork | subprocess.Popen[bytes]
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
-            self.driver = subprocess.Popen(
-                [
-                    sys.executable,
-                    *([warm_workers.__file__, "drive"] if warm else ["-m"]),
-                    module,
-                    f"trainer.default_local_dir={self.output_dir}",
-                    *([warm.override] if warm else []),
-                    *overrides,
-                ],
-                stdout=stdout,
-                stderr=stderr,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | (warm_workers.ENVIRONMENT if warm else {}),
-                start_new_session=True,
-            )
+            if warm is not None:
+                environment |= warm_workers.ENVIRONMENT
+                arguments.insert(0, warm.override)
+                self.driver = warm_workers.Fork(warm, module, arguments, env=environment, stdout=stdout, stderr=stderr)
+            else:
+                self.driver = subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    stdout=stdout,
+                    stderr=stderr,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
+                )
 
     @property
     def stdout(self) -> str:

@@ -3,12 +3,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.warm_workers import ENVIRONMENT
+from tests.warm_workers import ENVIRONMENT, Fork
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -16,23 +14,19 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, tiny_model, warm):
     """What `several_nodes` has to tell."""
-    arguments = (tmp_path_factory.mktemp("nodes"), tiny_model, json.dumps(warm.runtime_env))
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.several_nodes", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | ENVIRONMENT,
-        start_new_session=True,
-    )
+    directory = tmp_path_factory.mktemp("nodes")
+    arguments = [str(directory), str(tiny_model), json.dumps(warm.runtime_env)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ENVIRONMENT
+    with (directory / "stdout").open("w") as stdout, (directory / "stderr").open("w") as stderr:
+        driver = Fork(warm, "tests.e2e.several_nodes", arguments, env=environment, stdout=stdout, stderr=stderr)
     try:
-        stdout, stderr = driver.communicate(timeout=300)
+        code = driver.wait(300)
     finally:
         if driver.poll() is None:
             os.killpg(driver.pid, signal.SIGKILL)
             driver.wait()
-    assert driver.returncode == 0, stderr
-    return json.loads(stdout.splitlines()[-1])
+    assert code == 0, (directory / "stderr").read_text()
+    return json.loads((directory / "stdout").read_text().splitlines()[-1])
 
 
 def nodes_of(run):

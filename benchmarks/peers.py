@@ -287,18 +287,12 @@ def _as_bytes(tensor: torch.Tensor) -> Any:
 @contextmanager
 def ray_object_store(job: Job) -> Iterator[dict[str, Way]]:
     """Ray's object store, in a Ray of its own that ends with the block."""
-    ray: Any = importlib.import_module("ray")
+    ray: Any = importlib.import_module("ray")  # nothing else here needs it
+    session = importlib.import_module("verl.trainer.ppo.ray_session").RaySession()
     way = "ray object store"
     nbytes = sum(spec.nbytes for spec in job.specs)
     members = job.trainers + job.nodes
-    ray.init(
-        address="local",
-        num_cpus=members,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=int(2.5 * nbytes) + 2**28,
-    )
+    session.start({"num_cpus": members, "object_store_memory": int(2.5 * nbytes) + 2**28})
     try:
         ranks = [ray.remote(_RayRank).remote(job, rank) for rank in range(job.trainers)]
         nodes = [ray.remote(_RayNode).remote(job) for _ in range(job.nodes)]
@@ -316,7 +310,7 @@ def ray_object_store(job: Job) -> Iterator[dict[str, Way]]:
 
         yield {way: run}
     finally:
-        ray.shutdown()
+        session.close()
 
 
 PEERS: tuple[Callable[[Job], AbstractContextManager[dict[str, Way]]], ...] = (gathering, ray_object_store)

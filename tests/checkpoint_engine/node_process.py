@@ -39,9 +39,10 @@ class NodeProcess:
         self._start()
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, its_end = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(its_end, *self._arguments), name=self.name, daemon=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(its_end, *self._arguments), name=self.name, daemon=True)
         self._process.start()
         its_end.close()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)

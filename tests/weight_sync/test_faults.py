@@ -304,7 +304,8 @@ async def test_a_killed_checkpoint_engine_worker_is_named_and_the_next_run_start
 
 @pytest.mark.timeout(240)
 def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(model_paths: dict[str, Path], tmp_path: Path):
-    with Job(tmp_path, *QUICK, f"actor_rollout_ref.model.path={model_paths['llama']}") as job:
+    one_rank = "trainer.n_gpus_per_node=1"
+    with Job(tmp_path, *QUICK, one_rank, f"actor_rollout_ref.model.path={model_paths['llama']}") as job:
         reports = job.output_dir / "sync_reports.jsonl"
         job.wait_for(lambda: reports.exists() and reports.read_text(), "the first sync")
         titles = ("ray::ActorRolloutRefWorker", "ray::RolloutServer", "ray::CheckpointEngineWorker")

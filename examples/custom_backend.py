@@ -79,7 +79,7 @@ class TcpEngine(CheckpointEngineWithCache):
         self._senders = topology.trainers
 
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
-        """Publish into the private copy; `slots` are paths on the nodes' hosts, which this backend does not need."""
+        """Publish into the private copy; `slots` is empty, as nodes may be on other hosts."""
         assert self._plan is not None and self._copy is not None  # the manager prepares every member first
         self._published = None
         publication = publish(source, SlotPieces(self._copy, self._plan, self.member.index))

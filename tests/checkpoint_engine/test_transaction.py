@@ -27,6 +27,7 @@ from verl.checkpoint_engine.errors import (
 )
 
 SHORT_S = 0.5
+OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -114,6 +115,29 @@ async def test_a_member_that_fails_before_commit_leaves_the_old_version_in_servi
         await sync(fleet, 3)
         for replica in fleet.replicas:
             assert_serves(replica, 3)
+
+
+async def test_nodes_open_their_slots_while_ranks_copy_unless_the_ranks_write_into_them(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, **OVER_GLOO) as fleet:
+        copying = asyncio.Event()
+        fleet.trainers[1].before["publish"] = copying.set
+        fleet.nodes[0].before["begin"] = lambda: asyncio.wait_for(copying.wait(), 5)
+        await sync(fleet, 1)
+        assert_serves(fleet.replicas[0], 1)
+
+
+async def test_a_slot_that_cannot_be_opened_while_ranks_copy_is_a_failed_publish(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, **OVER_GLOO) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["begin"] = raising(TransportError("no space left"))
+        fleet.trainers[1].before["publish"] = stalling
+        abort = await aborted(fleet, 2)
+        assert (abort.phase, abort.member) == ("publish", "node-0")
+        assert_serves(fleet.replicas[0], 1)
+        fleet.nodes[0].before.clear()
+        fleet.trainers[1].before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ class CheckpointEngine(ABC):
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
 
-        Called on every trainer rank; `slots` has the path of the spare slot of every node. Raises TransportError.
+        Called on every trainer rank. `slots` has the path of the spare slot of every node if the backend asks for the
+        `same_host`; otherwise it is empty, and nodes open theirs meanwhile. Raises TransportError.
         """
 
     def serve_weights(self, version: int) -> int:

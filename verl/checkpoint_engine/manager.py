@@ -118,6 +118,7 @@ class CheckpointEngineManager:
                 self._arena_paths,
                 self.replicas,
                 plan,
+                same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
                 reconnect=lambda: self._connect(plan),
                 elastic=self._engine_class.capabilities.elastic,

@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from verl.checkpoint_engine.errors import (
     SyncAborted,
     TransportError,
 )
-from verl.checkpoint_engine.participants import NodePort, TrainerPort
+from verl.checkpoint_engine.participants import NodePort, Published, TrainerPort
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.types import PHASES, SyncReport
@@ -60,6 +60,8 @@ class Fleet:
     """Node index to the directory of its arena."""
     replicas: Sequence[Replica]
     plan: SyncPlan
+    same_host: bool = True
+    """Trainer ranks may write into the slots of nodes, which have to open them before."""
     senders_serve: bool = False
     """Trainer ranks take part in staging: the backend is not one-sided."""
     reconnect: Callable[[], Awaitable[None]] | None = None
@@ -179,15 +181,7 @@ class SyncTransaction:
         """Publish, stage and verify; the digests of all pieces."""
         deadlines, nodes = self.config.deadlines, self.fleet.nodes
         with self.clock.phase("publish"):
-            slots = await self._all(
-                deadlines.publish_s, {node.name: node.begin(self.version) for node in nodes}, "publish"
-            )
-            waits = self.released is None
-            published = await self._all(
-                deadlines.publish_s,
-                {trainer.name: trainer.publish(self.version, slots, waits) for trainer in self.fleet.trainers},
-                "publish",
-            )
+            published = await self._publish()
             self.nbytes_moved += sum(result.nbytes for result in published.values())
             self.trainer_blocked_s = max(result.seconds for result in published.values())
             if self.released is not None:
@@ -213,6 +207,16 @@ class SyncTransaction:
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
         return digests
+
+    async def _publish(self) -> dict[str, Published]:
+        """Every node opens its spare slot and every rank copies its shards; at once, unless ranks need the slots."""
+        waits, slots = self.released is None, dict[str, str]()
+        calls: dict[str, Awaitable[Any]] = {node.name: node.begin(self.version) for node in self.fleet.nodes}
+        if self.fleet.same_host:
+            slots, calls = await self._all(self.config.deadlines.publish_s, calls, "publish"), {}
+        calls |= {trainer.name: trainer.publish(self.version, slots, waits) for trainer in self.fleet.trainers}
+        done = await self._all(self.config.deadlines.publish_s, calls, "publish")
+        return {trainer.name: done[trainer.name] for trainer in self.fleet.trainers}
 
     async def _wait(self, boundary: Boundary) -> None:
         try:

@@ -23,7 +23,7 @@ from verl.trainer.ppo.run import train
 from verl.utils.tracking import read_metrics
 
 PR_SET_CHILD_SUBREAPER = 36
-STARTUP_S = 150.0
+STARTUP_S = 240.0
 """Long enough for a machine that does ten other things."""
 
 QUICK = (

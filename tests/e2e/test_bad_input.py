@@ -101,7 +101,15 @@ MISTAKES = [
     (["algorithm.adv_estimator=gae", "critic.enable=false"], ["adv_estimator=gae needs a critic", "enable=false"]),
     (["critic.enable=true"], ["critic.enable=true", "adv_estimator=grpo", "gae"]),
     (["trainer.critic_warmup=3"], ["trainer.critic_warmup=3", "adv_estimator=grpo"]),
-    (["critic.strategy=megatron"], ["critic.strategy='megatron' is not one of: fsdp2"]),
+    (
+        [
+            "algorithm.adv_estimator=gae",
+            "critic.strategy=megatron",
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+        ],
+        ["actor_rollout_ref.actor.megatron.expert_model_parallel_size=2", "no experts"],
+    ),
+    (["critic.strategy=fsdp"], ["critic.strategy='fsdp' is not one of: fsdp2, megatron"]),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),

@@ -21,7 +21,7 @@ from verl.utils.builtin.tokenizer import VOCAB_SIZE
 from verl.utils.timing import Span, read_spans
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 EVERY_STEP = {
     "actor": ["pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr"],

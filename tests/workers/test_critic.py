@@ -6,6 +6,7 @@ import torch.distributed as dist
 from transformers import AutoModelForTokenClassification
 
 from tests.workers.engine.engine_cases import LEARNING_RATE, NUM_RESPONSE, assert_same_weights, batch
+from tests.workers.engine.megatron_cases import PP2, SEQUENCE, TP2
 from tests.workers.test_fsdp_workers import configuration
 from verl.single_controller import RankInfo
 from verl.utils.config import from_mapping
@@ -25,10 +26,13 @@ def critic_config(**options) -> CriticConfig:
     return from_mapping(CriticConfig, options)
 
 
-def make_worker(path, **options) -> ActorCriticWorker:
+def make_worker(path, engines, **options) -> ActorCriticWorker:
+    """`engines`: strategies of actor and critic, and what Megatron is told."""
+    actor, critic, megatron = engines
     worker = ActorCriticWorker.__new__(ActorCriticWorker)
     worker.rank_info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
-    worker.__init__(configuration(path), "actor", critic=critic_config(**options), device="cpu")
+    config = configuration(path, strategy=actor, megatron={"dtype": "float32"} | megatron)
+    worker.__init__(config, "actor", critic=critic_config(strategy=critic, **options), device="cpu")
     worker.init_model()
     worker.init_critic()
     return worker
@@ -72,10 +76,10 @@ def plain_training(path, data, steps):
         return [*seen, plain_values(model, data)], dict(model.named_parameters())
 
 
-def train(path, data, directory, steps):
+def train(path, engines, data, directory, steps):
     """The critic of a rank, saved after its steps, exported, and loaded by another."""
     rows = data.chunk(dist.get_world_size())[dist.get_rank()]
-    worker, seen, metrics = make_worker(path), [], []
+    worker, seen, metrics = make_worker(path, engines), [], []
     actor_before = [parameter.detach().clone() for parameter in worker.actor.model.parameters()]
     for _ in range(steps):
         seen.append(worker.compute_values(rows).batch["values"])
@@ -84,19 +88,29 @@ def train(path, data, directory, steps):
     worker.save_critic_checkpoint(directory / "step")
     worker.critic.export_hf(directory / "hf")
     same_actor = all(map(torch.equal, actor_before, (p.detach() for p in worker.actor.model.parameters())))
-    again = make_worker(path)
+    again = make_worker(path, engines)
     again.load_critic_checkpoint(directory / "step")
     loaded = again.compute_values(rows).batch["values"]
-    exported = make_worker(path, model={"path": str(directory / "hf")}).compute_values(rows).batch["values"]
-    return seen, metrics, same_actor, loaded, exported
+    exported = make_worker(path, engines, model={"path": str(directory / "hf")})
+    return seen, metrics, same_actor, loaded, exported.compute_values(rows).batch["values"]
 
 
 @pytest.mark.filterwarnings("ignore:Some weights")
-@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_a_critic_learns_as_plain_torch_does_saves_loads_and_exports(ranks, models, tmp_path, architecture, tied):
+@pytest.mark.parametrize(
+    ("architecture", "tied", "world_size", "engines"),
+    [
+        pytest.param("qwen2", True, 2, ("fsdp2", "fsdp2", {}), id="fsdp2 with tied embeddings"),
+        pytest.param("qwen3", False, 2, ("fsdp2", "fsdp2", {}), id="fsdp2"),
+        pytest.param("qwen2", True, 2, ("fsdp2", "megatron", TP2), id="megatron beside fsdp2"),
+        pytest.param("qwen3", False, 4, ("megatron", "megatron", TP2 | PP2 | SEQUENCE), id="megatron twice"),
+    ],
+)
+def test_a_critic_learns_as_plain_torch_does_saves_loads_and_exports(
+    ranks, models, tmp_path, architecture, tied, world_size, engines
+):
     path, data = models(architecture, tied), with_targets(batch(8))
     expected, weights = plain_training(path, data, 2)
-    results = ranks.run(train, 2, path, data, tmp_path, 2)
+    results = ranks.run(train, world_size, path, engines, data, tmp_path, 2)
     for step, values in enumerate(expected):
         found = torch.cat([result[0][step] for result in results])
         torch.testing.assert_close(found, values, rtol=1e-3, atol=2e-3)

@@ -12,6 +12,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
 from verl.utils.device import local_device
 from verl.workers.config import ActorRolloutRefConfig, CriticConfig
+from verl.workers.engine.base import ValueEngine
 from verl.workers.engine.fsdp.value import FSDP2ValueEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -56,24 +57,29 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         )
         self._critic_loss = CriticLoss(critic)
         self._critic_shuffle = torch.Generator().manual_seed(critic.data_loader_seed + self.rank)
-        self._critic: FSDP2ValueEngine | None = None
+        self._critic: ValueEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_critic(self) -> None:
         """After `init_model`: build the critic's engine in the same process group."""
         critic = self.critic_config
-        self._critic = FSDP2ValueEngine(
-            model_config=critic.hf_model(self.config.model.path),
-            fsdp_config=critic.fsdp,
-            optim_config=critic.optim,
-            grad_clip=critic.grad_clip,
-            device=local_device(self.device_name, self.local_rank),
-            seed=self._seed,
-        )
+        options: dict[str, Any] = {
+            "model_config": critic.hf_model(self.config.model.path),
+            "optim_config": critic.optim,
+            "grad_clip": critic.grad_clip,
+            "device": local_device(self.device_name, self.local_rank),
+            "seed": self._seed,
+        }
+        if critic.strategy == "megatron":
+            from verl.workers.engine.megatron.value import MegatronValueEngine  # its package is optional
+
+            self._critic = MegatronValueEngine(megatron_config=self.config.actor.megatron, **options)
+        else:
+            self._critic = FSDP2ValueEngine(fsdp_config=critic.fsdp, **options)
         self._critic.build()
 
     @property
-    def critic(self) -> FSDP2ValueEngine:
+    def critic(self) -> ValueEngine:
         if self._critic is None:
             raise RuntimeError("init_critic has not been called")
         return self._critic

@@ -53,6 +53,25 @@ def test_what_cannot_be_cut_is_told_with_both_numbers(models, world, options, pa
         assert [part for part in expected if part not in line] == []
 
 
+def test_a_critic_is_made_of_a_policy_whose_head_it_does_not_use_and_of_no_other_tensors(models, tmp_path):
+    path = models("qwen3")
+    config, weights = AutoConfig.from_pretrained(path), load_file(path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+
+    def look(tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, tmp_path / "model.safetensors")
+        with HFCheckpoint(tmp_path) as checkpoint:
+            check(MegatronConfig(), config, world=1, device="cpu", checkpoint=checkpoint, labels=1)
+
+    assert "lm_head.weight" in weights
+    look(weights)
+    look(weights | {"score.weight": torch.zeros(1, config.hidden_size), "score.bias": torch.zeros(1)})
+    with pytest.raises(
+        ConfigError, match=r"in the checkpoint only: other; shapes: score.bias: \(1,\) in the model, \(2,\)"
+    ):
+        look(weights | {"score.bias": torch.zeros(2), "other": torch.zeros(2)})
+
+
 def test_experts_that_cannot_be_dealt_out_are_told(tmp_path):
     path = tiny_moe(tmp_path / "moe")
     (line,) = refusal(path, 3, expert_model_parallel_size=3)
@@ -102,7 +121,7 @@ def test_a_missing_library_names_the_extra(models, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else find_spec(name))
     with pytest.raises(ConfigError, match=r"megatron-core.*pip install 'verl-sync\[megatron\]'"):
-        check_job(MegatronConfig(), HFModelConfig(path=str(models("qwen2"))), 1, "cpu")
+        check_job(MegatronConfig(), HFModelConfig(path=str(models("qwen2"))), 1, "cpu", 0)
 
 
 def test_other_engines_are_not_asked(models):

@@ -36,7 +36,7 @@ def cases(draw):
     if pipeline > 1 and draw(st.booleans()):
         first = draw(st.integers(1, 3))
         layers += first - each
-    vocab = draw(st.integers(1, 20))
+    vocab, labels = draw(st.integers(1, 20)), draw(st.integers(0, 1))
     dims = Dimensions(
         layers=layers,
         vocab=vocab,
@@ -48,7 +48,8 @@ def cases(draw):
         ffn=tensor * draw(st.integers(1, 3)),
         experts=expert * draw(st.integers(1, 2)) if architecture.is_moe else 0,
         expert_ffn=expert_tensor * draw(st.integers(1, 2)),
-        tied=draw(st.booleans()),
+        tied=not labels and draw(st.booleans()),
+        labels=labels,
     )
     return (
         architecture,

@@ -45,7 +45,7 @@ VERL_KEYS: dict[str, str] = {
     f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
     "data.gen_batch_size": "main_ppo generates a training batch at a time, fully_async_main a prompt at a time",
     "algorithm.filter_groups.*": "no groups are filtered out of a batch",
-    "critic.megatron.*": "the critic's training engine is FSDP2; see critic.fsdp",
+    "critic.megatron.*": f"a critic with strategy=megatron is cut like the actor; see {_POLICY}.actor.megatron",
     "critic.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} critic.ppo_max_token_len_per_gpu",
     "critic.model.lora_rank": "the critic is trained whole; the policy may have LoRA",
     "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",

@@ -76,6 +76,15 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
     critic = _local_critic(config, tokenizer)
+    if critic is not None:
+        TrainEngineRegistry.check_job(
+            critic.strategy,
+            megatron=config.actor_rollout_ref.actor.megatron,
+            model=critic.hf_model(str(model_path)),
+            world_size=config.trainer.world_size,
+            device=device,
+            labels=1,
+        )
     reward_manager = NaiveRewardManager(
         tokenizer,
         load_reward_function(config.custom_reward_function),

@@ -42,7 +42,9 @@ class CriticConfig:
     """A model of the policy's kind that learns to predict returns. It shares the trainer's ranks."""
 
     enable: bool | None = option(None, "null: if algorithm.adv_estimator needs values")
-    strategy: str = option("fsdp2", "training engine", choices=("fsdp2",))
+    strategy: str = option(
+        "fsdp2", "training engine; megatron: cut like actor_rollout_ref.actor.megatron", choices=("fsdp2", "megatron")
+    )
     model: CriticModelConfig = section(CriticModelConfig)
     optim: CriticOptimizerConfig = section(CriticOptimizerConfig)
     fsdp: FSDPConfig = section(FSDPConfig)

@@ -77,6 +77,13 @@ class TrainEngine(Protocol):
         """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective."""
 
 
+class ValueEngine(TrainEngine, Protocol):
+    """A critic: where other engines have log-probs, it has values."""
+
+    def compute_values(self, data: DataProto, *, limits: MicroBatchLimits) -> torch.Tensor:
+        """Of the state before each token of `responses`: float32 [B, R] on the CPU, 0 on padding. A collective."""
+
+
 class TrainEngineFactory(Protocol):
     """What `TrainEngineRegistry` holds: usually a class. Called on every rank; `build` comes later."""
 

@@ -24,7 +24,9 @@ class Builtin:
     is_megatron: bool = False
     """Made from the section `megatron`; all others, also those that are registered, from `fsdp_config`."""
     check: str | None = None
-    """Called on the driver with that section, the model, the number of ranks and their device. Raises ConfigError."""
+    """Called on the driver with that section, the model, the number of ranks, their device, and the number of labels.
+
+    Raises ConfigError."""
 
 
 BUILTIN = {
@@ -88,14 +90,16 @@ class TrainEngineRegistry:
 
     @classmethod
     def check_job(
-        cls, name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int, device: str
+        cls, name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int, device: str, labels: int = 0
     ) -> None:
         """Whether such engines can hold the model in the local directory `model.path`, before any is made.
+
+        `labels`: how many numbers for every token a critic has; 0 for a policy.
 
         Raises ConfigError for what can be known to fail on this machine.
         """
         if name in BUILTIN and (check := BUILTIN[name].check):
-            _imported(check)(megatron, model, world_size, device)
+            _imported(check)(megatron, model, world_size, device, labels)
 
 
 def _imported(target: str) -> Any:

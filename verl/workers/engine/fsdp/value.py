@@ -12,12 +12,14 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 
 
 class FSDP2ValueEngine(FSDP2Engine):
-    """Where other engines have log-probs, this one has values: losses get them, and no entropy."""
+    """Where other engines have log-probs, this one has values: losses get them, and no entropy.
+
+    Implements `verl.workers.engine.base.ValueEngine`.
+    """
 
     head = TOKEN_VALUES
 
     def compute_values(self, data: DataProto, *, limits: MicroBatchLimits) -> torch.Tensor:
-        """Of the state before each token of `responses`: float32 [B, R] on the CPU, 0 on padding. A collective."""
         return self.compute_log_prob(data, temperature=1.0, limits=limits)[0]
 
     def _forward(

@@ -91,6 +91,11 @@ HEAD = Row(
     place=Place.LAST,
 )
 TIED_HEAD = Row(megatron="output_layer.weight", hugging_face=_EMBEDDING, cut=Cut.VOCABULARY, place=Place.LAST_COPY)
+VALUE_HEAD = (
+    Row(megatron="output_layer.weight", hugging_face={"score.weight": ("labels", "hidden")}, place=Place.LAST),
+    Row(megatron="output_layer.bias", hugging_face={"score.bias": ("labels",)}, place=Place.LAST),
+)
+"""A critic's. A checkpoint of the policy has none of it: it starts at zero then."""
 TIED_NAME = "lm_head.weight"
 """What a checkpoint with tied embeddings may repeat."""
 
@@ -173,7 +178,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fixed=_PLAIN | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
 }
-"""`model_type` of the Hugging Face config -> its table, without the head: that depends on `tie_word_embeddings`."""
+"""`model_type` of the Hugging Face config -> its table, without the head: that depends on `tie_word_embeddings` and on
+whether it is a critic."""
 
 
 def architecture_of(model_type: str) -> Architecture:

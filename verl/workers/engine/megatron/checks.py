@@ -12,7 +12,7 @@ from verl.utils.model import load_hf_config
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
-from verl.workers.engine.megatron.architectures import TIED_NAME, architecture_of
+from verl.workers.engine.megatron.architectures import TIED_NAME, VALUE_HEAD, architecture_of
 from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tensor_shapes
 
 KEY = "actor_rollout_ref.actor.megatron"
@@ -33,11 +33,14 @@ def require_installed() -> None:
         raise ConfigError("strategy=megatron needs the package 'megatron-core': pip install 'verl-sync[megatron]'")
 
 
-def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str) -> None:
-    """For `world` trainer ranks; `model_config.path` is a local directory. Raises ConfigError."""
+def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str, labels: int) -> None:
+    """For `world` trainer ranks; `model_config.path` is a local directory. `labels`: see `Dimensions`.
+
+    Raises ConfigError.
+    """
     require_installed()
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
-        check(config, load_hf_config(model_config), world=world, device=device, checkpoint=checkpoint)
+        check(config, load_hf_config(model_config), world=world, device=device, checkpoint=checkpoint, labels=labels)
 
 
 def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
@@ -52,16 +55,18 @@ def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
     )
 
 
-def check(config: MegatronConfig, hf_config: Any, *, world: int, device: str, checkpoint: Checkpoint) -> None:
+def check(
+    config: MegatronConfig, hf_config: Any, *, world: int, device: str, checkpoint: Checkpoint, labels: int = 0
+) -> None:
     """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
     architecture = architecture_of(hf_config.model_type)
-    dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size))
+    dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size), labels=labels)
     problems = [
         *_ranks(config, sizes_of(config, world)),
         *_cuts(config, dims, sizes_of(config, world)),
         *_experts(config, dims, device),
         *_fields(hf_config),
-        *_tensors(tensor_shapes(architecture, dims), checkpoint, tied=dims.tied),
+        *_tensors(tensor_shapes(architecture, dims), checkpoint, dims),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -153,11 +158,12 @@ def _fields(hf_config: Any) -> Iterator[str]:
         )
 
 
-def _tensors(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, *, tied: bool) -> Iterator[str]:
+def _tensors(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, dims: Dimensions) -> Iterator[str]:
     """Every name and shape that differs, in one line."""
-    allowed = {TIED_NAME} if tied else set()
+    allowed = {TIED_NAME} if dims.tied or dims.labels else set()
+    new = {name for row in VALUE_HEAD for name in row.hugging_face}
     names = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")}
-    missing = sorted(shapes.keys() - names)
+    missing = sorted(shapes.keys() - names - new)
     unexpected = sorted(names - shapes.keys() - allowed)
     different = [
         f"{name}: {shape} in the model, {tuple(checkpoint.shape(name))} in the checkpoint"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,9 @@ class MegatronEngine:
     tensors. Megatron's groups belong to the process: all its Megatron engines have the same layout.
     """
 
+    labels: ClassVar[int] = 0
+    """As in `Dimensions`."""
+
     def __init__(
         self,
         *,
@@ -83,7 +86,7 @@ class MegatronEngine:
         if self.device.type == "cpu":
             cpu.adapt()
         config = self._config
-        self._hf_config = load_hf_config(self._model_config)
+        self._hf_config = self._load_hf_config()
         self._architecture = architecture_of(self._hf_config.model_type)
         self._sizes = sizes_of(config, dist.get_world_size())
         with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
@@ -93,8 +96,11 @@ class MegatronEngine:
                 world=dist.get_world_size(),
                 device=self.device.type,
                 checkpoint=checkpoint,
+                labels=self.labels,
             )
-            self._dims = Dimensions.of(self._hf_config, padded_vocab=config.padded_vocab(self._hf_config.vocab_size))
+            self._dims = Dimensions.of(
+                self._hf_config, padded_vocab=config.padded_vocab(self._hf_config.vocab_size), labels=self.labels
+            )
             groups.join(self._sizes)
             if self.device.type != "cpu":
                 model_parallel_cuda_manual_seed(self._seed)
@@ -205,14 +211,8 @@ class MegatronEngine:
             micro_batch = next(batches).to(self.device)
             packed = PackedBatch.of(micro_batch, multiple=self._sizes.tensor if self._config.sequence_parallel else 1)
 
-            def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                log_prob, entropy = response_log_probs(
-                    logits,
-                    packed,
-                    tensors_of(micro_batch)["responses"],
-                    temperature=temperature,
-                    vocab=self._dims.vocab,
-                )
+            def finish(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                log_prob, entropy = self._of_responses(outputs, packed, micro_batch, temperature)
                 loss, result = compute(log_prob, entropy, micro_batch)
                 # Three values: Megatron then neither divides the loss nor counts tokens.
                 return loss, torch.zeros((), dtype=torch.int), result
@@ -229,6 +229,13 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         return found
+
+    def _of_responses(
+        self, outputs: torch.Tensor, packed: PackedBatch, micro_batch: DataProto, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32 [b, R], from the outputs of the last stage."""
+        responses = tensors_of(micro_batch)["responses"]
+        return response_log_probs(outputs, packed, responses, temperature=temperature, vocab=self._dims.vocab)
 
     # ---- checkpoints and weights
 
@@ -275,6 +282,9 @@ class MegatronEngine:
 
     # ---- helpers
 
+    def _load_hf_config(self) -> Any:
+        return load_hf_config(self._model_config)
+
     def _training_state(self, contents: Sequence[str]) -> dict[str, Any]:
         """What DCP writes from and reads into, in place."""
         state: dict[str, Any] = {}
@@ -307,8 +317,8 @@ class MegatronEngine:
 
 @torch.no_grad()
 def _fill(tensors: dict[str, HeldTensor], checkpoint: HFCheckpoint) -> None:
-    for name, tensor in tensors.items():
-        for part in tensor.parts:
+    for name in tensors.keys() & checkpoint.names:  # a head that is not there is new, and 0
+        for part in tensors[name].parts:
             part.values().copy_(checkpoint.read(name, part.box))
 
 

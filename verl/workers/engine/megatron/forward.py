@@ -1,4 +1,4 @@
-"""From a micro-batch to log-probs and entropies of its responses, over a vocabulary that ranks share."""
+"""From a micro-batch to log-probs and entropies of its responses, over a vocabulary that ranks share; or to values."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class PackedBatch:
         padding = ~mask[:, -num_response:]
         source = (mask.cumsum(1)[:, -num_response:] - 2).clamp(min=0).masked_fill(padding, 0)
         return cls(input_ids=packed[:, :width], attention_mask=ahead[None, None], source=source, padding=padding)
+
+
+def response_values(outputs: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+    """Before each token of the response: float32 [b, R], from the outputs [b, s, 1] of a value head; 0 on padding."""
+    return torch.gather(outputs[..., 0], 1, packed.source).float().masked_fill(packed.padding, 0.0)
 
 
 def response_log_probs(

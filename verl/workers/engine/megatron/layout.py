@@ -11,6 +11,7 @@ from verl.checkpoint_engine.types import Box
 from verl.workers.engine.megatron.architectures import (
     HEAD,
     TIED_HEAD,
+    VALUE_HEAD,
     Architecture,
     Cut,
     Place,
@@ -35,6 +36,8 @@ class Dimensions:
     experts: int = 0
     expert_ffn: int = 0
     tied: bool = False
+    labels: int = 0
+    """Numbers for every token, of a value head; 0: scores of the vocabulary."""
 
     @property
     def q(self) -> int:
@@ -45,8 +48,8 @@ class Dimensions:
         return self.groups * self.head_dim
 
     @classmethod
-    def of(cls, hf_config: Any, *, padded_vocab: int | None = None) -> Dimensions:
-        """From a Hugging Face config of a known architecture."""
+    def of(cls, hf_config: Any, *, padded_vocab: int | None = None, labels: int = 0) -> Dimensions:
+        """From a Hugging Face config of a known architecture. With `labels` it has a value head."""
         experts = (getattr(hf_config, "num_experts", 0) or 0) if architecture_of(hf_config.model_type).is_moe else 0
         return cls(
             layers=hf_config.num_hidden_layers,
@@ -59,7 +62,8 @@ class Dimensions:
             ffn=hf_config.intermediate_size,
             experts=experts,
             expert_ffn=hf_config.moe_intermediate_size if experts else 0,
-            tied=bool(hf_config.tie_word_embeddings),
+            tied=bool(hf_config.tie_word_embeddings) and not labels,
+            labels=labels,
         )
 
     def shape(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -136,6 +140,8 @@ class Piece:
 
 
 def rows_of(architecture: Architecture, dims: Dimensions) -> tuple[Row, ...]:
+    if dims.labels:
+        return (*architecture.rows, *VALUE_HEAD)
     return (*architecture.rows, TIED_HEAD if dims.tied else HEAD)
 
 

@@ -32,6 +32,7 @@ with quiet():
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         reduce_from_tensor_model_parallel_region,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "language_module",
     "megatron_random",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -34,7 +34,7 @@ def make_model(
     transformer = _transformer_config(hf_config, config, architecture, dims, sizes, device, recompute)
     stages = sizes.stages(dims.layers)
     assert stages is not None  # checked before any process started
-    model: torch.nn.Module = library.GPTModel(
+    model: Any = library.GPTModel(
         config=transformer,
         transformer_layer_spec=_layers(architecture, dims, len(stages[place.pipeline])),
         vocab_size=dims.padded_vocab,
@@ -46,11 +46,35 @@ def make_model(
         rotary_base=rope["rope_theta"],
         rope_scaling=rope.get("rope_type", "default") == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
-    ).to(device)
+    )
+    if dims.labels and model.post_process:
+        model.output_layer = ValueHead(dims, transformer)
+    model.to(device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # also the rows that stand for no token, which no checkpoint fills
-    return model
+    return cast("torch.nn.Module", model)
+
+
+class ValueHead(torch.nn.Module):
+    """In the place of Megatron's `output_layer`. Every tensor-parallel rank has all of it.
+
+    With sequence parallelism each applies it to its own tokens, and its gradients are partial, as those of norms are.
+    """
+
+    def __init__(self, dims: Dimensions, config: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(dims.labels, dims.hidden, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(dims.labels, dtype=config.params_dtype))
+        self._sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[s, b, labels], from hidden states [s, b, h] of all tokens or of this rank's."""
+        values = functional.linear(hidden_states, self.weight, self.bias)
+        if self._sequence_parallel:
+            # Every rank computes the whole loss of all tokens: the gradients of its own are complete.
+            values = library.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
 
 
 def _transformer_config(

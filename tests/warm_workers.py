@@ -89,7 +89,7 @@ class Fork:
         request = ["program", [module, *arguments], dict(env), os.getcwd(), spawns]
         with open(os.devnull) as nothing:
             send(self._connection, request, {0: nothing.fileno(), 1: stdout.fileno(), 2: stderr.fileno()})
-        self.pid = int.from_bytes(self._connection.recv(8), "big")
+        self.pid = self._receive()
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -100,9 +100,14 @@ class Fork:
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"the program with process id {self.pid}", timeout)
-            self.returncode = os.waitstatus_to_exitcode(int.from_bytes(self._connection.recv(8), "big"))
+            self.returncode = os.waitstatus_to_exitcode(self._receive())
             self._connection.close()
         return self.returncode
+
+    def _receive(self) -> int:
+        if not (answer := self._connection.recv(8)):
+            raise RuntimeError("the process that forks programs has ended")
+        return int.from_bytes(answer, "big")
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -239,7 +244,7 @@ def become_program(
     if pid:
         connection.sendall(pid.to_bytes(8, "big"))
         _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # nobody waits for it any more
             connection.sendall(status.to_bytes(8, "big"))
         os._exit(0)
     os.setsid()

@@ -330,7 +330,7 @@ async def test_replicas_keep_their_version_until_the_boundary_however_long_the_n
         boundary.set()
         report = await syncing
         assert fleet.replicas[0].version == 2
-        assert report.phase_s["wait"] >= 0.1
+        assert report.phase_s["wait"] > 0.05  # it begins when the manager has heard of the verification
         assert sum(report.phase_s.values()) == pytest.approx(report.total_s)
 
 

@@ -47,7 +47,7 @@ def make_model(
         rope_scaling=rope.get("rope_type", "default") == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
     )
-    if dims.labels and model.post_process:
+    if dims.labels and model.post_process:  # Megatron's own, as large as the embeddings, is freed at once
         model.output_layer = ValueHead(dims, transformer)
     model.to(device)
     with torch.no_grad():

@@ -69,7 +69,7 @@ def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
         ("output in", 1.0, sigint),
         ("starting Ray", 0.1, ctrl_c),
         ("starting Ray", 1.0, sigterm),
-        ("trainer ranks", 2.0, ctrl_c),
+        pytest.param("trainer ranks", 2.0, ctrl_c, marks=pytest.mark.alone),
     ],
 )
 def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrupt):

@@ -1,7 +1,9 @@
 """How a run starts its Ray. Mostly with a stand-in: what Ray does on a machine that is busy cannot be had at will."""
 
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ class Starting:
 
     def __init__(self, *errors):
         self.errors = list(errors)
+        self.session_dir = None
         self.left = []
         self.calls = 0
         self.started = set()
@@ -31,6 +34,7 @@ class Starting:
         if self.errors:
             self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
             raise self.errors.pop(0)
+        return SimpleNamespace(address_info={"session_dir": self.session_dir})
 
     def close(self):
         for process in self.left:
@@ -87,6 +91,24 @@ def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, ar
     RaySession().start(arguments)
     assert init.started == started
     assert {name: getattr(Node, name) for name in STARTS} == STARTS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's agents are left to Ray")
+@pytest.mark.parametrize("has_taken_its_title", [False, True])
+def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_path, monkeypatch, has_taken_its_title):
+    init = starting()
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    init.session_dir = str(tmp_path / "session_1")
+    (tmp_path / "session_1").mkdir()
+    with (tmp_path / "session_1" / "log").open("w") as log:
+        title = ["ray::Agent"] if has_taken_its_title else ["agent", f"--session-dir={init.session_dir}"]
+        program = [title[0], "-c", "input()", *title[1:]]
+        agent = subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE, stdout=log)
+    init.left.append(agent)
+    session = RaySession()
+    session.start({})
+    session.close()
+    assert agent.wait(10) == -signal.SIGKILL
 
 
 def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):

@@ -25,10 +25,18 @@ _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
 
 # The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
-# but then try for a minute to report it to a daemon that is gone.
+# but then try for a minute to report it to a daemon that is gone. Each has its session in its command line until it has
+# imported what it needs and calls itself `ray::...`.
 _END_AGENTS = """
 import time
-session = sys.argv[1] + "/"
+session = sys.argv[1]
+
+def is_of_session(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as title:
+        command = title.read().decode(errors="replace").split("\\0")
+    if f"--session-dir={session}" in command:
+        return True
+    return command[0].startswith("ray::") and any(name.startswith(session + "/") for name in files(pid))
 
 def files(pid):
     return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
@@ -37,9 +45,7 @@ for _ in range(10):
     found = False
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as title:
-                is_ray = title.read(5) == b"ray::"
-            if is_ray and any(name.startswith(session) for name in files(pid)):
+            if is_of_session(pid):
                 found = True
                 os.kill(int(pid), signal.SIGKILL)
         except OSError:  # it has just ended, or is somebody else's

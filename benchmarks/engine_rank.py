@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.peers import TIMEOUT
 from benchmarks.raw_gloo import broadcast, group_of_two
 from verl.checkpoint_engine.types import Shard, TensorSpec
+from verl.protocol import DataProto
 from verl.utils.model import load_hf_config
 from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
 from verl.workers.engine.megatron.architectures import architecture_of
@@ -24,12 +25,15 @@ from verl.workers.engine.megatron.checks import sizes_of
 from verl.workers.engine.megatron.export import TensorCollector
 from verl.workers.engine.megatron.held import view
 from verl.workers.engine.megatron.layout import Dimensions, local_tensors, tensor_shapes
+from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry
 
 RANKS = 2
 DTYPE = torch.bfloat16
 """What the trainer holds and what the rollout gets."""
 STEP = 2.0**-7
+TOKENS = 32
+"""Of the forward pass that a trainer makes after a sync has begun: next to nothing."""
 MEGATRON = MegatronConfig(tensor_model_parallel_size=RANKS, model_dtype="bf16")
 
 Wholes = Callable[[], Iterator[torch.Tensor]]
@@ -53,7 +57,8 @@ class EngineRank:
             strategy, fsdp=FSDPConfig(model_dtype="bf16"), megatron=MEGATRON, model_config=self._model_config
         )
         engine.build()
-        self._model = engine.model
+        self._engine, self._model = engine, engine.model
+        self._tokens = _tokens(TOKENS)
         self._source = engine.weight_source("bfloat16")
         self._names = sorted(spec.name for spec in self._source.specs())
         self._wholes = _GATHERED[strategy](self)
@@ -73,20 +78,27 @@ class EngineRank:
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         self._source.copy(shard, destination)
 
+    def compute_log_prob(self) -> float:
+        """A forward pass on `TOKENS` tokens, with what it gathers. A collective; the seconds that it took."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        self._engine.compute_log_prob(self._tokens, temperature=1.0, limits=MicroBatchLimits(max_sequences=1))
+        return time.perf_counter() - start_s
+
     @torch.no_grad()
-    async def step(self) -> None:
+    def step(self) -> None:
         """Change the weights, where they are: by the same on all ranks, of which some hold the same."""
         for parameter in self._model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.add_(STEP)
 
-    async def meet_receiver(self) -> None:
+    def meet_receiver(self) -> None:
         """Rank 0 and the receiver get a group of their own."""
         if self._rank == 0:
             self._receiver = group_of_two(PrefixStore("receiver", self._store), 0)
 
     @torch.no_grad()
-    async def broadcast(self) -> float:
+    def broadcast(self) -> float:
         """Gather tensor after tensor, in the order of their names, and send each from rank 0. The seconds that it took.
 
         A collective of all ranks; the receiver takes what comes meanwhile.
@@ -124,6 +136,22 @@ class EngineRank:
         collector = TensorCollector(pieces, tensor_shapes(architecture, dims), dtype=DTYPE)
         values = partial(view, dict(self._model.named_parameters()))
         return lambda: (whole for name in self._names for whole in collector.collect(name, values).values())
+
+
+def _tokens(count: int) -> DataProto:
+    """One sequence of `count` tokens, of which the second half is the response."""
+    ids, mask = torch.arange(1, count + 1).unsqueeze(0), torch.ones(1, count, dtype=torch.long)
+    half = count // 2
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :half],
+            "responses": ids[:, half:],
+            "response_mask": mask[:, half:],
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": torch.arange(count).unsqueeze(0),
+        }
+    )
 
 
 _GATHERED = {"fsdp": EngineRank._summoned, "fsdp2": EngineRank._full_tensors, "megatron": EngineRank._collected}

@@ -10,7 +10,6 @@ node's process. Nodes then digest what they have, which is compared with the ran
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import time
@@ -73,7 +72,7 @@ class Rank:
         self._boxes = {shard.name: shard for shard in self._source.shards()}
 
     def step(self) -> None:
-        asyncio.run(self._source.step())
+        self._source.step()
 
     def rows(self, spec: TensorSpec) -> torch.Tensor:
         """Its rows of `spec`, cast; none if it holds none."""

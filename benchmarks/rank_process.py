@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -22,31 +25,56 @@ from verl.checkpoint_engine.topology import Topology
 
 
 class SteppingSource(WeightSource, Protocol):
-    """What a rank holds. Its further async methods can be called from outside, too."""
+    """What a rank holds. Its further methods can be called from outside, too; they run one after the other."""
 
-    async def step(self) -> None:
+    def step(self) -> None:
         """Change every weight."""
 
 
 def serve(pipe: Connection, rank: int, make_source: Callable[[], SteppingSource], config: Any) -> None:
-    """A rank's process: answer calls until the pipe closes."""
+    """A rank's process: answer calls until the other end says goodbye or closes."""
     torch.set_num_threads(1)
-    source = make_source()
-    trainer = TrainerRank(rank, source, config)
-    with asyncio.Runner() as runner:
-        while True:
-            try:
-                method, arguments = pipe.recv()
-            except EOFError:
-                return
-            try:
-                if method == "private_nbytes":
-                    pipe.send((private_nbytes(), None))
-                    continue
-                call = getattr(trainer if hasattr(trainer, method) else source, method)
-                pipe.send((runner.run(call(*arguments)), None))
-            except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
-                pipe.send((None, exc))
+    asyncio.run(_Server(pipe, TrainerRank(rank, source := make_source(), config), source).answer())
+
+
+class _Server:
+    """As in a worker: one thread trains, and the calls of a sync are answered meanwhile."""
+
+    def __init__(self, pipe: Connection, trainer: TrainerRank, source: SteppingSource) -> None:
+        self._pipe, self._trainer, self._source = pipe, trainer, source
+        self._trains = ThreadPoolExecutor(1, thread_name_prefix="trains")
+
+    async def answer(self) -> None:
+        calls = set()
+        while (call := await asyncio.to_thread(self._receive)) is not None:
+            task = asyncio.create_task(self._answer(*call))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+
+    def _receive(self) -> tuple[int, str, tuple[Any, ...]] | None:
+        try:
+            call: tuple[int, str, tuple[Any, ...]] | None = self._pipe.recv()
+        except EOFError:
+            return None
+        return call
+
+    async def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        result, error = None, None
+        try:
+            if method == "private_nbytes":
+                result = private_nbytes()
+            elif hasattr(self._trainer, method):
+                result = await getattr(self._trainer, method)(*arguments)
+            else:
+                result = await asyncio.get_running_loop().run_in_executor(self._trains, self._train, method, arguments)
+        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
+            error = exc
+        self._pipe.send((number, result, error))
+
+    def _train(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "step":
+            self._trainer.await_copied()
+        return getattr(self._source, method)(*arguments)
 
 
 class RankProcess:
@@ -77,21 +105,38 @@ class RankProcess:
             os.environ.clear()
             os.environ.update(before)
         its_end.close()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
+        self._reader.start()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What that method of the trainer rank or of its source returns there; raises what it raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, method, arguments)
-
-    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        answer: Future[Any] = Future()
+        number = next(self._numbers)
+        self._answers[number] = answer
         try:
-            self._pipe.send((method, arguments))
-            result, error = self._pipe.recv()
-        except (EOFError, OSError) as exc:
+            self._pipe.send((number, method, arguments))
+        except OSError as exc:
             raise TransportError("its process is gone", member=self.name) from exc
-        if error is not None:
-            raise error
-        return result
+        return await asyncio.wrap_future(answer)
+
+    def _read(self) -> None:
+        """On a thread of its own: hand answers to those who wait for them."""
+        try:
+            while True:
+                number, result, error = self._pipe.recv()
+                answer = self._answers.pop(number)
+                if not answer.set_running_or_notify_cancel():
+                    continue
+                if error is None:
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(error)
+        except (EOFError, OSError):
+            for answer in self._answers.values():
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(TransportError("its process is gone", member=self.name))
 
     async def describe(self) -> Holding:
         holding: Holding = await self.call("describe")
@@ -104,13 +149,12 @@ class RankProcess:
     async def connect(self, topology: Topology) -> None:
         await self.call("connect", topology)
 
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published:
-        published: Published = await self.call("publish", version, dict(slots), waits)
-        return published
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None:
+        await self.call("publish", version, dict(slots), waits)
 
-    async def digest(self, version: int) -> bytes:
-        digests: bytes = await self.call("digest", version)
-        return digests
+    async def published(self, version: int) -> Published:
+        published: Published = await self.call("published", version)
+        return published
 
     async def serve(self, version: int) -> int:
         moved: int = await self.call("serve", version)
@@ -126,8 +170,10 @@ class RankProcess:
 
     async def close(self) -> None:
         """End the process. Idempotent."""
-        self._pipe.close()
+        with suppress(OSError):
+            self._pipe.send(None)
         await asyncio.to_thread(self._process.join, 10)
         if self._process.is_alive():
             self._process.kill()
-        self._thread.shutdown(wait=False)
+        self._reader.join(10)
+        self._pipe.close()

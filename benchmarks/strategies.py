@@ -3,9 +3,9 @@
     python -m benchmarks.strategies --size-mib 512
 
 Engines are the real ones, of two ranks each, with a Qwen2 of random weights that is made on the spot. Every repeat
-changes the weights, syncs them through the real manager into a replica that copies them, and then sends them the
-vanilla way: each tensor is gathered on the trainers' group and broadcast from rank 0 to one receiver over gloo. What
-the replica and the receiver then have is compared.
+sends them the vanilla way: each tensor is gathered on the trainers' group and broadcast from rank 0 to one receiver
+over gloo. Then it syncs them through the real manager into a replica that copies them. The trainer goes on meanwhile
+with a small forward pass, and then changes the weights. What the replica and the receiver got is compared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -124,7 +125,6 @@ async def measure_strategy(
     samples = []
     try:
         await manager.add_replicas([replica])
-        await asyncio.gather(*(rank.step() for rank in ranks))  # fails if a rank could not build its engine
         group, *_ = await asyncio.gather(
             asyncio.to_thread(group_of_two, PrefixStore("receiver", store), 1),
             *(rank.call("meet_receiver") for rank in ranks),
@@ -137,7 +137,7 @@ async def measure_strategy(
                 samples.append(sample)
     finally:
         await manager.close()
-    summary = {key: median(sample[key] for sample in samples) for key in ("blocked_s", "total_s", "vanilla_s")}
+    summary = {key: median(sample[key] for sample in samples) for key in samples[0] if key != "version"}
     summary["shorter_by"] = summary["vanilla_s"] / summary["blocked_s"]
     return {
         "samples": samples,
@@ -153,16 +153,25 @@ async def one_round(
     group: Any,
     received: dict[str, torch.Tensor],
 ) -> dict[str, float]:
-    """Change the weights and send them both ways."""
-    await asyncio.gather(*(rank.step() for rank in ranks))
-    report = await manager.update_weights(version, released=lambda: None)  # as trainers that go on meanwhile
+    """Send the weights both ways; while a sync has them, the trainer goes on, until it changes them."""
     vanilla_s, *_ = await asyncio.gather(
         *(rank.call("broadcast") for rank in ranks), asyncio.to_thread(receive, group, received)
     )
+    alone_s = max(await asyncio.gather(*(rank.call("compute_log_prob") for rank in ranks)))
+    start_s, released_s = time.perf_counter(), asyncio.get_running_loop().create_future()
+    syncing = asyncio.create_task(
+        manager.update_weights(version, released=lambda: released_s.set_result(time.perf_counter() - start_s))
+    )
+    await asyncio.wait([released_s, syncing], return_when=asyncio.FIRST_COMPLETED)
+    beside_s = max(await asyncio.gather(*(rank.call("compute_log_prob") for rank in ranks)))
+    await asyncio.gather(*(rank.step() for rank in ranks))
+    report = await syncing
     return {
         "version": version,
-        "blocked_s": report.trainer_blocked_s,
+        "blocked_s": released_s.result() + report.trainer_blocked_s,
         "total_s": report.total_s,
+        "slowed_s": beside_s - alone_s,
+        "forward_s": alone_s,
         "vanilla_s": vanilla_s,
     }
 

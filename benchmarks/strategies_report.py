@@ -25,11 +25,13 @@ def print_table(result: dict[str, Any]) -> None:
     for label, _ in COLUMNS.values():
         table.add_column(label, justify="right")
     table.add_column("blocked shorter by", justify="right")
+    table.add_column("forward pass: longer by", justify="right")
     table.add_column(f"target: {result['target']:.0f} times")
     for name, measured in result["strategies"].items():
         row = measured["summary"]
+        slowed = f"{row['slowed_s']:.3f} of {row['forward_s']:.3f}"
         verdict = "reached" if row["target_reached"] else "missed"
-        table.add_row(name, *(f"{row[key]:.3f}" for key in COLUMNS), f"{row['shorter_by']:.1f} times", verdict)
+        table.add_row(name, *(f"{row[key]:.3f}" for key in COLUMNS), f"{row['shorter_by']:.1f} times", slowed, verdict)
     console = Console(width=120)
     console.print(table)
     console.print(f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_1min']:.1f}")

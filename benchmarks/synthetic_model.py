@@ -69,7 +69,7 @@ class RowsOfModel:
                 self._boxes[spec.name] = box
                 self._rows[spec.name] = _tiled(pattern, box.shape)
 
-    async def step(self) -> None:
+    def step(self) -> None:
         """Change every weight, as an optimizer would."""
         for rows in self._rows.values():
             rows.neg_()

@@ -33,6 +33,7 @@ def test_every_engine_is_measured_beside_the_vanilla_way(result: Any):
         for sample in measured["samples"]:
             assert 0 < sample["blocked_s"] <= sample["total_s"]
             assert sample["vanilla_s"] > 0
+            assert sample["forward_s"] > 0
 
 
 def test_the_verdict_is_that_of_the_medians(result: Any):

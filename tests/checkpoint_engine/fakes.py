@@ -54,22 +54,6 @@ class RowShardedSource:
         destination.copy_(self.tensors[shard.name][tuple(map(slice, box.start, box.stop))])
 
 
-class ShowingSource(RowShardedSource):
-    """Shows the rows of its matrices where they lie, and remembers which; vectors are copied."""
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None
-    ) -> None:
-        super().__init__(tensors, rank, world_size, dtype)
-        self.shown: list[Shard] = []
-
-    def view(self, shard: Shard) -> torch.Tensor | None:
-        if len(shard.box.shape) < 2:
-            return None
-        self.shown.append(shard)
-        return self.tensors[shard.name][tuple(map(slice, shard.box.start, shard.box.stop))]
-
-
 class ColumnShardedSource(RowShardedSource):
     """Rank `rank` holds a block of the last dimension, as row-parallel layers do: strided in a node's slot."""
 

@@ -67,8 +67,8 @@ class Trainer:
     async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str], waits: bool) -> Any:
         return await self.rank.publish(version, slots, waits)
 
-    async def digest_weight_sync(self, version: int) -> bytes:
-        return await self.rank.digest(version)
+    async def published_weight_sync(self, version: int) -> Any:
+        return await self.rank.published(version)
 
     async def serve_weight_sync(self, version: int) -> int:
         return await self.rank.serve(version)

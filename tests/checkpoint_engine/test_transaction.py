@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, ShowingSource, arenas_in, spare_slot
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in, spare_slot
 from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
@@ -25,6 +27,7 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
+from verl.checkpoint_engine.types import Shard
 
 SHORT_S = 0.5
 OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}
@@ -238,18 +241,6 @@ async def test_a_byte_that_flips_on_the_way_every_time_aborts_and_names_the_tens
         assert_serves(fleet.replicas[0], 3)
 
 
-async def test_weights_are_digested_on_the_way_only_if_the_trainer_waits_for_the_sync_anyway(tmp_path: Path):
-    async with Fleet(weights(0), tmp_path, source=ShowingSource) as fleet:
-        await sync(fleet, 1)
-        assert all(source.shown for source in fleet.sources)
-        for source in fleet.sources:
-            source.shown.clear()
-        fleet.set_weights(weights(2))
-        report = await fleet.manager.update_weights(2, released=lambda: None)
-        assert not any(source.shown for source in fleet.sources)
-        assert report.outcome == "committed"  # and verified: the digests are the same
-
-
 async def test_digests_that_do_not_arrive_are_an_integrity_error_of_that_rank(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, retries=0) as fleet:
         trainer = fleet.trainers[1].member
@@ -257,11 +248,12 @@ async def test_digests_that_do_not_arrive_are_an_integrity_error_of_that_rank(tm
         class Forgetful:
             name = "trainer-1"
 
-            async def publish(self, version: int, slots: Any, waits: bool) -> Any:
-                return await trainer.publish(version, slots, waits)
+            async def publish(self, version: int, slots: Any, waits: bool) -> None:
+                await trainer.publish(version, slots, waits)
 
-            async def digest(self, version: int) -> bytes:
-                return (await trainer.digest(version))[: -np.uint64().nbytes]
+            async def published(self, version: int) -> Any:
+                published = await trainer.published(version)
+                return replace(published, digests=published.digests[: -np.uint64().nbytes])
 
         await sync(fleet, 1)
         fleet.trainers[1].member = Forgetful()
@@ -277,7 +269,7 @@ async def test_without_verification_nothing_is_digested_on_the_node(tmp_path: Pa
         assert report.phase_s["verify"] == 0
 
 
-async def test_a_trainer_that_is_released_may_change_its_weights_at_once(tmp_path: Path):
+async def test_a_trainer_that_is_released_may_change_its_weights_when_they_are_copied(tmp_path: Path):
     async with Fleet(weights(1), tmp_path, nodes=2, replicas=2) as fleet:
         await fleet.manager.update_weights(1)
         fleet.set_weights(weights(2))
@@ -285,6 +277,8 @@ async def test_a_trainer_that_is_released_may_change_its_weights_at_once(tmp_pat
 
         def released() -> None:
             seen.extend(fleet.nodes[0].calls)
+            for trainer in fleet.trainers:
+                trainer.member.await_copied()
             fleet.set_weights(weights(3))  # it trains on
 
         report = await fleet.manager.update_weights(2, released=released)
@@ -292,6 +286,78 @@ async def test_a_trainer_that_is_released_may_change_its_weights_at_once(tmp_pat
         assert (report.outcome, report.version) == ("committed", 2)
         for replica in fleet.replicas:
             assert_serves(replica, 2)
+
+
+class HeldSource(RowShardedSource):
+    """Copies when it may."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, dtype: str | None = None):
+        super().__init__(tensors, rank, world_size, dtype)
+        self.may_copy = threading.Event()
+        self.may_copy.set()
+
+    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        assert self.may_copy.wait(20)
+        super().copy(shard, destination)
+
+
+async def test_a_trainer_goes_on_while_its_weights_are_copied_and_waits_before_it_changes_them(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path, source=HeldSource) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.set_weights(weights(2))
+        rank, source = fleet.trainers[1].member, fleet.sources[1]
+        source.may_copy.clear()
+        released, changed = asyncio.Event(), []
+
+        def change_weights() -> None:
+            rank.await_copied()
+            changed.append(source.may_copy.is_set())
+
+        syncing = asyncio.create_task(fleet.manager.update_weights(2, released=released.set))
+        await asyncio.wait_for(released.wait(), 20)
+        changing = asyncio.create_task(asyncio.to_thread(change_weights))
+        await asyncio.sleep(0.2)
+        assert not changed
+        source.may_copy.set()
+        await changing
+        report = await syncing
+        assert changed == [True]
+        assert 0.1 < report.trainer_blocked_s < report.phase_s["publish"]
+        assert_serves(fleet.replicas[0], 2)
+
+
+async def test_a_trainer_that_does_not_change_its_weights_before_they_are_copied_is_not_blocked(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path) as fleet:
+        report = await fleet.manager.update_weights(1, released=lambda: None)
+        for trainer in fleet.trainers:
+            trainer.member.await_copied()
+        assert report.trainer_blocked_s == 0.0
+
+
+async def test_a_copy_that_fails_lets_the_trainer_go_on_and_aborts_the_sync(tmp_path: Path):
+    async with Fleet(weights(1), tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.sources[0].copy = lambda *_: raising(TransportError("no memory"))()
+        with pytest.raises(SyncAborted, match="no memory"):
+            await fleet.manager.update_weights(2, released=fleet.trainers[0].member.await_copied)
+        assert_serves(fleet.replicas[0], 1)
+
+
+async def test_a_copy_that_stalls_is_an_error_of_the_trainer_that_wants_to_change_its_weights(tmp_path: Path):
+    deadlines = {"publish_s": 0.2}
+    async with Fleet(weights(1), tmp_path, source=HeldSource, retries=0, deadlines=deadlines) as fleet:
+        fleet.sources[0].may_copy.clear()
+        failures: list[BaseException] = []
+
+        def released() -> None:
+            with pytest.raises(TransportTimeout, match="still being copied") as raised:
+                fleet.trainers[0].member.await_copied()
+            failures.append(raised.value)
+
+        with pytest.raises(SyncAborted):
+            await fleet.manager.update_weights(1, released=released)
+        assert [(error.member, error.version, error.phase) for error in failures] == [("trainer-0", 1, "publish")]
+        fleet.sources[0].may_copy.set()
 
 
 async def test_what_fails_after_the_trainer_was_released_is_not_sent_again_with_its_changed_weights(tmp_path: Path):

@@ -11,8 +11,9 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,11 +23,11 @@ import numpy as np
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
-from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError
+from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, Unseen
+from verl.checkpoint_engine.publishing import Publication
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import Topology
@@ -51,10 +52,14 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What one trainer rank says after publishing: bytes written, and seconds for which its trainer waited."""
+    """What one trainer rank has published."""
 
     nbytes: int
+    """Written."""
     seconds: float
+    """For which its trainer waited, until it might change its weights."""
+    digests: bytes
+    """Of its pieces, in plan order."""
 
 
 class MemberPort(Protocol):
@@ -71,8 +76,8 @@ class TrainerPort(MemberPort, Protocol):
 
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published: ...
-    async def digest(self, version: int) -> bytes: ...
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None: ...
+    async def published(self, version: int) -> Published: ...
     async def serve(self, version: int) -> int: ...
 
 
@@ -133,8 +138,36 @@ class _Participant:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+class _Copy:
+    """One version on its way out of a rank's weights, on the thread of the sync."""
+
+    def __init__(self, version: int, *, waits: bool) -> None:
+        self.version = version
+        self._waits = waits
+        self._ended_s = 0.0
+        self.made: Future[Publication]
+        """Done: the trainer may change its weights."""
+        self.published: Future[Published]
+        self.trainer_came_s: float | None = None
+        """When the trainer asked for its weights back, if it came before they were copied."""
+
+    def make(self, send: Callable[[], Publication]) -> Publication:
+        publication = send()
+        self._ended_s = time.perf_counter()
+        return publication
+
+    def result(self) -> Published:
+        """After `make`."""
+        publication, seconds = self.made.result(), 0.0
+        if self._waits:
+            seconds = publication.seconds
+        elif self.trainer_came_s is not None:
+            seconds = max(self._ended_s - self.trainer_came_s, 0.0)
+        return Published(nbytes=publication.nbytes, seconds=seconds, digests=_digests_of(publication))
+
+
 class TrainerRank(_Participant):
-    """One trainer rank. `source` is borrowed; it is read only inside `describe` and `publish`.
+    """One trainer rank. `source` is borrowed; it is read only inside `describe` and while a publish copies.
 
     Members with the same `host` share memory; by default it is this machine's name.
     """
@@ -145,8 +178,8 @@ class TrainerRank(_Participant):
         super().__init__("trainer", index, config, host)
         self._source = source
         self._prepared = False
-        self._digested: tuple[int, Future[bytes]] | None = None
-        """Version that was published, and what becomes its digests."""
+        self._copy: _Copy | None = None
+        """What was published last."""
 
     async def describe(self) -> Holding:
         """Specs and shards of this rank. Raises PlanError if they contradict each other."""
@@ -166,36 +199,53 @@ class TrainerRank(_Participant):
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> str:
-        self._digested = None
+        self._copy = None
         address = self._engine.prepare(plan, None)
         self._prepared = True
         return address
 
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool = True) -> Published:
-        """Copy this rank's pieces into `slots`. When it returns, the trainer may change its weights.
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool = True) -> None:
+        """Copy this rank's pieces into `slots`.
 
-        `waits`: it waits for the whole sync all the same, which is shorter when pieces are digested while they are
-        copied. Otherwise they are digested when this has returned.
+        With `waits` this returns when they are copied, and the trainer may change its weights. Otherwise it returns
+        when copying has begun, and the trainer calls `await_copied` before it changes them.
         """
         if not self._prepared:
             raise NotPrepared("it was never prepared", member=self.name)
-        return await self._run(lambda: self._publish(version, slots, self._source if waits else Unseen(self._source)))
+        copy = self._copy = _Copy(version, waits=waits)
+        copy.made = self._thread.submit(copy.make, lambda: self._engine.send_weights(version, self._source, slots))
+        copy.published = self._thread.submit(copy.result)
+        if waits:
+            await asyncio.wrap_future(copy.made)
 
-    def _publish(self, version: int, slots: Mapping[str, str], source: WeightSource) -> Published:
-        self._digested = None
-        publication = self._engine.send_weights(version, source, slots)
-        # Next on this thread: while the manager hears of the copies.
-        self._digested = version, self._thread.submit(_digests_of, publication)
-        return Published(nbytes=publication.nbytes, seconds=publication.seconds)
+    def await_copied(self) -> None:
+        """Return when nothing is being copied out of the weights. Called by the thread that trains; blocks it.
 
-    async def digest(self, version: int) -> bytes:
-        """The digests of what was published as `version`, in plan order.
+        A copy that fails is the manager's business, not the trainer's. Raises TransportTimeout after the deadline for
+        publishing: what has stalled could otherwise send half of a later step.
+        """
+        copy, timeout_s = self._copy, self._config.deadlines.publish_s
+        if copy is None or copy.made.done():
+            return
+        copy.trainer_came_s = time.perf_counter()
+        _, late = wait([copy.made], timeout_s)
+        if late:
+            raise TransportTimeout(
+                f"the weights are still being copied {timeout_s:g} s after the trainer wanted to change them",
+                version=copy.version,
+                phase="publish",
+                member=self.name,
+            )
+
+    async def published(self, version: int) -> Published:
+        """What was published as `version`, once it is copied and digested.
 
         The trainer may already be changing its weights: it is the copy that is read.
         """
-        if self._digested is None or self._digested[0] != version:
+        copy = self._copy
+        if copy is None or copy.version != version:
             raise TransportError("that version is not what was published", version=version, member=self.name)
-        return await asyncio.shield(asyncio.wrap_future(self._digested[1]))
+        return await asyncio.shield(asyncio.wrap_future(copy.published))
 
     async def serve(self, version: int) -> int:
         """Take part in staging, for backends whose senders do; the bytes written into slots.
@@ -205,7 +255,7 @@ class TrainerRank(_Participant):
         return await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 
     async def close(self) -> None:
-        self._digested = None
+        self._copy = None
         await self._run(self._engine.finalize)
         self._thread.shutdown(wait=False)
 

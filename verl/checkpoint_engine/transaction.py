@@ -37,7 +37,7 @@ from verl.checkpoint_engine.errors import (
     SyncAborted,
     TransportError,
 )
-from verl.checkpoint_engine.participants import NodePort, Published, TrainerPort
+from verl.checkpoint_engine.participants import NodePort, TrainerPort
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.types import PHASES, SyncReport
@@ -101,7 +101,8 @@ class SyncTransaction:
     boundary: Boundary | None = None
     """Awaited between verify and commit."""
     released: Callable[[], None] | None = None
-    """Called when every rank has copied its shards, so that the trainer may change its weights."""
+    """Called when every rank has begun to copy its shards: the trainer goes on, and each rank's `await_copied` says
+    when it may change its weights."""
     retries: int = 0
     nbytes_moved: int = 0
     trainer_blocked_s: float = 0.0
@@ -181,21 +182,21 @@ class SyncTransaction:
         """Publish, stage and verify; the digests of all pieces."""
         deadlines, nodes = self.config.deadlines, self.fleet.nodes
         with self.clock.phase("publish"):
-            published = await self._publish()
-            self.nbytes_moved += sum(result.nbytes for result in published.values())
-            self.trainer_blocked_s = max(result.seconds for result in published.values())
+            await self._publish()
             if self.released is not None:
                 self._is_released = True
                 self.released()
-            digested = await self._all(
+            published = await self._all(
                 deadlines.publish_s,
-                {trainer.name: trainer.digest(self.version) for trainer in self.fleet.trainers},
+                {trainer.name: trainer.published(self.version) for trainer in self.fleet.trainers},
                 "publish",
             )
+            self.nbytes_moved += sum(result.nbytes for result in published.values())
+            self.trainer_blocked_s = max(result.seconds for result in published.values())
         manifest = Manifest.of(
             self.version,
             self.fleet.plan,
-            [np.frombuffer(digested[trainer.name], np.uint64) for trainer in self.fleet.trainers],
+            [np.frombuffer(published[trainer.name].digests, np.uint64) for trainer in self.fleet.trainers],
         )
         digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):
@@ -208,15 +209,17 @@ class SyncTransaction:
                 )
         return digests
 
-    async def _publish(self) -> dict[str, Published]:
-        """Every node opens its spare slot and every rank copies its shards; at once, unless ranks need the slots."""
+    async def _publish(self) -> None:
+        """Every node opens its spare slot and every rank copies its shards; at once, unless ranks need the slots.
+
+        Ranks whose trainer goes on meanwhile only begin.
+        """
         waits, slots = self.released is None, dict[str, str]()
         calls: dict[str, Awaitable[Any]] = {node.name: node.begin(self.version) for node in self.fleet.nodes}
         if self.fleet.same_host:
             slots, calls = await self._all(self.config.deadlines.publish_s, calls, "publish"), {}
         calls |= {trainer.name: trainer.publish(self.version, slots, waits) for trainer in self.fleet.trainers}
-        done = await self._all(self.config.deadlines.publish_s, calls, "publish")
-        return {trainer.name: done[trainer.name] for trainer in self.fleet.trainers}
+        await self._all(self.config.deadlines.publish_s, calls, "publish")
 
     async def _wait(self, boundary: Boundary) -> None:
         try:

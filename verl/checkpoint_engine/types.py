@@ -132,7 +132,8 @@ class SyncReport:
     """(phase, seconds) in the order in which phases came, without gaps: some come again after a failed attempt, or
     with rolling activation."""
     trainer_blocked_s: float
-    """The longest time that any trainer rank spent copying its own shards: its trainer waits for no more."""
+    """The longest time that any trainer rank kept its trainer from changing its weights. Of a trainer that goes on
+    meanwhile, what was left of the copy when it wanted to; of one that waits, the copy of the rank's own shards."""
     paused_s: dict[str, float]
     """Per replica: from the request to pause until generation was possible again."""
     replicas_updated: tuple[str, ...]

@@ -105,6 +105,8 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
                 seed=self._seed,
             )
+            if hasattr(self._actor, "before_step"):
+                self._actor.before_step = self.await_copied
             self._actor.build()
         if self._has_ref:
             self._ref = TrainEngineRegistry.new(
@@ -170,6 +172,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         config = self.config.actor
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
+        if not hasattr(self.actor, "before_step"):  # somebody's own engine, which would not ask
+            self.await_copied()
         steps = [
             self.actor.train_mini_batch(
                 mini_batch,
@@ -208,6 +212,7 @@ class ActorRolloutRefWorker(WeightPublisher):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Load `actor.checkpoint.load_contents` from `path`, with any number of ranks. The reference stays as it is."""
+        self.await_copied()
         self.actor.load_checkpoint(Path(path), self.config.actor.checkpoint.load_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

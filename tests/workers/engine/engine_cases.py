@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
+from verl.workers.engine.base import TrainEngine
 from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.losses import LossTotals
 
@@ -141,7 +144,11 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 def held_parts(engine: FSDPEngine, dtype: str = "float32") -> list[tuple]:
     """(name, box, values) of everything that this rank holds."""
-    source = engine.weight_source(dtype)
+    return shown_by(engine.weight_source(dtype))
+
+
+def shown_by(source: WeightSource) -> list[tuple]:
+    """(name, box, values) of everything that `source` has."""
     dtypes = {spec.name: getattr(torch, spec.dtype) for spec in source.specs()}
     parts = []
     for shard in source.shards():
@@ -149,6 +156,30 @@ def held_parts(engine: FSDPEngine, dtype: str = "float32") -> list[tuple]:
         source.copy(shard, values)
         parts.append((shard.name, shard.box, values))
     return parts
+
+
+def weights_during_a_step(engine: TrainEngine, data: DataProto, limits: MicroBatchLimits) -> dict[str, bool]:
+    """When a source that was made before a step has other weights than before it; see `TrainEngine.before_step`."""
+    source = engine.weight_source("float32")
+    before = shown_by(source)
+    changed = {"after a forward pass": False}  # only the last stage of a pipeline gets to see its end
+
+    def look(when: str) -> None:
+        pairs = zip(before, shown_by(source), strict=True)
+        same = all(torch.equal(one[2], other[2]) for one, other in pairs)
+        changed[when] = changed.get(when, False) or not same
+
+    def loss(log_prob, entropy, micro_batch, totals: LossTotals):
+        look("after a forward pass")
+        return weighted_loss(log_prob, entropy, micro_batch, totals)
+
+    engine.before_step = lambda: look("when asked")
+    engine.train_mini_batch(data, loss, temperature=1.0, limits=limits)
+    look("after the step")
+    return changed
+
+
+WEIGHTS_CHANGE_ONCE_ASKED = {"after a forward pass": False, "when asked": False, "after the step": True}
 
 
 def assemble(parts_by_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:

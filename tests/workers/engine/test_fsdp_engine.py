@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.engine_cases import (
+    WEIGHTS_CHANGE_ONCE_ASKED,
     assemble,
     assert_same_weights,
     batch,
@@ -17,6 +18,7 @@ from tests.workers.engine.engine_cases import (
     reference_log_probs,
     reference_steps,
     weighted_loss,
+    weights_during_a_step,
 )
 from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError
@@ -113,6 +115,16 @@ def test_steps_equal_those_of_one_process_that_sees_the_whole_mini_batch(
         assert metrics["tokens"] == pytest.approx(1.0)
         assert metrics["skipped_steps"] == 0.0
     assert_same_weights(assemble([parts for _, parts in results]), weights)
+
+
+def weights_during_a_step_of(path, options):
+    return weights_during_a_step(make_engine(path, **options), own_rows(batch(8)), SMALL)
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": GATHERED}, FSDP1, FSDP1 | {"fsdp": GATHERED}])
+def test_weights_may_be_copied_until_the_engine_asks_to_change_them(ranks, models, options):
+    for changed in ranks.run(weights_during_a_step_of, 2, models("qwen2"), options):
+        assert changed == WEIGHTS_CHANGE_ONCE_ASKED
 
 
 def train_on_unequal_lengths(path):

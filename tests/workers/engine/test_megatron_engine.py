@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.engine_cases import (
+    WEIGHTS_CHANGE_ONCE_ASKED,
     assemble,
     assert_same_weights,
     batch,
@@ -14,6 +15,7 @@ from tests.workers.engine.engine_cases import (
     reference_log_probs,
     reference_steps,
     weighted_loss,
+    weights_during_a_step,
 )
 from tests.workers.engine.megatron_cases import (
     CONTENTS,
@@ -173,6 +175,16 @@ def test_log_probs_in_bfloat16_are_those_of_fsdp2_within_its_rounding(ranks, mod
     path = models("qwen3", True)
     found = torch.cat(ranks.run(rounded_log_probs, 2, path, TP2))
     torch.testing.assert_close(found, torch.cat(ranks.run(log_probs_of_fsdp2, 2, path)), atol=0.05, rtol=0.0)
+
+
+def weights_during_a_step_of(path, layout):
+    return weights_during_a_step(make_megatron(path, layout), own_rows(batch(8)), SMALL)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2 | {"dtype": "bfloat16"}])
+def test_weights_may_be_copied_until_the_engine_asks_to_change_them(ranks, models, layout):
+    for changed in ranks.run(weights_during_a_step_of, 2, models("qwen2"), layout):
+        assert changed == WEIGHTS_CHANGE_ONCE_ASKED
 
 
 def train_on_nan(path):

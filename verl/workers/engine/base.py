@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +40,10 @@ class TrainEngine(Protocol):
 
     Every method except `weight_source` is a collective: all ranks call it, in the same order.
     """
+
+    before_step: Callable[[], None]
+    """Given by the worker; called by the thread that trains, last thing before an optimizer step changes weights. It
+    returns when nothing is being copied out of them. An engine without it is not trained until then."""
 
     def build(self) -> None:
         """Load the model from its Hugging Face directory, shard it, make the optimizer."""

@@ -14,8 +14,8 @@ from verl.single_controller import Worker
 class WeightPublisher(Worker, ABC):
     """A worker whose weights the checkpoint engine sends. Called by `RayTrainerRank`, one rank at a time.
 
-    These methods run beside the rank's own thread and answer while that is busy. They copy on a thread of the sync's
-    and start no collective, so the driver only has to see to it that no optimizer step runs during a publish.
+    The async methods run beside the rank's own thread and answer while that is busy. They copy on a thread of the
+    sync's and start no collective, so the rank may go on; it calls `await_copied` before it changes its weights.
     """
 
     _participant: TrainerRank | None = None
@@ -36,19 +36,21 @@ class WeightPublisher(Worker, ABC):
     async def connect_weight_sync(self, topology: Topology) -> None:
         await self._sync.connect(topology)
 
-    async def sync_rollout_weights_by_checkpoint(
-        self, version: int, slots: dict[str, str], waits: bool = True
-    ) -> Published:
+    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str], waits: bool = True) -> None:
         """Publish: copy this rank's shards, cast to the rollout dtype, out of the trainer. No gather, no collective.
 
-        When it returns, the next optimizer step may change the weights. `slots` are paths of the nodes' spare slots.
-        `waits`: the trainer waits for the whole sync, not for this alone (`TrainerRank.publish`).
+        `slots` are paths of the nodes' spare slots. `waits`: return when the copy is made, not when it has begun.
         """
-        return await self._sync.publish(version, slots, waits)
+        await self._sync.publish(version, slots, waits)
 
-    async def digest_weight_sync(self, version: int) -> bytes:
-        """The digests of what was published, while the rank's own thread trains on."""
-        return await self._sync.digest(version)
+    async def published_weight_sync(self, version: int) -> Published:
+        """What was published, once it is copied and digested, while the rank's own thread trains on."""
+        return await self._sync.published(version)
+
+    def await_copied(self) -> None:
+        """Called on the rank's own thread before its weights change; see `TrainerRank.await_copied`."""
+        if self._participant is not None:
+            self._participant.await_copied()
 
     async def serve_weight_sync(self, version: int) -> int:
         """Take part in staging with what was published, while the rank's own thread trains on."""

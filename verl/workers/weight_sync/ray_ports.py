@@ -58,12 +58,11 @@ class RayTrainerRank(_RayMember):
     async def connect(self, topology: Topology) -> None:
         await self._call("connect_weight_sync", topology)
 
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> Published:
-        result: Published = await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots), waits)
-        return result
+    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None:
+        await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots), waits)
 
-    async def digest(self, version: int) -> bytes:
-        result: bytes = await self._call("digest_weight_sync", version)
+    async def published(self, version: int) -> Published:
+        result: Published = await self._call("published_weight_sync", version)
         return result
 
     async def serve(self, version: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,6 +65,7 @@ class FSDPEngine:
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._adapters: Adapters | None = None
+        self.before_step: Callable[[], None] = lambda: None
 
     def build(self) -> None:
         trainable = self._optim_config is not None
@@ -147,6 +148,7 @@ class FSDPEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self._lr_step, self._optim_config)
             self._move_optimizer_state(self.device)
+            self.before_step()
             self.optimizer.step()
             if self._fsdp_config.optimizer_offload:
                 self._move_optimizer_state(torch.device("cpu"))

@@ -80,6 +80,7 @@ class MegatronEngine:
         self.device = device or torch.device("cpu")
         self.model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
+        self.before_step: Callable[[], None] = lambda: None
 
     def build(self) -> None:
         """Raises ConfigError for a model and layout that do not fit each other, PlanError as for every engine."""
@@ -178,7 +179,7 @@ class MegatronEngine:
             temperature=temperature,
             forward_only=False,
         )
-        grad_norm = self._optimizer.step(self._lr_step)
+        grad_norm = self._optimizer.step(self._lr_step, self.before_step)
         skipped = not math.isfinite(grad_norm)
         if skipped:
             logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,8 +95,8 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def step(self, lr_step: int) -> float:
-        """Add up, clip, step unless the norm is not finite, clear. A collective.
+    def step(self, lr_step: int, before_step: Callable[[], None]) -> float:
+        """Add up, clip, step unless the norm is not finite, clear. A collective; `before_step` as engines have it.
 
         Returns the norm over all ranks before clipping.
         """
@@ -109,6 +109,8 @@ class Optimizer:
             if self._adamw is not None:
                 for group in self._adamw.param_groups:
                     group["lr"] = learning_rate(lr_step, self._config)
+            before_step()
+            if self._adamw is not None:
                 self._adamw.step()
             self._steps += 1
             for name, owner in self._owners.items():

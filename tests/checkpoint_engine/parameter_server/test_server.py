@@ -112,7 +112,7 @@ def test_while_an_engine_loads_a_bucket_the_next_one_is_broadcast_and_another_fe
         when = {(event.kind, event.bucket): event.time_s for event in report.events}
         assert when["load-start", 0] < when["broadcast-end", 1] < when["load-end", 0]
     when = {(event.kind, event.bucket): event.time_s for event in made[0].events}
-    assert when["load-start", 0] < when["fetch-end", 2] < when["load-end", 0]
+    assert when["fetch-end", 0] < when["fetch-end", 2] < when["load-end", 0]
 
 
 def test_events_of_a_bucket_come_in_their_order(world: World):

@@ -89,7 +89,10 @@ class Sources:
 
 
 class Halves:
-    """The halves of a link, lent to whoever fills the next one, in the order in which the engine lets go of them."""
+    """The halves of a link, lent to whoever fills the next one, in the order in which the engine lets go of them.
+
+    At most two are lent at a time: one to who broadcasts, one to who fetches.
+    """
 
     def __init__(self, link: EngineLink, count: int, deadline: Deadline) -> None:
         self._link = link
@@ -194,13 +197,9 @@ class Fetcher:
                         f"{self._sources.deadline.timeout_s:.1f} s"
                     )
                 self._changed.wait(POLL_S)
-            return self._ready[1]
-
-    def go_on(self) -> None:
-        """What was taken last has been offered to the engine: fetch the next bucket."""
-        with self._changed:
-            self._ready = None
+            half, self._ready = self._ready[1], None  # the next one is fetched while this one is broadcast
             self._changed.notify_all()
+            return half
 
     def check_stamps(self) -> None:
         """Raises TransportError if an owner that is read has let go of the checkpoint. Not while a bucket is read."""

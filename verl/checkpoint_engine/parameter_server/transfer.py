@@ -90,8 +90,6 @@ class Transfer:
                 self.events.record("load-start", number)
                 link.offer(half, bucket.tensors)
                 halves.offered(half)
-                if root == self.rank:
-                    fetcher.go_on()
             halves.await_all()
             fetcher.check_stamps()
 

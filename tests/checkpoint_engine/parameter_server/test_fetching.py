@@ -1,0 +1,70 @@
+"""A rank's thread fetches ahead; the engine is one that has loaded whatever it is offered."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint_engine.fakes import soon
+from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.parameter_server.buckets import Bucket
+from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
+from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
+from verl.checkpoint_engine.parameter_server.rank_device import Device
+
+NBYTES = 64
+BUCKETS = [
+    (number, Bucket(owner=0, buffer=0, offset=number * NBYTES, address=0, nbytes=NBYTES, tensors=()))
+    for number in range(4)
+]
+
+
+class Link:
+    """Halves that are free at once."""
+
+    def __init__(self) -> None:
+        self.halves = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(3)]
+
+    def half(self, index: int) -> torch.Tensor:
+        return self.halves[index]
+
+    def await_free(self, index: int, timeout_s: float) -> None:
+        pass
+
+
+class Numbered:
+    """A rank's own buffer: bucket n is full of n."""
+
+    memory = torch.arange(len(BUCKETS), dtype=torch.uint8).repeat_interleave(NBYTES)
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
+    own: Any = [Numbered()]
+    monkeypatch.setattr(Sources, "is_own", lambda _self, _owner: True)
+    return Sources(
+        device=Device.of(0, 1, None),
+        metas={},
+        own=own,
+        own_incarnation=1,
+        open_store=lambda: None,
+        deadline=Deadline(20.0),
+        stop=threading.Event(),
+    )
+
+
+def test_the_next_bucket_is_fetched_while_one_is_broadcast_also_if_both_are_of_the_same_rank(sources: Sources):
+    events, link = Events(0), Link()
+    halves = Halves(link, 3, Deadline(20.0))  # type: ignore[arg-type]
+    with Fetcher(sources, halves, BUCKETS, ahead=True, events=events, failure=FirstFailure()) as fetcher:
+        fetcher.start()
+        for number, bucket in BUCKETS:
+            half = fetcher.take(number, bucket)
+            # Nothing has been offered to the engine: this bucket is being broadcast.
+            following = ("fetch-end", min(number + 1, len(BUCKETS) - 1))
+            assert soon(lambda following=following: following in {(e.kind, e.bucket) for e in events.in_order()})
+            assert halves.memory(half, NBYTES).unique().tolist() == [number]
+            halves.offered(half)

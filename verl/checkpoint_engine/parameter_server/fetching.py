@@ -21,6 +21,7 @@ from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
+from verl.checkpoint_engine.publishing import copy_values
 
 STAMP_NBYTES = 8
 POLL_S = 0.2
@@ -54,7 +55,7 @@ class Sources:
         Raises TransportError.
         """
         if self.is_own(bucket.owner):
-            memory.copy_(self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes])
+            copy_values(memory, self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes])
         elif landing is None:
             self._read(bucket.owner, bucket.address, memory)
         else:

@@ -343,6 +343,27 @@ async def test_a_copy_that_fails_lets_the_trainer_go_on_and_aborts_the_sync(tmp_
         assert_serves(fleet.replicas[0], 1)
 
 
+async def test_a_copy_that_has_not_begun_in_time_never_does_and_the_trainer_goes_on(tmp_path: Path):
+    deadlines = {"publish_s": 0.3}
+    async with Fleet(weights(1), tmp_path, source=HeldSource, deadlines=deadlines) as fleet:
+        rank, may_go_on = fleet.trainers[0].member, threading.Event()
+        await fleet.manager.update_weights(1)
+        fleet.set_weights(weights(2))
+
+        def released() -> None:
+            rank.await_copied()
+            may_go_on.set()
+
+        fleet.trainers[0].before["publish"] = lambda: rank._thread.submit(may_go_on.wait, 20)  # as a transport might
+        with pytest.raises(SyncAborted):
+            await fleet.manager.update_weights(2, released=released)
+        with pytest.raises(TransportError, match="had not begun"):
+            await rank.published(2)
+        fleet.trainers[0].before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+
+
 async def test_a_copy_that_stalls_is_an_error_of_the_trainer_that_wants_to_change_its_weights(tmp_path: Path):
     deadlines = {"publish_s": 0.2}
     async with Fleet(weights(1), tmp_path, source=HeldSource, retries=0, deadlines=deadlines) as fleet:

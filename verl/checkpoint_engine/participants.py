@@ -141,24 +141,31 @@ class _Participant:
 class _Copy:
     """One version on its way out of a rank's weights, on the thread of the sync."""
 
-    def __init__(self, version: int, *, waits: bool) -> None:
+    def __init__(
+        self, version: int, send: Callable[[], Publication], *, thread: ThreadPoolExecutor, waits: bool
+    ) -> None:
+        """`waits`: the trainer does nothing until it is made."""
         self.version = version
-        self._waits = waits
-        self._ended_s = 0.0
-        self.made: Future[Publication]
-        """Done: the trainer may change its weights."""
-        self.published: Future[Published]
         self.trainer_came_s: float | None = None
         """When the trainer asked for its weights back, if it came before they were copied."""
+        self._waits = waits
+        self._publication: Publication | None = None
+        self._ended_s = 0.0
+        self.made: Future[None] = thread.submit(self._make, send)
+        """Done: the trainer may change its weights."""
+        self.published: Future[Published] = thread.submit(self._digest)
 
-    def make(self, send: Callable[[], Publication]) -> Publication:
-        publication = send()
+    def _make(self, send: Callable[[], Publication]) -> None:
+        self._publication = send()
         self._ended_s = time.perf_counter()
-        return publication
 
-    def result(self) -> Published:
-        """After `make`."""
-        publication, seconds = self.made.result(), 0.0
+    def _digest(self) -> Published:
+        if self.made.cancelled():
+            raise TransportError("the copy had not begun when the trainer changed its weights", version=self.version)
+        self.made.result()  # raises what went wrong
+        publication, self._publication = self._publication, None  # and its memory with it
+        assert publication is not None  # it was made
+        seconds = 0.0
         if self._waits:
             seconds = publication.seconds
         elif self.trainer_came_s is not None:
@@ -212,24 +219,28 @@ class TrainerRank(_Participant):
         """
         if not self._prepared:
             raise NotPrepared("it was never prepared", member=self.name)
-        copy = self._copy = _Copy(version, waits=waits)
-        copy.made = self._thread.submit(copy.make, lambda: self._engine.send_weights(version, self._source, slots))
-        copy.published = self._thread.submit(copy.result)
+        copy = self._copy = _Copy(
+            version,
+            lambda: self._engine.send_weights(version, self._source, slots),
+            thread=self._thread,
+            waits=waits,
+        )
         if waits:
             await asyncio.wrap_future(copy.made)
 
     def await_copied(self) -> None:
         """Return when nothing is being copied out of the weights. Called by the thread that trains; blocks it.
 
-        A copy that fails is the manager's business, not the trainer's. Raises TransportTimeout after the deadline for
-        publishing: what has stalled could otherwise send half of a later step.
+        A copy that fails is the manager's business, not the trainer's. One that has not begun within the deadline for
+        publishing never does. Raises TransportTimeout for one that has and is not done: it would send half of a later
+        step.
         """
         copy, timeout_s = self._copy, self._config.deadlines.publish_s
         if copy is None or copy.made.done():
             return
         copy.trainer_came_s = time.perf_counter()
         _, late = wait([copy.made], timeout_s)
-        if late:
+        if late and not copy.made.cancel():
             raise TransportTimeout(
                 f"the weights are still being copied {timeout_s:g} s after the trainer wanted to change them",
                 version=copy.version,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in, spare_slot
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in, soon, spare_slot
 from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
@@ -316,6 +316,7 @@ async def test_a_trainer_goes_on_while_its_weights_are_copied_and_waits_before_i
         syncing = asyncio.create_task(fleet.manager.update_weights(2, released=released.set))
         await asyncio.wait_for(released.wait(), 20)
         changing = asyncio.create_task(asyncio.to_thread(change_weights))
+        assert await asyncio.to_thread(soon, lambda: rank._copy.trainer_came_s is not None)
         await asyncio.sleep(0.2)
         assert not changed
         source.may_copy.set()
@@ -344,7 +345,7 @@ async def test_a_copy_that_fails_lets_the_trainer_go_on_and_aborts_the_sync(tmp_
 
 
 async def test_a_copy_that_has_not_begun_in_time_never_does_and_the_trainer_goes_on(tmp_path: Path):
-    deadlines = {"publish_s": 0.3}
+    deadlines = {"publish_s": 1.0}
     async with Fleet(weights(1), tmp_path, source=HeldSource, deadlines=deadlines) as fleet:
         rank, may_go_on = fleet.trainers[0].member, threading.Event()
         await fleet.manager.update_weights(1)

@@ -34,7 +34,8 @@ class SteppingSource(WeightSource, Protocol):
 def serve(pipe: Connection, rank: int, make_source: Callable[[], SteppingSource], config: Any) -> None:
     """A rank's process: answer calls until the other end says goodbye or closes."""
     torch.set_num_threads(1)
-    asyncio.run(_Server(pipe, TrainerRank(rank, source := make_source(), config), source).answer())
+    source = make_source()
+    asyncio.run(_Server(pipe, TrainerRank(rank, source, config), source).answer())
 
 
 class _Server:
@@ -134,7 +135,7 @@ class RankProcess:
                 else:
                     answer.set_exception(error)
         except (EOFError, OSError):
-            for answer in self._answers.values():
+            for answer in list(self._answers.values()):
                 if answer.set_running_or_notify_cancel():
                     answer.set_exception(TransportError("its process is gone", member=self.name))
 

@@ -125,6 +125,7 @@ async def measure_strategy(
     samples = []
     try:
         await manager.add_replicas([replica])
+        await asyncio.gather(*(rank.private_nbytes() for rank in ranks))  # fails if a rank could not build its engine
         group, *_ = await asyncio.gather(
             asyncio.to_thread(group_of_two, PrefixStore("receiver", store), 1),
             *(rank.call("meet_receiver") for rank in ranks),

@@ -28,7 +28,7 @@ LATER_S = 1.0
 MESSAGE_POLL_S = 0.0002
 """A message takes 4 ms at least."""
 LOOK_S = 0.02
-"""Between two looks for what else went wrong, where waiting costs nothing."""
+"""Between two looks for what else went wrong, where waiting costs next to nothing."""
 
 
 def communicator_for(kind: str) -> Communicator:
@@ -175,7 +175,7 @@ class Group:
             work.wait()  # returns at once; raises what went wrong
 
     def _pause(self, work: Any) -> None:
-        """Until it may be done. Looking often would take a tenth of the time from who moves the bytes, on two cores."""
+        """Until it may be done. Looking often would take processor time from who moves the bytes."""
         if isinstance(self._group, ProcessGroupGloo):
             with suppress(RuntimeError):  # not yet; or it failed, which is found next
                 work.wait(timedelta(seconds=LOOK_S))

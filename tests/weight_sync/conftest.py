@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
@@ -30,17 +31,32 @@ class Case:
     ranks: int = 1
     """Tensor-parallel ranks of the engine."""
     intermediate_size: int = 256
+    trainer_ranks: int = NUM_RANKS
+    actor: Mapping[str, Any] = field(default_factory=dict)
+    """Sections of the actor's configuration."""
+
+    def on_megatron(self, trainer_ranks: int, **parallel: int) -> Case:
+        """The same model and engine."""
+        actor = {"megatron": {"dtype": "float32", **parallel}}
+        return replace(self, strategy="megatron", trainer_ranks=trainer_ranks, actor=actor)
+
+    def same_engine(self, other: Case) -> bool:
+        return self == replace(other, strategy=self.strategy, trainer_ranks=self.trainer_ranks, actor=self.actor)
 
 
+DENSE = Case("qwen3", "fsdp2", ranks=2)
+EXPERTS = Case("qwen3_moe", "fsdp2", intermediate_size=144)
 CASES = {
     "qwen2": Case("qwen2", "fsdp", tied=True),
-    "qwen3": Case("qwen3", "fsdp2", ranks=2),
-    "qwen3_moe": Case("qwen3_moe", "fsdp2", intermediate_size=144),
-    "megatron": Case("qwen3", "megatron"),
+    "qwen3": DENSE,
+    "megatron_tp2": DENSE.on_megatron(2, tensor_model_parallel_size=2),
+    "megatron_pp2": DENSE.on_megatron(2, pipeline_model_parallel_size=2),
+    "megatron_tp2_pp2": DENSE.on_megatron(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "qwen3_moe": EXPERTS,
+    "megatron_ep2": EXPERTS.on_megatron(2, expert_model_parallel_size=2),
     "llama": Case("llama", "local", tied=True, dtype="float32"),
 }
-ACTOR = {"megatron": {"megatron": {"pipeline_model_parallel_size": NUM_RANKS, "dtype": "float32"}}}
-"""Sections of the actor's configuration, by strategy."""
+"""Neighbours that train the same model share an engine, which takes long to start."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +113,28 @@ def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def in_service(replica: RolloutReplica, trainer: LocalTrainer | FSDPTrainer) -> Iterator[None]:
-    """The engine runs as long as the block, with the trainer's weights; the trainer is closed with it."""
-
-    async def start() -> None:
-        await replica.init_standalone()
-        await trainer.manager.add_replicas([replica])
-
-    async def end() -> None:
-        await replica.shutdown()
-        await trainer.close()
-
+def running(replica: RolloutReplica) -> Iterator[None]:
+    """The engine runs as long as the block."""
     try:
-        asyncio.run(start())
+        asyncio.run(replica.init_standalone())
         yield
     finally:
-        asyncio.run(end())
+        asyncio.run(replica.shutdown())
 
 
 @contextmanager
-def served(name: str, trainer: LocalTrainer | FSDPTrainer, path: Path, directory: Path) -> Iterator[Line]:
+def in_service(replica: RolloutReplica, trainer: LocalTrainer | FSDPTrainer) -> Iterator[None]:
+    """An engine that runs serves the trainer's weights as long as the block; the trainer is closed with it."""
+    try:
+        asyncio.run(trainer.manager.add_replicas([replica]))
+        yield
+    finally:
+        asyncio.run(trainer.close())
+
+
+def inspected_replica(name: str, path: Path, directory: Path) -> InspectedVLLMReplica:
     case = CASES[name]
-    replica = InspectedVLLMReplica(list(CASES).index(name), path, directory, dtype=case.dtype, ranks=case.ranks)
-    with in_service(replica, trainer):
-        yield Line(trainer, replica, AutoConfig.from_pretrained(path), case)
+    return InspectedVLLMReplica(list(CASES).index(name), path, directory, dtype=case.dtype, ranks=case.ranks)
 
 
 @pytest.fixture(scope="session")
@@ -128,32 +142,75 @@ def llama_line(
     ray_cluster: None, model_paths: dict[str, Path], shm_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Line]:
     """The one that test files share: its trainer is quick and can break anywhere."""
-    path = model_paths["llama"]
-    trainer = LocalTrainer(path, CASES["llama"].dtype, shm_dir / "llama")
-    with served("llama", trainer, path, tmp_path_factory.mktemp("llama") / "served") as line:
-        yield line
+    case, path = CASES["llama"], model_paths["llama"]
+    trainer = LocalTrainer(path, case.dtype, shm_dir / "llama")
+    replica = inspected_replica("llama", path, tmp_path_factory.mktemp("llama") / "served")
+    with running(replica), in_service(replica, trainer):
+        yield Line(trainer, replica, AutoConfig.from_pretrained(path), case)
+
+
+class OneEngine:
+    """Runs for one case after the other; all engines at the same time would take most of the memory."""
+
+    def __init__(self, model_paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._model_paths = model_paths
+        self._tmp_path_factory = tmp_path_factory
+        self._started = ExitStack()
+        self._case: Case | None = None
+        self._replica: InspectedVLLMReplica
+
+    def of(self, name: str) -> InspectedVLLMReplica:
+        """The one that runs if it can serve case `name`, else a new one."""
+        if self._case is None or not self._case.same_engine(CASES[name]):
+            self.end()
+            self._replica = inspected_replica(
+                name, self._model_paths[name], self._tmp_path_factory.mktemp(name) / "served"
+            )
+            self._started.enter_context(running(self._replica))
+            self._case = CASES[name]
+        return self._replica
+
+    def end(self) -> None:
+        self._case = None
+        self._started.close()
+
+
+@pytest.fixture(scope="module")
+def one_engine(
+    ray_cluster: None, model_paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OneEngine]:
+    engine = OneEngine(model_paths, tmp_path_factory)
+    yield engine
+    engine.end()
 
 
 @pytest.fixture(scope="module")
 def line(
     request: pytest.FixtureRequest,
-    ray_cluster: None,
+    one_engine: OneEngine,
     model_paths: dict[str, Path],
     shm_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Line]:
-    """The case that the test names. One after the other: all at the same time would take most of the memory."""
+    """The case that the test names."""
     name: str = request.param
     if name == "llama":
+        one_engine.end()
         yield request.getfixturevalue("llama_line")
         return
-    case, path, directory = CASES[name], model_paths[name], tmp_path_factory.mktemp(name)
-    (directory / "export").mkdir()
+    case, path = CASES[name], model_paths[name]
+    replica = one_engine.of(name)
     trainer = FSDPTrainer(
-        path, case.strategy, case.dtype, shm_dir / name, directory / "export", **ACTOR.get(case.strategy, {})
+        path,
+        case.strategy,
+        case.dtype,
+        shm_dir / name,
+        tmp_path_factory.mktemp("export"),
+        num_ranks=case.trainer_ranks,
+        **case.actor,
     )
-    with served(name, trainer, path, directory / "served") as line:
-        yield line
+    with in_service(replica, trainer):
+        yield Line(trainer, replica, AutoConfig.from_pretrained(path), case)
 
 
 @pytest.fixture(scope="session")

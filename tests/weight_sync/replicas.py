@@ -46,6 +46,13 @@ class InspectedVLLMReplica(VLLMReplica):
         """The check of `engine_kwargs.vllm` would import vLLM into the test process."""
 
     def served_weights(self, version: int) -> list[dict[str, torch.Tensor]]:
-        """By rank. Raises FileNotFoundError for a version that was never activated."""
+        """By rank. Asked for once: the next trainer of this engine counts versions from 1 again.
+
+        Raises FileNotFoundError for a version that was never activated.
+        """
         ranks = range(self.config.tensor_model_parallel_size)
-        return [torch.load(served_weights_file(self.directory, version, rank)) for rank in ranks]
+        files = [served_weights_file(self.directory, version, rank) for rank in ranks]
+        weights = [torch.load(file) for file in files]
+        for file in files:
+            file.unlink()
+        return weights

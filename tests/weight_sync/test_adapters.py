@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.weight_sync.conftest import in_service
+from tests.weight_sync.conftest import in_service, running
 from tests.weight_sync.greedy import PROMPTS, greedy_tokens, hugging_face_tokens
 from tests.weight_sync.trainers import FSDPTrainer
 from verl.checkpoint_engine.errors import ActivationError, SyncAborted
@@ -71,7 +71,7 @@ def line(
         optim={"lr": 0.1},
     )
 
-    with in_service(replica, trainer):
+    with running(replica), in_service(replica, trainer):
         yield Line(trainer, replica, model)
 
 

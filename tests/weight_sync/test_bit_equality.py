@@ -10,7 +10,7 @@ import torch
 from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
-from tests.weight_sync.trainers import NUM_RANKS, FSDPTrainer, LocalTrainer
+from tests.weight_sync.trainers import FSDPTrainer, LocalTrainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -41,7 +41,7 @@ async def test_a_sync_starts_no_collective_and_gathers_nothing(line: Line, tmp_p
 
     trainer.group.watch()
     report = await trainer.sync()
-    assert trainer.group.watched() == [(0, {})] * NUM_RANKS
+    assert trainer.group.watched() == [(0, {})] * line.case.trainer_ranks
     assert report.nbytes_moved == report.nbytes_needed > 0
 
 

@@ -94,6 +94,7 @@ class FSDPTrainer(Trainer):
         shm_dir: Path,
         scratch: Path,
         model: Mapping[str, Any] | None = None,
+        num_ranks: int = NUM_RANKS,
         **actor: dict[str, Any],
     ) -> None:
         """`model` is of the model's configuration, `actor` are sections of the actor's."""
@@ -114,7 +115,7 @@ class FSDPTrainer(Trainer):
             },
         )
         self.group = RayWorkerGroup(
-            resource_pool=RayResourcePool([NUM_RANKS], num_cpus_per_process=0.4),
+            resource_pool=RayResourcePool([num_ranks], num_cpus_per_process=0.4),
             ray_cls_with_init=RayClassWithInitArgs(WatchedWorker, config, "actor", device="cpu"),
             env_vars={"OMP_NUM_THREADS": "1"},
         )

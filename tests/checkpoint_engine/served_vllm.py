@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -80,39 +81,41 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
         "additional-config": json.dumps({"served_weights": str(served)}),
     }
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    with (directory / "vllm.log").open("wb") as log:
-        server = Fork(
-            warm,
-            "vllm.entrypoints.openai.api_server",
-            ["--enforce-eager", *flags],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            spawns=True,
-        )
-    leftovers: set[Path] = set()
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _await_health(server, url, directory / "vllm.log")
-        leftovers = shared_memory_of(server.pid)
-        yield ServedVLLM(url, model, served)
-    finally:
-        server.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryDirectory(prefix="verl-vllm-") as sockets:
+        environment = os.environ | {
+            "VLLM_RPC_BASE_PATH": sockets,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with (directory / "vllm.log").open("wb") as log:
+            server = Fork(
+                warm,
+                "vllm.entrypoints.openai.api_server",
+                ["--enforce-eager", *flags],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                spawns=True,
+            )
+        leftovers: set[Path] = set()
         try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        for path in leftovers:
-            path.unlink(missing_ok=True)
+            url = f"http://127.0.0.1:{port}"
+            _await_health(server, url, directory / "vllm.log")
+            leftovers = shared_memory_of(server.pid)
+            yield ServedVLLM(url, model, served)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            for path in leftovers:
+                path.unlink(missing_ok=True)
 
 
 def _await_health(server: Fork, url: str, log: Path) -> None:

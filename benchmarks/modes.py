@@ -65,6 +65,7 @@ class Settings:
     ranks: int
     steps: int
     warm_up: int
+    cool_down: int
     prompts: int
     responses: int
     slots: int
@@ -108,7 +109,7 @@ def measure(settings: Settings, output: Path) -> dict[str, Any]:
         if (directory / TIMELINE_FILE).exists():
             raise ConfigError(f"{directory} has a run already: choose another --output")
         train(mode, settings, directory)
-        measured[mode] = analyse(directory, settings.warm_up)
+        measured[mode] = analyse(directory, settings.warm_up, settings.cool_down)
         last = min(settings.warm_up + modes_report.SHOWN_STEPS, settings.steps)
         draw_timeline(
             read_spans(directory / TIMELINE_FILE),
@@ -203,8 +204,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     add("--size-mib", type=float, help="train a model of this size with random weights instead")
     add("--backend", default="gloo", help="checkpoint engine backend of all modes (default: %(default)s)")
     add("--ranks", type=int, default=2, help="trainer ranks (default: %(default)s)")
-    add("--steps", type=int, default=24, help="trainer steps, warm-up included (default: %(default)s)")
+    add("--steps", type=int, default=28, help="trainer steps, all included (default: %(default)s)")
     add("--warm-up", type=int, default=4, help="first steps, which do not count (default: %(default)s)")
+    add("--cool-down", type=int, default=4, help="last steps, whose samples are made before (default: %(default)s)")
     add("--prompts", type=int, default=32, help="prompts per step (default: %(default)s)")
     add("--responses", type=int, default=8, help="responses per prompt (default: %(default)s)")
     add("--slots", type=int, default=8, help="responses that the engine decodes at once (default: %(default)s)")
@@ -222,8 +224,10 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
     if values["size_mib"] is not None and values["size_mib"] < MIN_MIB:
         parser.error(f"--size-mib must be at least {MIN_MIB}, not {values['size_mib']:g}")
-    if not 0 <= values["warm_up"] < values["steps"] - values["sync_every"]:
-        parser.error(f"--steps {values['steps']} leaves no sync after --warm-up {values['warm_up']}")
+    warm_up, cool_down = values["warm_up"], values["cool_down"]
+    if min(warm_up, cool_down) < 0 or warm_up + cool_down + values["sync_every"] >= values["steps"]:
+        between = f"between --warm-up {warm_up} and --cool-down {cool_down}"
+        parser.error(f"--steps {values['steps']} leaves no sync {between}")
     return Settings(**values), output
 
 

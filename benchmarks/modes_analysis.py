@@ -53,17 +53,19 @@ def working(spans: Sequence[Span], replica: str) -> list[Interval]:
     return intersection(generating, complement(paused))
 
 
-def analyse(run: Path, warm_up: int) -> dict[str, Any]:
-    """Of a finished run in the output directory `run`, without its first `warm_up` steps and without validation.
+def analyse(run: Path, warm_up: int, cool_down: int) -> dict[str, Any]:
+    """Of a finished run in the output directory `run`, without validation and its first `warm_up` and last `cool_down`
+    steps.
 
     Seconds are medians over steps or syncs. `trainer_idle_ratio` is the share of the steps in which the trainer waited
     for samples, `sync_ratio` that in which it waited for a sync, `rollout_idle_ratio` the share of the time in which
     an engine had nothing to do or was paused, on the mean of the engines.
     """
     records = {record["step"]: record for record in read_metrics(run / METRICS_FILE)}
-    steps = {step: record for step, record in records.items() if step > warm_up}
+    num_steps = max(records, default=0)
+    steps = {step: record for step, record in records.items() if warm_up < step <= num_steps - cool_down}
     if not steps:
-        raise ValueError(f"{run} has {max(records, default=0)} steps, no more than the warm-up of {warm_up}")
+        raise ValueError(f"{run} has {num_steps} steps, no more than the {warm_up} + {cool_down} that do not count")
     spans = read_spans(run / TIMELINE_FILE)
     measured = [span for span in spans if span.name == "step" and span.version in steps]
     start, stop = min(span.start_s for span in measured), max(span.stop_s for span in measured)

@@ -44,12 +44,12 @@ TARGETS = {
 def print_table(result: dict[str, Any]) -> None:
     settings, machine, mib = result["settings"], result["machine"], result["model"]["nbytes"] / 2**20
     measured = result["modes"]
-    steps = settings["steps"] - settings["warm_up"]
+    steps = settings["steps"] - settings["warm_up"] - settings["cool_down"]
     model = "random weights" if settings["size_mib"] else settings["model"]
     table = Table(
         title=f"{model} ({mib:.1f} MiB of bfloat16), backend {settings['backend']}, "
         f"trainer ranks: {settings['ranks']}\n{steps} steps of {settings['prompts']} prompts, "
-        f"{settings['responses']} responses each, after {settings['warm_up']} to warm up"
+        f"{settings['responses']} responses each, between {settings['warm_up']} and {settings['cool_down']} more"
     )
     table.add_column("")
     for mode in measured:

@@ -14,6 +14,7 @@ from verl.utils.timing import Span, write_spans
 
 STEPS = 4
 WARM_UP = 1
+COOL_DOWN = 1
 
 
 def span(role, name, start_s, stop_s, version=None):
@@ -83,27 +84,27 @@ def finished(tmp_path):
     return tmp_path
 
 
-def test_a_run_is_summed_up_without_its_warm_up_and_without_validation(finished):
-    found = analyse(finished, WARM_UP)
-    assert found["steps"] == STEPS - WARM_UP
+def test_a_run_is_summed_up_without_its_first_and_last_steps_and_without_validation(finished):
+    found = analyse(finished, WARM_UP, COOL_DOWN)
+    assert found["steps"] == STEPS - WARM_UP - COOL_DOWN
     assert found["tokens_per_s"] == pytest.approx(50)
     assert found["trainer_idle_ratio"] == pytest.approx(0.4)
     assert found["sync_ratio"] == pytest.approx(0.1)
     assert found["rollout_idle_ratio"] == pytest.approx(1 - 4.3 / 10)
-    assert (found["staleness_mean"], found["staleness_max"]) == (0.5, STEPS)
+    assert (found["staleness_mean"], found["staleness_max"]) == (0.5, STEPS - COOL_DOWN)
     assert (found["reward_before"], found["reward_after"]) == (0.25, 0.75)
     assert (found["sync_seen_s"], found["paused_s"]) == (1.0, 0.6)
     assert found["load_s"] == pytest.approx(0.3)
     assert found["generating_while_staging"] == pytest.approx(0.3 / 0.5)
 
 
-def test_a_run_that_is_all_warm_up_is_refused(finished):
-    with pytest.raises(ValueError, match="has 4 steps, no more than the warm-up of 4"):
-        analyse(finished, STEPS)
+def test_a_run_of_which_no_step_counts_is_refused(finished):
+    with pytest.raises(ValueError, match=r"has 4 steps, no more than the 3 \+ 1 that do not count"):
+        analyse(finished, 3, 1)
 
 
 def test_verdicts_follow_from_the_numbers(finished):
-    found = analyse(finished, WARM_UP)
+    found = analyse(finished, WARM_UP, COOL_DOWN)
     busier = {**found, "trainer_idle_ratio": 0.1, "paused_s": 0.33}
     targets = modes.targets({"hybrid": found, "fully_async_policy": busier}, vanilla_s=30.0)
     assert targets["trainer_idle_ratio"] == {"value": 0.1, "target": found["trainer_idle_ratio"], "reached": True}
@@ -116,7 +117,7 @@ def test_verdicts_follow_from_the_numbers(finished):
 
 def test_table_and_plot_are_made_of_what_was_measured(finished, tmp_path, capsys):
     settings, _ = modes.parse([])
-    found = {mode: analyse(finished, WARM_UP) for mode in modes.MODES}
+    found = {mode: analyse(finished, WARM_UP, COOL_DOWN) for mode in modes.MODES}
     machine = {"processor": "a processor", "cores": 2, "load_average_1min": 0.5, "load_average_1min_at_the_end": 1.5}
     result = {
         "settings": {**vars(settings)},
@@ -151,7 +152,7 @@ def test_the_job_is_the_same_in_every_mode(tmp_path):
     ("arguments", "message"),
     [
         (["--modes", "hybird"], "unknown 'hybird'. Did you mean 'hybrid'?"),
-        (["--steps", "4"], "--steps 4 leaves no sync after --warm-up 4"),
+        (["--steps", "9"], "--steps 9 leaves no sync between --warm-up 4 and --cool-down 4"),
         (["--sync-every", "0"], "--sync-every must be at least 1"),
     ],
 )

@@ -144,7 +144,7 @@ def test_the_timeline_shows_engines_that_generate_while_a_version_is_published_a
 @pytest.mark.parametrize("mode", ["hybrid", "stale"])
 def test_the_benchmark_of_the_modes_understands_the_files_of_a_run(mode, request):
     run = request.getfixturevalue(mode)
-    found = analyse(run.out, 1)
+    found = analyse(run.out, 1, 0)
     assert found["steps"] == STEPS - 1
     assert 0 < found["trainer_idle_ratio"] + found["sync_ratio"] < 1
     assert 0 < found["rollout_idle_ratio"] < 1

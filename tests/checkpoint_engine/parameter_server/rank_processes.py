@@ -133,10 +133,14 @@ class Rank:
     def holds(self, paths: list[tuple[str, str]]) -> None:
         """Does not let go of the first bucket before the next ones are on their way."""
 
+        def on_their_way() -> bool:
+            """Bucket 1 has been broadcast, and who fetches any has fetched two."""
+            kinds = [event.kind for event in self.server.events]
+            return kinds.count("broadcast-end") >= 2 and kinds.count("fetch-end") != 1
+
         def wait() -> None:
-            needed = {("broadcast-end", 1)} | ({("fetch-end", 2)} if self.server.rank == 0 else set())
             end = time.monotonic() + PATIENCE_S
-            while not needed <= {(event.kind, event.bucket) for event in self.server.events}:
+            while not on_their_way():
                 if time.monotonic() > end:
                     raise TimeoutError(f"nothing went on meanwhile: {self.server.events}")
                 time.sleep(0.01)

@@ -20,6 +20,7 @@ from verl.checkpoint_engine.errors import ActivationError, TransportError, Trans
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights, receive
+from verl.checkpoint_engine.parameter_server.host_memory import shared_memory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
 HALF_NBYTES = 8192
@@ -140,6 +141,35 @@ def test_one_half_is_written_while_the_engine_loads_the_other(link: EngineLink, 
     written.set()
     link.finish(20)
     assert loaded.result() == ["layer-0", "layer-1"]
+
+
+def test_tensors_in_memory_that_is_lent_are_loaded_from_where_they_lie_and_stay_what_they_were(
+    weights: Weights, in_thread: Callable[..., Future]
+):
+    """All offers are made at once: nothing is overwritten before the last is loaded."""
+    parts = buckets(weights)
+    memory, fd = shared_memory(len(parts) * (HALF_NBYTES + align(1)))
+    try:
+        with EngineLink("cpu-0", HALF_NBYTES, lent=[fd], timeout_s=20) as link:
+            for position, names in enumerate(parts):
+                offset = position * (HALF_NBYTES + align(1))
+                link.offer(2, put(memory[offset : offset + HALF_NBYTES], names, weights), offset)
+            loaded = in_thread(lambda: dict(receive(link.socket_path, "cpu", 20)))
+            link.await_loaded(20)
+            memory.zero_()
+            link.finish(20)
+            assert_same(loaded.result(), weights)
+    finally:
+        os.close(fd)
+
+
+def test_what_an_engine_holds_when_it_stops_in_the_middle_stays_what_it_was_too(weights: Weights, link: EngineLink):
+    link.offer(0, put(link.half(0), ["layer-0", "layer-1"], weights))
+    incoming = receive(link.socket_path, "cpu", 20)
+    held = dict([next(incoming)])
+    incoming.close()
+    link.half(0).zero_()
+    assert_same(held, {"layer-0": weights["layer-0"]})
 
 
 def test_no_tensors_at_all_is_a_complete_update(link: EngineLink, in_thread):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.checkpoint_engine.fakes import soon
 from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
@@ -30,6 +32,9 @@ class Link:
 
     def half(self, index: int) -> torch.Tensor:
         return self.halves[index]
+
+    def is_free(self, index: int) -> bool:
+        return True
 
     def await_free(self, index: int, timeout_s: float) -> None:
         pass
@@ -58,8 +63,9 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
 
 def test_the_next_bucket_is_fetched_while_one_is_broadcast_also_if_both_are_of_the_same_rank(sources: Sources):
     events, link = Events(0), Link()
-    halves = Halves(link, 3, Deadline(20.0))  # type: ignore[arg-type]
-    with Fetcher(sources, halves, BUCKETS, ahead=True, events=events, failure=FirstFailure()) as fetcher:
+    failure = FirstFailure()
+    halves = Halves(link, 3, Deadline(20.0), failure)  # type: ignore[arg-type]
+    with Fetcher(sources, halves, BUCKETS, ahead=True, events=events, failure=failure) as fetcher:
         fetcher.start()
         for number, bucket in BUCKETS:
             half = fetcher.take(number, bucket)
@@ -68,3 +74,24 @@ def test_the_next_bucket_is_fetched_while_one_is_broadcast_also_if_both_are_of_t
             assert soon(lambda following=following: following in {(e.kind, e.bucket) for e in events.in_order()})
             assert halves.memory(half, NBYTES).unique().tolist() == [number]
             halves.offered(half)
+
+
+def test_while_all_halves_are_on_their_way_who_fetches_waits_for_one_and_who_broadcasts_gets_none():
+    halves = Halves(Link(), 2, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
+    assert [halves.try_take(), halves.try_take()] == [0, 1]
+    assert halves.try_take() is None
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(halves.take)
+        with pytest.raises(TimeoutError):
+            taken.result(timeout=0.1)
+        halves.offered(1)
+        assert taken.result(timeout=20) == 1
+
+
+def test_waiting_for_a_half_ends_with_the_first_failure():
+    failure = FirstFailure()
+    halves = Halves(Link(), 1, Deadline(20.0), failure)  # type: ignore[arg-type]
+    halves.take()
+    failure.set(TransportError("rank 3 has died"))
+    with pytest.raises(TransportError, match="rank 3 has died"):
+        halves.take()

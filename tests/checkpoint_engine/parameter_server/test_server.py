@@ -49,12 +49,10 @@ def test_a_broadcast_brings_all_parts_to_the_engines_of_all_ranks(world: World):
         assert report.nbytes >= sum(tensor.nbytes for rank in (0, 1) for tensor in part_of(rank, 1).values())
 
 
-def test_every_owner_fetches_its_own_buckets_and_owners_take_turns(world: World):
-    made = reports(world.all("update", "one"))
-    fetched = [[event.bucket for event in report.events if event.kind == "fetch-start"] for report in made]
-    assert sorted(fetched[0] + fetched[1]) == list(range(made[0].buckets))
-    assert fetched[2] == []
-    assert fetched[0][:2] == [0, 2]
+def test_owners_broadcast_from_where_their_buckets_lie_and_fetch_nothing(world: World):
+    for report in reports(world.all("update", "one")):
+        assert [event for event in report.events if event.kind.startswith("fetch")] == []
+        assert [event.bucket for event in report.events if event.kind == "load-end"] == list(range(report.buckets))
 
 
 def test_p2p_brings_all_parts_to_some_ranks_and_the_others_return_at_once(world: World):
@@ -107,12 +105,21 @@ def test_a_late_joiner_of_another_job_pulls_what_it_never_saw(world: World, save
 
 
 def test_while_an_engine_loads_a_bucket_the_next_one_is_broadcast_and_another_fetched(world: World):
-    made = reports(world.all("update", "one", engine="holds"))
-    for report in made:
+    """Of two receivers, each fetches every second bucket."""
+    for ranks in (None, [1, 2]):
+        made = reports(world.all("update", "one", ranks, engine="holds", only=ranks))
+        for rank, report in enumerate(made):
+            when = {(event.kind, event.bucket): event.time_s for event in report.events}
+            assert when["load-start", 0] < when["broadcast-end", 1] < when["load-end", 0]
+            if ranks:
+                assert when["fetch-end", rank] < when["fetch-end", rank + 2] < when["load-end", 0]
+
+
+def test_a_broadcast_begins_before_the_one_before_it_is_over(world: World):
+    """Else nothing would be on the wire for a moment, after every bucket."""
+    for report in reports(world.all("update", "one")):
         when = {(event.kind, event.bucket): event.time_s for event in report.events}
-        assert when["load-start", 0] < when["broadcast-end", 1] < when["load-end", 0]
-    when = {(event.kind, event.bucket): event.time_s for event in made[0].events}
-    assert when["fetch-end", 0] < when["fetch-end", 2] < when["load-end", 0]
+        assert any(when["broadcast-start", number + 1] < when["broadcast-end", number] for number in range(5))
 
 
 def test_events_of_a_bucket_come_in_their_order(world: World):
@@ -122,7 +129,7 @@ def test_events_of_a_bucket_come_in_their_order(world: World):
             kinds = ("fetch-start", "fetch-end", "broadcast-start", "broadcast-end", "load-start", "load-end")
             times = [when[kind, bucket] for kind in kinds if (kind, bucket) in when]
             assert times == sorted(times)
-            assert len(times) in (4, 6)
+            assert len(times) == 4
 
 
 @pytest.mark.parametrize("ranks", [None, [1, 2]])

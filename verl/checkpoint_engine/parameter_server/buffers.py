@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -39,6 +40,12 @@ class HostBuffer:
     memory: torch.Tensor
     """uint8, one dimension: pinned where there is an accelerator, else shared memory without a name."""
     tensors: tuple[PackedTensor, ...]
+    fd: int | None = None
+    """With which another process can map shared memory; it is this object's, which closes it in the end."""
+
+    def __post_init__(self) -> None:
+        if self.fd is not None:
+            weakref.finalize(self, os.close, self.fd)
 
     def tensor(self, packed: PackedTensor) -> torch.Tensor:
         """A view of one of `tensors`."""
@@ -119,22 +126,19 @@ def _obtain(
             f"({free / 2**30:.2f} GiB) are free: use more hosts, or unregister a checkpoint that is not needed"
         )
     pinned = resolve_device() != "cpu"
-    return [
-        reuse.get(layout) or HostBuffer(memory=_allocate(_nbytes(layout), pinned=pinned), tensors=layout)
-        for layout in layouts
-    ]
+    return [reuse.get(layout) or _allocate(layout, pinned=pinned) for layout in layouts]
 
 
 def _nbytes(layout: Sequence[PackedTensor]) -> int:
     return max(align(layout[-1].offset + layout[-1].nbytes), 1)
 
 
-def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def _allocate(layout: tuple[PackedTensor, ...], *, pinned: bool) -> HostBuffer:
+    nbytes = _nbytes(layout)
     if pinned:
-        return pinned_memory(nbytes)
+        return HostBuffer(memory=pinned_memory(nbytes), tensors=layout)
     memory, fd = shared_memory(nbytes)
-    os.close(fd)
-    return memory
+    return HostBuffer(memory=memory, tensors=layout, fd=fd)
 
 
 def _jobs(destination: torch.Tensor, stored: CheckpointTensor | None, given: torch.Tensor | None) -> Iterator[Job]:

@@ -42,7 +42,7 @@ class EngineLink:
 
     Every method but `half`, `abort` and `close` raises what went wrong, as soon as it is known: ActivationError with
     the engine's own words if it refused the weights, TransportError if it died, talks rubbish or was told to abort.
-    Memory and socket are there until `close`; if this process is killed, a janitor removes the socket.
+    Halves and socket are there until `close`; if this process is killed, a janitor removes the socket.
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class EngineLink:
         bucket_nbytes: int,
         *,
         halves: int = 2,
+        lent: Sequence[int] = (),
         timeout_s: float,
         device: torch.device | str = "cpu",
-        on_loaded: Callable[[int], None] = lambda index: None,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """`timeout_s` is for the engine to connect. On a `device` other than cpu the halves are that device's memory.
-        `on_loaded` is called, from the thread of the link, with the half that the engine has loaded.
+        `lent`: file descriptors of more memory that the engine may read, on cpu; the caller keeps them open.
+        `on_loaded` is called, from the thread of the link, for every offer that the engine has loaded, in their order.
 
         Raises ConfigError if there is no memory for them.
         """
@@ -67,6 +69,7 @@ class EngineLink:
         self._device = torch.device(device)
         self._fds: list[int] = []
         self._halves = [self._allocate() for _ in range(halves)]
+        self._lent = list(lent)
         self._directory = _own_directory()
         self._janitor = Janitor(self._directory)
         self.socket_path = str(self._directory / "engine")
@@ -79,7 +82,8 @@ class EngineLink:
 
         self._changed = threading.Condition()
         self._to_send: deque[messages.Offer | messages.End] = deque()
-        self._busy: set[int] = set()
+        self._offered: deque[int] = deque()
+        """What the engine has not loaded yet, in order: a half, or what is lent."""
         self._done = False
         self._closed = False
         self._error: CheckpointEngineError | None = None
@@ -90,22 +94,33 @@ class EngineLink:
         """`bucket_nbytes` of uint8. Written by the caller while free; the engine reads it from `offer` on."""
         return self._halves[index]
 
-    def offer(self, index: int, tensors: Sequence[PackedTensor]) -> None:
+    def offer(self, index: int, tensors: Sequence[PackedTensor], offset: int = 0) -> None:
         """Have the engine load `tensors` from half `index`, which is free. Returns at once.
 
-        What is written there has to have arrived: on devices the caller synchronises its streams first.
+        Numbers after those of the halves are of what is lent, where there may be several offers at a time. Offsets of
+        tensors count from `offset`. What is written there has to have arrived: on devices the caller synchronises its
+        streams first.
         """
         with self._changed:
             self._raise_error()
-            if index in self._busy:
+            if index < len(self._halves) and index in self._offered:
                 raise ValueError(f"half {index} has been offered and is not free yet")
-            self._busy.add(index)
-            self._to_send.append(messages.Offer(index, tuple(tensors)))
+            self._offered.append(index)
+            self._to_send.append(messages.Offer(memory=index, offset=offset, tensors=tuple(tensors)))
             self._changed.notify_all()
+
+    def is_free(self, index: int) -> bool:
+        """Whether the engine has loaded what was offered in half `index`."""
+        with self._changed:
+            return index not in self._offered
 
     def await_free(self, index: int, timeout_s: float) -> None:
         """Wait until the engine has loaded what was offered in half `index`. Raises TransportTimeout, too."""
-        self._await(lambda: index not in self._busy, timeout_s, "loaded its bucket")
+        self._await(lambda: index not in self._offered, timeout_s, "loaded its bucket")
+
+    def await_loaded(self, timeout_s: float) -> None:
+        """Wait until the engine has loaded all that was offered. Raises TransportTimeout, too."""
+        self._await(lambda: not self._offered, timeout_s, "loaded its bucket")
 
     def finish(self, timeout_s: float) -> None:
         """Tell the engine that this was all, and wait until it has loaded and accepted it. Raises TransportTimeout."""
@@ -211,12 +226,11 @@ class EngineLink:
                     self._done = self._error is None
                     self._changed.notify_all()
                 return
-            loaded = self._receive(connection, messages.Loaded)
-            if loaded is None:
+            if self._receive(connection, messages.Loaded) is None:
                 return
-            self._on_loaded(loaded.half)
+            self._on_loaded()
             with self._changed:
-                self._busy.discard(loaded.half)
+                self._offered.popleft()
                 self._changed.notify_all()
 
     def _receive(self, connection: socket.socket, kind: type[messages.T]) -> messages.T | None:
@@ -228,19 +242,13 @@ class EngineLink:
         return message
 
     def _send_memory(self, connection: socket.socket) -> None:
-        shared = self._device.type == "cpu"
-        handles = () if shared else tuple(_ipc_handle(half) for half in self._halves)
-        messages.send(
-            connection,
-            messages.Memory(
-                kind="shared" if shared else self._device.type,
-                half_nbytes=self.bucket_nbytes,
-                num_halves=len(self._halves),
-                handles=handles,
-            ),
-        )
-        if shared:
-            socket.send_fds(connection, [b"\0"], self._fds)
+        if self._device.type == "cpu":
+            files = [*self._fds, *self._lent]
+            messages.send(connection, messages.Memory(kind="shared", num_files=len(files), handles=()))
+            socket.send_fds(connection, [b"\0"], files)
+        else:
+            handles = tuple(_ipc_handle(half) for half in self._halves)
+            messages.send(connection, messages.Memory(kind=self._device.type, num_files=0, handles=handles))
 
     def _next_message(self) -> messages.Offer | messages.End | None:
         """What to send next; None when there will be nothing more."""

@@ -40,7 +40,7 @@ class IncomingWeights:
         self._timeout_s = timeout_s
         self._connection = socket.socket(socket.AF_UNIX)
         self._fds: list[int] = []
-        self._halves: list[torch.Tensor] = []
+        self._device_memory: list[torch.Tensor] = []
         self._complete = False
 
     def __enter__(self) -> Self:
@@ -59,9 +59,9 @@ class IncomingWeights:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor, once. It stays valid as long as somebody holds it, or a view of it.
 
-        The server overwrites a half when the next tensor after its last is asked for. On CPU what is still held then
-        is kept by a copy of just those pages: vLLM holds a tensor until its layer is complete. On devices every tensor
-        is a copy already. Raises TransportError, TransportTimeout.
+        The server overwrites what it offered when the next tensor after the last is asked for. On CPU what is still
+        held then is kept by a copy of just those pages: vLLM holds a tensor until its layer is complete. On devices
+        every tensor is a copy already. Raises TransportError, TransportTimeout.
         """
         while True:
             message = self._receive(messages.Offer | messages.End)
@@ -69,7 +69,7 @@ class IncomingWeights:
                 self._complete = True
                 return
             yield from self._load(message)
-            self._send(messages.Loaded(message.half))
+            self._send(messages.Loaded())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
@@ -87,39 +87,43 @@ class IncomingWeights:
     def _open_memory(self) -> None:
         self._send(messages.Hello(messages.PROTOCOL))
         memory = self._receive(messages.Memory)
-        self._half_nbytes = memory.half_nbytes
         if memory.kind == "shared":
-            _, self._fds, _, _ = socket.recv_fds(self._connection, 1, memory.num_halves)
-            if len(self._fds) != memory.num_halves:
-                raise TransportError(f"the ParameterServer passed {len(self._fds)} of {memory.num_halves} halves")
+            _, self._fds, _, _ = socket.recv_fds(self._connection, 1, memory.num_files)
+            if len(self._fds) != memory.num_files:
+                raise TransportError(f"the ParameterServer passed {len(self._fds)} of {memory.num_files} files")
         elif memory.kind == self._device.type:
-            self._halves = [_from_ipc(handle, self._device) for handle in memory.handles]
+            self._device_memory = [_from_ipc(handle, self._device) for handle in memory.handles]
         else:
             raise TransportError(
                 f"the ParameterServer's weights are on {memory.kind}, this engine computes on {self._device.type}"
             )
 
     def _load(self, offer: messages.Offer) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._halves:
+        if self._device_memory:
+            memory = self._device_memory[offer.memory][offer.offset :]
             for packed in offer.tensors:
-                part = self._halves[offer.half][packed.offset : packed.offset + packed.nbytes]
-                yield packed.name, _typed(part, packed).clone()
-            torch.accelerator.synchronize()  # the copies are complete before the half is given back
+                yield packed.name, _typed(memory[packed.offset : packed.offset + packed.nbytes], packed).clone()
+            torch.accelerator.synchronize()  # the copies are complete before the memory is given back
             return
         # A private mapping of its own for each offer: what is written to it is a copy, what is not is the server's.
-        half = mmap.mmap(self._fds[offer.half], self._half_nbytes, flags=mmap.MAP_PRIVATE)
+        start = offer.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        end = offer.offset + max((packed.offset + packed.nbytes for packed in offer.tensors), default=0)
+        mapped = mmap.mmap(self._fds[offer.memory], max(end - start, 1), flags=mmap.MAP_PRIVATE, offset=start)
         owners = []
-        for packed in offer.tensors:
-            # The tensor and all of its views hold `owner`, which so tells whether any of them is alive.
-            owner: npt.NDArray[np.uint8] = np.frombuffer(half, np.uint8, packed.nbytes, packed.offset)
-            owners.append(weakref.ref(owner))
-            tensor = _typed(torch.from_numpy(owner), packed)
-            del owner
-            yield packed.name, tensor
-            del tensor
-        for reference in owners:
-            if (held := reference()) is not None:
-                _keep(held)
+        try:
+            for packed in offer.tensors:
+                # The tensor and all of its views hold `owner`, which so tells whether any of them is alive.
+                at = offer.offset - start + packed.offset
+                owner: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8, packed.nbytes, at)
+                owners.append(weakref.ref(owner))
+                tensor = _typed(torch.from_numpy(owner), packed)
+                del owner
+                yield packed.name, tensor
+                del tensor
+        finally:  # also when the engine stops in the middle
+            for reference in owners:
+                if (held := reference()) is not None:
+                    _keep(held)
 
     def _receive(self, kind: Any) -> Any:
         try:
@@ -149,7 +153,7 @@ class IncomingWeights:
 
     def _close(self) -> None:
         self._connection.close()
-        self._halves.clear()
+        self._device_memory.clear()
         while self._fds:
             os.close(self._fds.pop())
 

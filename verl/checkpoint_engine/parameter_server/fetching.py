@@ -1,4 +1,4 @@
-"""How a rank gets the buckets that it is to broadcast: from its own host memory, or from a peer's."""
+"""How a rank gets the buckets that it is to broadcast: out of its own host memory, or from a peer's."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from verl.checkpoint_engine.publishing import copy_values
 STAMP_NBYTES = 8
 POLL_S = 0.2
 LAST_WORD_S = 0.5
+MAX_LENT = 128
+"""File descriptors that go to an engine; one message carries 253 at most."""
 LANDING = "update/landing"
 """Names of what the P2P store has registered for reads to land in, while an update runs."""
 
@@ -49,13 +51,26 @@ class Sources:
     def is_own(self, owner: int) -> bool:
         return self.own_incarnation != 0 and self.metas[owner].incarnation == self.own_incarnation
 
+    @property
+    def lent(self) -> list[int]:
+        """File descriptors of own buffers, from the first one on, out of which the engine can load; none on devices."""
+        return [buffer.fd for buffer in self.own[:MAX_LENT] if buffer.fd is not None]
+
+    def is_lent(self, bucket: Bucket) -> bool:
+        """Whether `bucket` need not be fetched: it is broadcast, and loaded, from where it lies."""
+        return self.is_own(bucket.owner) and bucket.buffer < len(self.lent)
+
+    def own_memory(self, bucket: Bucket) -> torch.Tensor:
+        """Where `bucket` lies, which is this rank's own."""
+        return self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes]
+
     def fill(self, memory: torch.Tensor, bucket: Bucket, landing: torch.Tensor | None) -> None:
         """Have the bytes of `bucket` in `memory`, on the device; those of peers by way of `landing`, if there is one.
 
         Raises TransportError.
         """
         if self.is_own(bucket.owner):
-            copy_values(memory, self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes])
+            copy_values(memory, self.own_memory(bucket))
         elif landing is None:
             self._read(bucket.owner, bucket.address, memory)
         else:
@@ -90,20 +105,31 @@ class Sources:
 
 
 class Halves:
-    """The halves of a link, lent to whoever fills the next one, in the order in which the engine lets go of them.
+    """The halves of a link, for whoever fills the next one, in the order in which the engine lets go of them.
 
-    At most two are lent at a time: one to who broadcasts, one to who fetches.
+    One thread fetches into one at a time; another broadcasts, and offers them to the engine.
     """
 
-    def __init__(self, link: EngineLink, count: int, deadline: Deadline) -> None:
+    def __init__(self, link: EngineLink, count: int, deadline: Deadline, failure: FirstFailure) -> None:
         self._link = link
         self._deadline = deadline
+        self._failure = failure
         self._next = deque(range(count))
+        self._changed = threading.Condition()
         self._all = [link.half(index) for index in range(count)]
 
+    def try_take(self) -> int | None:
+        """One that is free, if there is one."""
+        with self._changed:
+            return self._next.popleft() if self._next and self._link.is_free(self._next[0]) else None
+
     def take(self) -> int:
-        """One that is free. Waits for the engine. Raises what the link raises."""
-        half = self._next.popleft()
+        """One that is free. Waits for the engine; who broadcasts has offered it all before. Raises what went wrong."""
+        with self._changed:
+            while not self._next:
+                self._failure.check()
+                self._changed.wait(POLL_S)
+            half = self._next.popleft()
         self._link.await_free(half, self._deadline.remaining_s)
         return half
 
@@ -112,14 +138,12 @@ class Halves:
 
     def offered(self, half: int) -> None:
         """The engine has it now."""
-        self._next.append(half)
+        with self._changed:
+            self._next.append(half)
+            self._changed.notify_all()
 
     def whole(self) -> list[torch.Tensor]:
         return self._all
-
-    def await_all(self) -> None:
-        for half in range(len(self._all)):
-            self._link.await_free(half, self._deadline.remaining_s)
 
 
 class Fetcher:
@@ -138,7 +162,10 @@ class Fetcher:
         events: Events,
         failure: FirstFailure,
     ) -> None:
-        """`buckets`: this rank's, with their numbers. `ahead`: fetch the next one while others are broadcast."""
+        """`buckets`: those that this rank fetches, with their numbers.
+
+        `ahead`: fetch the next one while others are broadcast.
+        """
         self._sources = sources
         self._halves = halves
         self._buckets = list(buckets)
@@ -155,7 +182,7 @@ class Fetcher:
         self._ready: tuple[int, int] | None = None
         """Number of a bucket, and the half in which it is."""
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         store = self._sources.open_store() if self._peers else None
@@ -170,6 +197,7 @@ class Fetcher:
         """Raises TransportError if an owner no longer holds what it should."""
         self.check_stamps()  # before there is a thread that reads, too
         if self._ahead and self._buckets:
+            self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
             self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -178,9 +206,14 @@ class Fetcher:
         self._sources.stop.set()
         with self._changed:
             self._changed.notify_all()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         self._release_targets()
+
+    def try_take(self, number: int) -> int | None:
+        """The half in which the next of this rank's buckets is, if it is there."""
+        with self._changed:
+            return self._let_go() if self._ready is not None and self._ready[0] == number else None
 
     def take(self, number: int, bucket: Bucket) -> int:
         """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
@@ -198,9 +231,14 @@ class Fetcher:
                         f"{self._sources.deadline.timeout_s:.1f} s"
                     )
                 self._changed.wait(POLL_S)
-            half, self._ready = self._ready[1], None  # the next one is fetched while this one is broadcast
-            self._changed.notify_all()
-            return half
+            return self._let_go()
+
+    def _let_go(self) -> int:
+        """The half that is ready; the next bucket is fetched while this one is broadcast."""
+        assert self._ready is not None
+        half, self._ready = self._ready[1], None
+        self._changed.notify_all()
+        return half
 
     def check_stamps(self) -> None:
         """Raises TransportError if an owner that is read has let go of the checkpoint. Not while a bucket is read."""

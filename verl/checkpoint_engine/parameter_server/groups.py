@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,14 @@ def open_store(rank: int, master: str | None, timeout_s: float) -> TCPStore:
         return TCPStore(host, int(port), is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
 
 
+@dataclass(frozen=True)
+class _Message:
+    work: Any
+    what: str
+    done: Callable[[], None] | None
+    """Of the last one of a broadcast."""
+
+
 class Group:
     """The process group of some ranks, for memory on their device. Used from one thread; waits poll `check`."""
 
@@ -68,7 +77,7 @@ class Group:
         self._group = group
         self._rank = rank
         self._stream = stream
-        self._flying: deque[Any] = deque()
+        self._flying: deque[_Message] = deque()
 
     @classmethod
     def connect(
@@ -111,6 +120,7 @@ class Group:
         """Have every connection made that broadcasts need. Who leaves before it is connected leaves others waiting."""
         for root in self.ranks:
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root, deadline, check)
+        self.land(deadline, check)
 
     def stream(self) -> AbstractContextManager[None]:
         """On devices: the stream on which broadcasts are ordered after what is copied there. Else nothing."""
@@ -135,22 +145,39 @@ class Group:
                 bytes(memory[: int(part.item())].cpu().numpy()) for memory, part in zip(received, parts, strict=True)
             ]
 
-    def broadcast(self, memory: torch.Tensor, root: int, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Send `memory` (uint8, on the device) from rank `root` to all, or receive it. Returns when it is there."""
+    def broadcast(
+        self,
+        memory: torch.Tensor,
+        root: int,
+        deadline: Deadline,
+        check: Callable[[], None],
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send `memory` (uint8, on the device) from rank `root` to all, or receive it, behind what is in flight.
+
+        Returns when the last of it is in flight. A later call, of this or of `land`, calls `done` when all of it is
+        where it should be; until then `memory` stays as it is.
+        """
         what = f"the broadcast of rank {root}"
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
         step = MESSAGE_NBYTES if memory.device.type == "cpu" else max(len(memory), 1)
+        if not len(memory):
+            self.land(deadline, check)
+            done()
         with self.stream():
             for start in range(0, len(memory), step):
                 if len(self._flying) == IN_FLIGHT:
-                    self._await(self._flying[0], what, deadline, check)
-                    self._flying.popleft()
+                    self._land_first(deadline, check)
                 with failures(what, None):
-                    self._flying.append(self._group.broadcast([memory[start : start + step]], options))
+                    work = self._group.broadcast([memory[start : start + step]], options)
+                self._flying.append(_Message(work, what, done if start + step >= len(memory) else None))
+
+    def land(self, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Wait for all that is in flight."""
+        with self.stream():
             while self._flying:
-                self._await(self._flying[0], what, deadline, check)
-                self._flying.popleft()
+                self._land_first(deadline, check)
 
     def close(self) -> None:
         """Leave the group. What is still in flight ends when the others leave theirs, and keeps its memory so long."""
@@ -163,7 +190,15 @@ class Group:
         if self._stream is not nullcontext:
             group.abort()  # of nccl and hccl; gloo's does nothing
 
-        threading.Thread(target=_let_go, args=([group], flying), name="parameter-server-given-up", daemon=True).start()
+        works = deque(message.work for message in flying)
+        threading.Thread(target=_let_go, args=([group], works), name="parameter-server-given-up", daemon=True).start()
+
+    def _land_first(self, deadline: Deadline, check: Callable[[], None]) -> None:
+        message = self._flying[0]
+        self._await(message.work, message.what, deadline, check)
+        self._flying.popleft()
+        if message.done is not None:
+            message.done()
 
     def _await(self, work: Any, what: str, deadline: Deadline, check: Callable[[], None]) -> None:
         with failures(what, None):

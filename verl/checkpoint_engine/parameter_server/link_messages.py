@@ -2,9 +2,9 @@
 
     engine                               server
       Hello                     ->
-                                <-       Memory       how to reach the halves (file descriptors follow, on CPU)
-                                <-       Offer        a half holds these tensors
-      Loaded                    ->                    the half may be written again
+                                <-       Memory       how to reach what is offered (file descriptors follow, on CPU)
+                                <-       Offer        these tensors are there
+      Loaded                    ->                    they may be overwritten
       ...                                ...
                                 <-       End          there are no more tensors
       Done                      ->                    the engine has accepted all of them
@@ -22,7 +22,7 @@ import msgspec
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_NBYTES = 2**30
 HEADER_NBYTES = 8
 
@@ -34,13 +34,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Memory(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: str
     """`shared`: file descriptors follow. Else the device type whose IPC handles these are."""
-    half_nbytes: int
-    num_halves: int
+    num_files: int
     handles: tuple[tuple[int | bytes | bool, ...], ...]
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    half: int
+class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    memory: int
+    """Which of the files or handles."""
+    offset: int
+    """In it; those of the tensors count from there."""
     tensors: tuple[PackedTensor, ...]
 
 
@@ -53,7 +55,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    half: int
+    pass
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

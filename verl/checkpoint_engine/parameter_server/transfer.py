@@ -6,13 +6,17 @@
 
 A bucket is fetched by one rank into a half of its memory for buckets, broadcast into a half of every other rank's, and
 loaded by every rank's engine from there. The next ones go into other halves meanwhile. Each rank chooses its own.
+
+What lies in a rank's own shared memory is not fetched: it is broadcast from there, and the rank's engine maps it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -41,8 +45,8 @@ class Transfer:
     together: Undertaking
     request: Request
     events: Events
-    _in_half: dict[int, int] = field(default_factory=dict)
-    """Which bucket the engine is loading from each half."""
+    _loading: deque[int] = field(default_factory=deque)
+    """Buckets that the engine has been offered and has not loaded."""
 
     @property
     def _num_halves(self) -> int:
@@ -56,9 +60,10 @@ class Transfer:
             device.id,
             self.size.nbytes,
             halves=self._num_halves,
+            lent=self.sources.lent,
             timeout_s=self.together.own_deadline.remaining_s,
             device=device.torch_device,
-            on_loaded=lambda half: self.events.record("load-end", self._in_half[half]),
+            on_loaded=lambda: self.events.record("load-end", self._loading.popleft()),
         )
         self.together.failure.then(link.abort)
         with link:
@@ -79,26 +84,52 @@ class Transfer:
 
     def _move(self, link: EngineLink) -> None:
         own = [(number, bucket) for number, (root, bucket) in enumerate(self.order) if root == self.rank]
+        fetched = [(number, bucket) for number, bucket in own if not self.sources.is_lent(bucket)]
         failure = self.together.failure
-        halves = Halves(link, self._num_halves, self.together.own_deadline)
-        with Fetcher(self.sources, halves, own, ahead=self.size.staged, events=self.events, failure=failure) as fetcher:
+        halves = Halves(link, self._num_halves, self.together.own_deadline, failure)
+        with Fetcher(
+            self.sources, halves, fetched, ahead=self.size.staged, events=self.events, failure=failure
+        ) as fetcher:
             fetcher.start()
             for number, (root, bucket) in enumerate(self.order):
-                half = fetcher.take(number, bucket) if root == self.rank else halves.take()
-                self._broadcast(number, root, halves.memory(half, bucket.nbytes))
-                self._in_half[half] = number
-                self.events.record("load-start", number)
-                link.offer(half, bucket.tensors)
-                halves.offered(half)
-            halves.await_all()
+                if root == self.rank and self.sources.is_lent(bucket):
+                    offer = partial(link.offer, self._num_halves + bucket.buffer, bucket.tensors, bucket.offset)
+                    self._broadcast(number, root, self.sources.own_memory(bucket), [offer])
+                    continue
+                half = fetcher.try_take(number) if root == self.rank else halves.try_take()
+                if half is None:
+                    self._land()  # so that the engine has something to load meanwhile
+                    half = fetcher.take(number, bucket) if root == self.rank else halves.take()
+                offers = [partial(link.offer, half, bucket.tensors), partial(halves.offered, half)]
+                self._broadcast(number, root, halves.memory(half, bucket.nbytes), offers)
+            self._land()
+            link.await_loaded(self.together.own_deadline.remaining_s)
             fetcher.check_stamps()
 
-    def _broadcast(self, number: int, root: int, memory: torch.Tensor) -> None:
+    def _broadcast(self, number: int, root: int, memory: torch.Tensor, offers: Sequence[Callable[[], None]]) -> None:
+        """Begin to. `offers` are called when it is there, perhaps while the next one is on its way."""
+
+        def offer() -> None:
+            self._loading.append(number)
+            self.events.record("load-start", number)
+            for each in offers:
+                each()
+
+        def arrived() -> None:
+            self.events.record("broadcast-end", number)
+            offer()
+
         if self.together.group is None:
-            return
-        self.events.record("broadcast-start", number)
-        self.together.group.broadcast(memory, root, self.together.deadline, self.together.failure.check)
-        self.events.record("broadcast-end", number)
+            offer()
+        else:
+            self.events.record("broadcast-start", number)
+            self.together.group.broadcast(
+                memory, root, self.together.deadline, self.together.failure.check, done=arrived
+            )
+
+    def _land(self) -> None:
+        if self.together.group is not None:
+            self.together.group.land(self.together.deadline, self.together.failure.check)
 
     def _ask(self, paths: list[tuple[str, str]]) -> threading.Thread:
         """`request` returns only when the engines are done, so it runs beside the transfer."""

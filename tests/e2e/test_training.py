@@ -429,18 +429,33 @@ def uninterrupted(ray_cluster, tmp_path_factory, repeatable):
 
 
 @pytest.fixture(scope="module")
-def resumed(ray_cluster, warm, tmp_path_factory, repeatable):
-    """A run that is killed after its second step, and the same command again."""
+def killed(warm, tmp_path_factory, repeatable):
+    """A run that is killed after its second step: its directory, its command, what was there and what is left."""
     directory = tmp_path_factory.mktemp("resumed")
     overrides = (*repeatable, f"trainer.rollout_data_dir={directory / 'samples'}")
-    out = directory / "out"
     with Job(directory, *QUICK, *overrides, warm=warm) as job:
         job.wait_for_checkpoint(2)
+        there = {
+            title: len(job.find(title)) for title in ("ray::RolloutServer", "ray::CheckpointEngineWorker", "ray::")
+        }
         job.driver.kill()
         job.wait()
         left = job.left(10.0)
+    return directory, overrides, there, left
+
+
+def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(killed):
+    _, _, there, left = killed
+    assert there["ray::RolloutServer"] == there["ray::CheckpointEngineWorker"] == 1
+    assert there["ray::"] >= 4, "and two trainer ranks, whose titles change with what they do"
     assert left == []
-    (out / ".global_step_9.partial/actor").mkdir(parents=True)  # as a kill during a save leaves it
+
+
+@pytest.fixture(scope="module")
+def resumed(ray_cluster, killed):
+    """The same command again."""
+    directory, overrides, _, _ = killed
+    (directory / "out/.global_step_9.partial/actor").mkdir(parents=True)  # as a kill during a save leaves it
     return Run(directory, in_process(directory, *overrides))
 
 

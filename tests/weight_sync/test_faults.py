@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import Through, arenas_in, soon, spare_slot
-from tests.e2e.job import QUICK, Job
 from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
@@ -34,7 +33,6 @@ from verl.workers.rollout import RolloutReplica
 
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 PUBLISH_S = 6.0
-GONE_S = 10.0
 AT_ONCE_S = 15.0
 """Far below the deadlines of `CONFIG`: a death is noticed, not waited for."""
 
@@ -223,7 +221,7 @@ async def test_the_only_replica_killed_while_it_loads_aborts_the_sync_and_can_be
         await trainer.close()
 
 
-# --- trainer ranks, nodes, the driver ---------------------------------------------------------------------------------
+# --- trainer ranks, nodes --------------------------------------------------------------------------------------------
 
 
 async def test_a_trainer_rank_that_hangs_or_is_killed_while_it_publishes_aborts_the_sync_in_time(
@@ -300,16 +298,3 @@ async def test_a_killed_checkpoint_engine_worker_is_named_and_the_next_run_start
         assert await greedy_tokens(hf, new) != tokens
     finally:
         await trainer.close()
-
-
-@pytest.mark.timeout(240)
-def test_a_killed_driver_takes_every_process_and_its_shared_memory_along(model_paths: dict[str, Path], tmp_path: Path):
-    one_rank = "trainer.n_gpus_per_node=1"
-    with Job(tmp_path, *QUICK, one_rank, f"actor_rollout_ref.model.path={model_paths['llama']}") as job:
-        reports = job.output_dir / "sync_reports.jsonl"
-        job.wait_for(lambda: reports.exists() and reports.read_text(), "the first sync")
-        titles = ("ray::ActorRolloutRefWorker", "ray::RolloutServer", "ray::CheckpointEngineWorker")
-        assert all(job.find(title) for title in titles)
-        job.driver.kill()
-        job.wait()
-        assert job.left(GONE_S) == []

@@ -182,7 +182,7 @@ def targets(measured: dict[str, Any], vanilla_s: float) -> dict[str, Any]:
     ours = measured.get("fully_async_policy")
     if ours is None:
         return {}
-    pause, shorter = ours["paused_s"] / ours["load_s"], vanilla_s / ours["sync_seen_s"]
+    pause, shorter = ours["paused_of_load"], vanilla_s / ours["sync_seen_s"]
     staging = ours["generating_while_staging"]
     rows = {
         "pause_of_load": (pause, PAUSE_TARGET, pause <= PAUSE_TARGET),

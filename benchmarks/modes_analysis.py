@@ -106,21 +106,25 @@ def _syncs(run: Path, spans: Sequence[Span], steps: dict[int, Any], replicas: Se
     reports = [report for report in reports if report["version"] in steps and report["outcome"] == "committed"]
     versions = {report["version"] for report in reports}
     seen = [record["timing_s/update_weights"] for step, record in steps.items() if step in versions]
-    loads = [span.stop_s - span.start_s for span in spans if span.name == "loading" and span.version in versions]
+    loads: dict[int | None, float] = {}
+    for span in spans:
+        if span.name == "loading" and span.version in versions:
+            loads[span.version] = max(loads.get(span.version, 0.0), span.stop_s - span.start_s)
     staging = union(
         (span.start_s, span.stop_s)
         for span in spans
         if span.role == "sync" and span.name in ("stage", "verify") and span.version in versions
     )
-    paused = [max(report["paused_s"].values()) for report in reports]
+    paused = {report["version"]: max(report["paused_s"].values()) for report in reports}
     return {
         "syncs": len(reports),
         "nbytes": reports[-1]["nbytes_needed"],
         "sync_seen_s": median(seen),
         "sync_copy_s": median(report["trainer_blocked_s"] for report in reports),
         "sync_total_s": median(report["total_s"] for report in reports),
-        "paused_s": median(paused),
-        "load_s": median(loads),
+        "paused_s": median(paused.values()),
+        "load_s": median(loads.values()),
+        "paused_of_load": median(paused[version] / loads[version] for version in versions),
         "generating_while_staging": fmean(
             seconds(intersection(working(spans, name), staging)) / seconds(staging) for name in replicas
         ),

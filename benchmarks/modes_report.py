@@ -28,6 +28,7 @@ ROWS = {
     "sync_total_s": ("a sync from begin to end, s", "{:.3f}"),
     "paused_s": ("generation paused per sync, s", "{:.3f}"),
     "load_s": ("of that the engine loads, s", "{:.3f}"),
+    "paused_of_load": ("generation paused, times the load", "{:.2f}"),
     "generating_while_staging": ("share of staging in which the engine generates", "{:.0%}"),
     "reward_before": ("held-out reward before", "{:.3f}"),
     "reward_after": ("held-out reward after as many samples", "{:.3f}"),

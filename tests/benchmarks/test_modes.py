@@ -95,6 +95,7 @@ def test_a_run_is_summed_up_without_its_first_and_last_steps_and_without_validat
     assert (found["reward_before"], found["reward_after"]) == (0.25, 0.75)
     assert (found["sync_seen_s"], found["paused_s"]) == (1.0, 0.6)
     assert found["load_s"] == pytest.approx(0.3)
+    assert found["paused_of_load"] == pytest.approx(2)
     assert found["generating_while_staging"] == pytest.approx(0.3 / 0.5)
 
 
@@ -105,7 +106,7 @@ def test_a_run_of_which_no_step_counts_is_refused(finished):
 
 def test_verdicts_follow_from_the_numbers(finished):
     found = analyse(finished, WARM_UP, COOL_DOWN)
-    busier = {**found, "trainer_idle_ratio": 0.1, "paused_s": 0.33}
+    busier = {**found, "trainer_idle_ratio": 0.1, "paused_of_load": 1.1}
     targets = modes.targets({"hybrid": found, "fully_async_policy": busier}, vanilla_s=30.0)
     assert targets["trainer_idle_ratio"] == {"value": 0.1, "target": found["trainer_idle_ratio"], "reached": True}
     assert targets["sync_shorter_by"] == {"value": 30.0, "target": 20.0, "reached": True}

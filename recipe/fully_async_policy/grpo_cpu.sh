@@ -3,9 +3,6 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 
-exec .venv/bin/python -m verl.experimental.fully_async_policy.fully_async_main \
-    checkpoint_engine.backend=gloo \
-    async_training.trigger_parameter_sync_step=2 \
-    async_training.staleness_threshold=0.5 \
-    trainer.experiment_name=fully-async-cpu \
+exec "${PYTHON:-.venv/bin/python}" -m verl.experimental.fully_async_policy.fully_async_main \
+    --config-path=recipe/fully_async_policy/config --config-name=grpo_cpu \
     "$@"

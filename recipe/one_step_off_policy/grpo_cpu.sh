@@ -3,7 +3,6 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 
-exec .venv/bin/python -m verl.experimental.one_step_off_policy.main_ppo \
-    checkpoint_engine.backend=gloo \
-    trainer.experiment_name=one-step-off-cpu \
+exec "${PYTHON:-.venv/bin/python}" -m verl.experimental.one_step_off_policy.main_ppo \
+    --config-path=recipe/one_step_off_policy/config --config-name=grpo_cpu \
     "$@"

@@ -2,25 +2,14 @@
 # One node of 8 GPUs: 4 train with FSDP2, 4 generate. MODEL, TRAIN and VAL are local paths.
 set -euo pipefail
 
-exec python -m verl.experimental.one_step_off_policy.main_ppo \
-    algorithm.adv_estimator=grpo \
+exec "${PYTHON:-python}" -m verl.experimental.one_step_off_policy.main_ppo \
+    --config-path="$(dirname -- "${BASH_SOURCE[0]}")/config" --config-name=grpo_gpu \
+    actor_rollout_ref.model.path="${MODEL:?a Hugging Face directory}" \
     data.train_files="${TRAIN:?a parquet file}" \
     data.val_files="${VAL:?a parquet file}" \
-    data.train_batch_size=512 \
-    data.max_prompt_length=1024 \
-    data.max_response_length=4096 \
-    actor_rollout_ref.model.path="${MODEL:?a Hugging Face directory}" \
-    actor_rollout_ref.actor.strategy=fsdp2 \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.nnodes=1 \
-    actor_rollout_ref.rollout.n_gpus_per_node=4 \
-    checkpoint_engine.backend=nccl \
-    trainer.device=cuda \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=4 \
+    actor_rollout_ref.rollout.nnodes=1 \
+    actor_rollout_ref.rollout.n_gpus_per_node=4 \
     trainer.experiment_name=one-step-off-1node \
     "$@"

@@ -1,0 +1,63 @@
+"""What the launch scripts in `examples` and `recipe` start, without starting it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.config import cli
+from verl.workers.config import PPOConfig
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path.relative_to(ROOT) for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("*.sh"))
+
+
+def command_of(script: Path, directory: Path, *arguments: str) -> list[str]:
+    """The words with which `script` starts Python."""
+    python, words = directory / "python", directory / "words"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {words}\n')
+    python.chmod(0o755)
+    places = {"MODEL": "/models/a", "TRAIN": "/data/train.parquet", "VAL": "/data/val.parquet"}
+    subprocess.run([script, *arguments], cwd=ROOT, env=os.environ | places | {"PYTHON": str(python)}, check=True)
+    return words.read_text().splitlines()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_launch_script_starts_a_run_whose_configuration_is_valid(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dash_m, module, *words = command_of(script, tmp_path, "trainer.seed=7")
+    assert (dash_m, ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file()) == ("-m", True)
+    monkeypatch.chdir(ROOT)
+    if "gpu" in script.name:  # what the machine lacks is found next
+        monkeypatch.setattr(cli, "validate", lambda config: None)
+    started: list[PPOConfig] = []
+    cli.run_hydra(started.append, words)
+
+    (config,) = started
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    assert trainer.seed == 7, "what the user says comes last"
+    assert config.algorithm.adv_estimator == ("gae" if "ppo_trainer" in script.parts else "grpo")
+    assert trainer.device == ("cuda" if "gpu" in script.name else None)
+    if "gpu" in script.name:
+        assert actor.strategy == ("megatron" if "megatron" in script.name else "fsdp2")
+        assert trainer.nnodes == (2 if "multinode" in script.name else 1)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "gpu" in script.name], ids=str)
+def test_a_launch_script_says_which_path_it_needs(script: Path):
+    done = subprocess.run(
+        [ROOT / script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "MODEL: a Hugging Face directory" in done.stderr or "TRAIN: a parquet file" in done.stderr
+
+
+@pytest.mark.parametrize("folder", sorted({script.parent for script in SCRIPTS}), ids=str)
+def test_the_readme_beside_launch_scripts_names_all_of_them(folder: Path):
+    named = set(re.findall(r"^\| `(\w+\.sh)` \|", (ROOT / folder / "README.md").read_text(), re.MULTILINE))
+    assert named == {script.name for script in SCRIPTS if script.parent == folder}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +26,7 @@ def run_hydra(
     main: Callable[[PPOConfig], None],
     argv: Sequence[str] | None = None,
     *,
-    config_path: str | Path | None = None,
+    config_path: Path | None = None,
     config_name: str = DEFAULT_NAME,
 ) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
@@ -34,7 +34,8 @@ def run_hydra(
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
     starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
     traceback. Supports --help, --cfg job, --package, --resolve, --config-name, --config-path and --config-dir as Hydra
-    does; `config_path` and `config_name` are their defaults. Leaves no output directory behind.
+    does; `config_path` and `config_name` are their defaults, and files of the user's own can begin with those of
+    `config_path`. Leaves no output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path, config_name=config_name)
@@ -43,15 +44,16 @@ def run_hydra(
         print_help()
         return
     try:
+        where = {
+            "config_path": arguments.config_path,
+            "config_name": arguments.config_name,
+            "config_dir": arguments.config_dir,
+            "mode_dir": config_path,
+        }
         if arguments.cfg:
-            _print_configuration(arguments)
+            _print_configuration(arguments, where)
             return
-        config = load_config(
-            arguments.overrides,
-            config_path=arguments.config_path,
-            config_name=arguments.config_name,
-            config_dir=arguments.config_dir,
-        )
+        config = load_config(arguments.overrides, **where)
         validate(config)
         main(config)
     except (ConfigError, BackendUnavailable) as exc:
@@ -76,13 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_configuration(arguments: argparse.Namespace) -> None:
+def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]) -> None:
     """What Hydra's `--cfg job` prints: the composed YAML. Raises ConfigError if a run would not accept it."""
-    where = {
-        "config_path": arguments.config_path,
-        "config_name": arguments.config_name,
-        "config_dir": arguments.config_dir,
-    }
     load_config(arguments.overrides, **where)
     tree = compose_tree(arguments.overrides, **where)
     selected = OmegaConf.select(tree, arguments.package) if arguments.package else tree

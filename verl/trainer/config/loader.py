@@ -33,15 +33,18 @@ def load_config(
     config_path: str | Path | None = None,
     config_name: str = DEFAULT_NAME,
     config_dir: str | Path | None = None,
+    mode_dir: Path | None = None,
 ) -> PPOConfig:
     """The configuration of a run: the YAML file `config_name`, changed by `overrides`.
 
     `config_path` is the directory of `config_name` (default: the built-in one); relative paths start at the working
     directory, then at verl/trainer, as verl's `--config-path=config` does. The built-in files can be used from a file
-    of the user's own in any case (`defaults: [ppo_trainer, _self_]`). `config_dir` is one more directory to search.
-    Raises ConfigError.
+    of the user's own in any case (`defaults: [ppo_trainer, _self_]`), and so can those in `mode_dir`. `config_dir` is
+    one more directory to search. Raises ConfigError.
     """
-    composed = compose_tree(overrides, config_path=config_path, config_name=config_name, config_dir=config_dir)
+    composed = compose_tree(
+        overrides, config_path=config_path, config_name=config_name, config_dir=config_dir, mode_dir=mode_dir
+    )
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
@@ -56,6 +59,7 @@ def compose_tree(
     config_path: str | Path | None = None,
     config_name: str = DEFAULT_NAME,
     config_dir: str | Path | None = None,
+    mode_dir: Path | None = None,
 ) -> DictConfig:
     """What Hydra composes, with the override keys checked, but neither resolved nor converted. Raises ConfigError."""
     directory = _directory(config_path)
@@ -64,7 +68,7 @@ def compose_tree(
     if not primary.is_file():
         known = [path.stem for path in directory.glob("*.yaml")]
         raise ConfigError(f"no configuration file {name}.yaml in {directory}.{did_you_mean(name, known)}")
-    search = _search_path(primary, overrides, config_dir)
+    search = _search_path(primary, overrides, config_dir, mode_dir)
     roots = [directory, *(Path(url.removeprefix("file://")) for url in search if url.startswith("file://"))]
     arguments = normalize(overrides, _groups(roots))
     arguments = [text for text in arguments if not text.lstrip("+").startswith("hydra.searchpath=")]
@@ -169,7 +173,9 @@ def _directory(config_path: str | Path | None) -> Path:
     raise ConfigError(f"--config-path={config_path}: no such directory")
 
 
-def _search_path(primary: Path, overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
+def _search_path(
+    primary: Path, overrides: Sequence[str], config_dir: str | Path | None, mode_dir: Path | None
+) -> list[str]:
     """Where Hydra looks for config groups after the primary file's own directory."""
     search: list[str] = []
     if config_dir is not None:
@@ -186,7 +192,7 @@ def _search_path(primary: Path, overrides: Sequence[str], config_dir: str | Path
     for item in given[-1]:
         text = str(item)
         search.append(text if "://" in text else f"file://{Path(text).resolve()}")
-    return [*search, f"file://{CONFIG_DIR}"]
+    return [*search, *(f"file://{directory}" for directory in (mode_dir, CONFIG_DIR) if directory)]
 
 
 def _groups(roots: Sequence[Path]) -> set[str]:

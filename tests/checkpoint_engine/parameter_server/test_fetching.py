@@ -88,6 +88,15 @@ def test_while_all_halves_are_on_their_way_who_fetches_waits_for_one_and_who_bro
         assert taken.result(timeout=20) == 1
 
 
+def test_who_broadcasts_leaves_the_half_that_is_reserved_for_who_fetches():
+    halves = Halves(Link(), 3, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
+    halves.reserve()
+    assert [halves.try_take(), halves.try_take(), halves.try_take()] == [1, 2, None]
+    assert halves.take_reserved() == 0
+    halves.offered(2)
+    assert halves.try_take() == 2
+
+
 def test_waiting_for_a_half_ends_with_the_first_failure():
     failure = FirstFailure()
     halves = Halves(Link(), 1, Deadline(20.0), failure)  # type: ignore[arg-type]

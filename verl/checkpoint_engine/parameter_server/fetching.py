@@ -107,7 +107,8 @@ class Sources:
 class Halves:
     """The halves of a link, for whoever fills the next one, in the order in which the engine lets go of them.
 
-    One thread fetches into one at a time; another broadcasts, and offers them to the engine.
+    One thread broadcasts, and offers them to the engine; another may fetch into one at a time, and has precedence:
+    bytes that are on their way are of no use before those that nobody has fetched.
     """
 
     def __init__(self, link: EngineLink, count: int, deadline: Deadline, failure: FirstFailure) -> None:
@@ -115,23 +116,49 @@ class Halves:
         self._deadline = deadline
         self._failure = failure
         self._next = deque(range(count))
+        self._reserved = 0
         self._changed = threading.Condition()
         self._all = [link.half(index) for index in range(count)]
 
     def try_take(self) -> int | None:
-        """One that is free, if there is one."""
+        """One that is free and not reserved, if there is one."""
         with self._changed:
-            return self._next.popleft() if self._next and self._link.is_free(self._next[0]) else None
+            if len(self._next) > self._reserved and self._link.is_free(self._next[self._reserved]):
+                return self._pop(self._reserved)
+            return None
 
     def take(self) -> int:
         """One that is free. Waits for the engine; who broadcasts has offered it all before. Raises what went wrong."""
         with self._changed:
-            while not self._next:
-                self._failure.check()
-                self._changed.wait(POLL_S)
-            half = self._next.popleft()
+            self._await(lambda: len(self._next) > self._reserved)
+            half = self._pop(self._reserved)
         self._link.await_free(half, self._deadline.remaining_s)
         return half
+
+    def reserve(self) -> None:
+        """The next one is for `take_reserved`."""
+        with self._changed:
+            self._reserved += 1
+
+    def take_reserved(self) -> int:
+        """One that is free. Waits for the engine, and until one has been offered. Raises what went wrong."""
+        with self._changed:
+            self._await(lambda: bool(self._next))
+            half = self._pop(0)
+            self._reserved -= 1
+            self._changed.notify_all()
+        self._link.await_free(half, self._deadline.remaining_s)
+        return half
+
+    def _pop(self, place: int) -> int:
+        half = self._next[place]
+        del self._next[place]
+        return half
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        while not there():
+            self._failure.check()
+            self._changed.wait(POLL_S)
 
     def memory(self, half: int, nbytes: int) -> torch.Tensor:
         return self._all[half][:nbytes]
@@ -197,6 +224,7 @@ class Fetcher:
         """Raises TransportError if an owner no longer holds what it should."""
         self.check_stamps()  # before there is a thread that reads, too
         if self._ahead and self._buckets:
+            self._halves.reserve()
             self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
             self._thread.start()
 
@@ -218,7 +246,7 @@ class Fetcher:
     def take(self, number: int, bucket: Bucket) -> int:
         """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
         if not self._ahead:
-            return self._fetch(number, bucket)
+            return self._fetch(number, bucket, self._halves.take())
         # The thread waits for engine and owner, which it names, until the same deadline: it has the last word.
         end = time.monotonic() + self._sources.deadline.remaining_s + LAST_WORD_S
         with self._changed:
@@ -236,7 +264,10 @@ class Fetcher:
     def _let_go(self) -> int:
         """The half that is ready; the next bucket is fetched while this one is broadcast."""
         assert self._ready is not None
-        half, self._ready = self._ready[1], None
+        number, half = self._ready
+        if number != self._buckets[-1][0]:
+            self._halves.reserve()
+        self._ready = None
         self._changed.notify_all()
         return half
 
@@ -252,7 +283,7 @@ class Fetcher:
                     self._changed.wait_for(lambda: self._ready is None or self._sources.stop.is_set())
                 if self._sources.stop.is_set():
                     return
-                half = self._fetch(number, bucket)
+                half = self._fetch(number, bucket, self._halves.take_reserved())
                 with self._changed:
                     self._ready = number, half
                     self._changed.notify_all()
@@ -261,8 +292,7 @@ class Fetcher:
             with self._changed:
                 self._changed.notify_all()
 
-    def _fetch(self, number: int, bucket: Bucket) -> int:
-        half = self._halves.take()
+    def _fetch(self, number: int, bucket: Bucket, half: int) -> int:
         self._events.record("fetch-start", number)
         self._sources.fill(self._halves.memory(half, bucket.nbytes), bucket, self._landing)
         self._events.record("fetch-end", number)

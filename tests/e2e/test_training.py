@@ -35,7 +35,7 @@ EVERY_STEP = {
     "num_turns": ["mean"],
     "timing_s": ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step"],
     "timing_per_token_ms": ["gen"],
-    "perf": ["throughput", "time_per_step", "total_num_tokens"],
+    "perf": ["throughput", "time_per_step", "total_num_tokens", "mfu/actor"],
     "training": [
         "global_step",
         "epoch",

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import time
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
+from transformers import PretrainedConfig
 
 from verl.checkpoint_engine.ports import WeightSource
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import distributed_backend, local_device, peak_memory_gib, resolve_device, seed_everything
+from verl.utils.flops import is_counted, peak_flops, training_flops
+from verl.utils.model import load_hf_config
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorRolloutRefConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
@@ -174,6 +179,7 @@ class ActorRolloutRefWorker(WeightPublisher):
             raise RuntimeError("this worker group has no actor")
         if not hasattr(self.actor, "before_step"):  # somebody's own engine, which would not ask
             self.await_copied()
+        start_s = time.perf_counter()
         steps = [
             self.actor.train_mini_batch(
                 mini_batch,
@@ -191,7 +197,9 @@ class ActorRolloutRefWorker(WeightPublisher):
         metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
         metrics["actor/lr"] = self.actor.step_lr()
-        return metrics | self._memory_metrics()
+        if config.use_kl_loss:
+            metrics["actor/kl_coef"] = config.kl_loss_coef
+        return metrics | self._flops_metrics(data, time.perf_counter() - start_s) | self._memory_metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self) -> None:
@@ -229,6 +237,24 @@ class ActorRolloutRefWorker(WeightPublisher):
 
     def _temperature(self, data: DataProto) -> float:
         return float(data.meta_info.get("temperature", self.config.rollout.temperature))
+
+    @cached_property
+    def _hf_config(self) -> PretrainedConfig:
+        return load_hf_config(self.config.model)
+
+    @cached_property
+    def _peak_flops(self) -> float:
+        return peak_flops(local_device(self.device_name, self.local_rank))
+
+    def _flops_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
+        """What training on `data` took of what the device could have done in `seconds`; the mean of all ranks."""
+        if not is_counted(self._hf_config):
+            return {}
+        lengths = tensors_of(data)["attention_mask"].sum(-1).tolist()
+        flops = self.config.actor.ppo_epochs * training_flops(self._hf_config, lengths)
+        share = torch.tensor(flops / (seconds * self._peak_flops))
+        dist.all_reduce(share)
+        return {"perf/mfu/actor": float(share) / self.world_size}
 
     def _memory_metrics(self) -> dict[str, float]:
         """The largest use of any rank."""

@@ -58,6 +58,10 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 f"trainer.placement={config.trainer.placement}: engines that generate while the trainer trains need "
                 "trainer.placement=separate; for engines that share the trainer's devices use verl.trainer.main_ppo"
             )
+        if config.data.gen_batch_size not in (None, 1):
+            raise ConfigError(
+                f"data.gen_batch_size={config.data.gen_batch_size}, but prompts are generated one by one: 1"
+            )
         rollout = config.actor_rollout_ref.rollout
         agent = replace(rollout.agent, partial_rollout=config.async_training.partial_rollout)
         policy = replace(config.actor_rollout_ref, rollout=replace(rollout, agent=agent))

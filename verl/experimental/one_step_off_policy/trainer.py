@@ -45,7 +45,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
                 f"trainer.placement={config.trainer.placement}: engines that generate while the trainer trains need "
                 "trainer.placement=separate; for engines that share the trainer's devices use verl.trainer.main_ppo"
             )
-        return config
+        return super().adapted(config)
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         step = self.load_checkpoint(resume_from) if resume_from else 0

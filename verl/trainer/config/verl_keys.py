@@ -43,7 +43,6 @@ VERL_KEYS: dict[str, str] = {
     f"{_CORRECTION}.rollout_rs": f"the nearest is {_CORRECTION}.rollout_is",
     f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
     f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
-    "data.gen_batch_size": "main_ppo generates a training batch at a time, fully_async_main a prompt at a time",
     "algorithm.filter_groups.*": "no groups are filtered out of a batch",
     "critic.megatron.*": f"a critic with strategy=megatron is cut like the actor; see {_POLICY}.actor.megatron",
     "critic.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} critic.ppo_max_token_len_per_gpu",

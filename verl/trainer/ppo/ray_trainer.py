@@ -118,6 +118,17 @@ class RayPPOTrainer:
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
         """What this loop makes of `config`, before anything is started. Raises ConfigError for what it cannot do."""
+        prompts, generated = config.data.train_batch_size, config.data.gen_batch_size
+        if prompts == 0:
+            raise ConfigError(
+                "data.train_batch_size must be positive, not 0, which fully asynchronous runs replace by what "
+                "async_training.require_batches says"
+            )
+        if generated not in (None, prompts):
+            raise ConfigError(
+                f"data.gen_batch_size={generated}, but whole training batches are generated, of "
+                f"data.train_batch_size={prompts} prompts: leave it out"
+            )
         return config
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:

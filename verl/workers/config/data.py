@@ -26,7 +26,10 @@ class DataConfig:
     val_files: str | list[str] = option("builtin:arithmetic", "parquet file or list of them with held-out problems")
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
-    train_batch_size: int = option(64, "prompts per training step (verl: 1024)")
+    train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)")
+    gen_batch_size: int | None = option(
+        None, "prompts generated at a time: train_batch_size, or 1 in fully_async_main; null: that"
+    )
     val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once")
     max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)")
     max_response_length: int = option(16, "tokens; responses are padded on the right to this length (verl: 512)")
@@ -44,6 +47,8 @@ class DataConfig:
     dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)")
 
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
+        if self.train_batch_size < 0:
+            raise ConfigError(f"data.train_batch_size must be positive, not {self.train_batch_size}")
+        for name in ("max_prompt_length", "max_response_length"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"data.{name} must be positive, not {getattr(self, name)}")

@@ -55,9 +55,9 @@ def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
         interrupt(job)
         code = job.wait()
         left = job.left(seconds)
+        assert left == []
     said = job.stderr.removeprefix(before).splitlines()
     assert code == 130, job.stderr
-    assert left == []
     assert len(said) == 1, job.stderr
     assert re.fullmatch(r"stopped(; checkpoints, if any, are in .*/out)?", said[0])
     assert "Traceback" not in job.stdout

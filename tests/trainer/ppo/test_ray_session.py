@@ -1,5 +1,6 @@
 """How a run starts its Ray. Mostly with a stand-in: what Ray does on a machine that is busy cannot be had at will."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 import ray
 from ray._private.node import Node
 
-from verl.trainer.ppo.ray_session import RaySession
+from tests.checkpoint_engine.fakes import soon
+from verl.trainer.ppo.ray_session import MARK, RaySession
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
 
@@ -64,6 +66,28 @@ def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
     (left,) = init.left
     assert left.wait(10) != 0
     assert not psutil.pid_exists(left.pid)
+
+
+ORPHAN = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL).pid)
+"""
+
+
+def test_an_interrupt_while_ray_starts_ends_also_what_has_lost_its_parent(monkeypatch):
+    orphans = []
+
+    def interrupted(**arguments):
+        said = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
+        orphans.append(psutil.Process(int(said)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RaySession().start({})
+    assert soon(lambda: not orphans[0].is_running() or orphans[0].status() == psutil.STATUS_ZOMBIE)
+    assert MARK not in os.environ
 
 
 @pytest.mark.parametrize(

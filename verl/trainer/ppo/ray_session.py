@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import secrets
 import signal
 import sys
 import threading
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
+
+MARK = "VERL_RAY_STARTED_BY"
+"""In the environment of whatever is started while Ray starts: by whom."""
 
 # The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
 # but then try for a minute to report it to a daemon that is gone. Each has its session in its command line until it has
@@ -92,6 +97,7 @@ class RaySession:
         ours |= arguments
         with _sigterm_left_alone(), _without_idle_processes(ours):
             strangers = set(psutil.Process().children())
+            os.environ[MARK] = mark = secrets.token_hex(8)
             try:
                 context = _init(ours, strangers)
                 session = getattr(context, "address_info", {}).get("session_dir")
@@ -102,8 +108,11 @@ class RaySession:
             except KeyboardInterrupt:
                 with uninterrupted():
                     _kill_with_descendants(set(psutil.Process().children()) - strangers)
+                    _kill_marked(mark)
                     self.owned = False
                 raise
+            finally:
+                del os.environ[MARK]
 
     def add_note(self, error: BaseException) -> None:
         """Say where the processes' own words are."""
@@ -190,6 +199,14 @@ def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:
     for process in stopped:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _kill_marked(mark: str) -> None:
+    """Those that have lost their parents, and so are no descendants: agents, if Ray has ended their daemon itself."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has just ended, or is somebody else's
+            if process.environ().get(MARK) == mark:
+                process.kill()
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# PPO with a critic with the built-in model and data on two cores: minutes.
+# As the launcher of GRPO, but PPO with a critic: minutes on two cores.
 set -euo pipefail
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 
-exec "${PYTHON:-.venv/bin/python}" -m verl.trainer.main_ppo \
+exec "$(dirname -- "${BASH_SOURCE[0]}")/../grpo_trainer/run_builtin_cpu.sh" \
     algorithm.adv_estimator=gae \
     trainer.experiment_name=ppo-builtin-cpu \
     "$@"

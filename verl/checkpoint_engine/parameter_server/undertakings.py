@@ -83,7 +83,7 @@ class Undertakings:
             first = failure.error
             assert first is not None
             error = roster.fail(first, origin=not (_is_echo(first) or roster.has_told(first)))
-            _let_go_of_locals(exc, first)
+            let_go_of_locals(exc, first)
             try:
                 if error is exc or not isinstance(exc, Exception):
                     raise
@@ -140,12 +140,15 @@ class Undertakings:
             group.close()
 
 
-def _let_go_of_locals(*errors: BaseException | None) -> None:
+def let_go_of_locals(*errors: BaseException | None) -> None:
     """An error keeps the frames that it passed, and they would keep buckets mapped and groups open as long."""
-    for error in errors:
-        while error is not None:
+    pending, seen = list(errors), set()
+    while pending:
+        error = pending.pop()
+        if error is not None and id(error) not in seen:  # raised on several threads, they may lead back to each other
+            seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+            pending += [error.__cause__, error.__context__]
 
 
 def _is_echo(error: CheckpointEngineError) -> bool:

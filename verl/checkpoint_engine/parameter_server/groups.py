@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from verl import envs
 from verl.checkpoint_engine.backends.communicators import Communicator, Gloo, Hccl, Nccl
@@ -113,7 +113,11 @@ class Group:
                     f"no process group with {who} within {deadline.timeout_s:.1f} s", phase="prepare"
                 )
         made: Group = attempt.result()
-        made.greet(device, deadline, check)
+        try:
+            made.greet(device, deadline, check)
+        except BaseException:
+            made.close()
+            raise
         return made
 
     def greet(self, device: torch.device, deadline: Deadline, check: Callable[[], None]) -> None:
@@ -134,13 +138,12 @@ class Group:
         parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in self.ranks]
         with self.stream():
             own = torch.tensor([len(data)], device=device)
-            self._await(self._group.allgather([parts], [own]), "exchanging sizes", deadline, check)
+            self._all_gather(parts, own, "exchanging sizes", deadline, check)
             longest = max(int(part.item()) for part in parts)
             message = torch.zeros(longest, dtype=torch.uint8)
             message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             received = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in self.ranks]
-            work = self._group.allgather([received], [message.to(device)])
-            self._await(work, "exchanging metas", deadline, check)
+            self._all_gather(received, message.to(device), "exchanging metas", deadline, check)
             return [
                 bytes(memory[: int(part.item())].cpu().numpy()) for memory, part in zip(received, parts, strict=True)
             ]
@@ -161,6 +164,7 @@ class Group:
         what = f"the broadcast of rank {root}"
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
+        options.timeout = _timeout(deadline)
         step = MESSAGE_NBYTES if memory.device.type == "cpu" else max(len(memory), 1)
         if not len(memory):
             self.land(deadline, check)
@@ -180,7 +184,7 @@ class Group:
                 self._land_first(deadline, check)
 
     def close(self) -> None:
-        """Leave the group. What is still in flight ends when the others leave theirs, and keeps its memory so long."""
+        """Leave the group. What is still in flight keeps its memory until it ends: at the deadline, if not before."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -192,6 +196,16 @@ class Group:
 
         works = deque(message.work for message in flying)
         threading.Thread(target=_let_go, args=([group], works), name="parameter-server-given-up", daemon=True).start()
+
+    def _all_gather(
+        self, parts: list[torch.Tensor], own: torch.Tensor, what: str, deadline: Deadline, check: Callable[[], None]
+    ) -> None:
+        options = AllgatherOptions()
+        options.timeout = _timeout(deadline)
+        with failures(what, None):
+            work = self._group.allgather([parts], [own], options)
+        self._flying.append(_Message(work, what, None))
+        self.land(deadline, check)
 
     def _land_first(self, deadline: Deadline, check: Callable[[], None]) -> None:
         message = self._flying[0]
@@ -216,6 +230,11 @@ class Group:
                 work.wait(timedelta(seconds=LOOK_S))
         else:
             time.sleep(MESSAGE_POLL_S)
+
+
+def _timeout(deadline: Deadline) -> timedelta:
+    """Of one message: what a peer leaves unfinished gloo holds so long, even if the peer's process has ended."""
+    return timedelta(seconds=deadline.remaining_s + LATER_S)
 
 
 def _let_go(group: list[Any], flying: deque[Any]) -> None:

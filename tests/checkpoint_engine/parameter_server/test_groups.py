@@ -1,0 +1,111 @@
+"""A process group whose other rank leaves something unfinished. Both ranks are threads of this process."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from tests.checkpoint_engine.fakes import soon
+from verl.checkpoint_engine.backends.communicators import Gloo
+from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.config import GlooOptions
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.parameter_server.groups import Group
+
+RANKS = [0, 1]
+DEVICE = torch.device("cpu")
+TIMEOUT_S = 30.0
+"""Of the groups; a single deadline may come long before."""
+
+
+def go_on() -> None:
+    pass
+
+
+def failing_after(seconds: float) -> Callable[[], None]:
+    end = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TransportError("somebody else failed")
+
+    return check
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(len(RANKS)) as pool:
+        yield pool
+
+
+class Silent(Group):
+    """Is connected, and says nothing."""
+
+    def greet(self, *_: object) -> None:
+        pass
+
+
+def connect(store: TCPStore, rank: int, kind: type[Group] = Group, check: Callable[[], None] = go_on) -> Group:
+    return kind.connect(
+        Gloo(GlooOptions(interface="lo")),
+        store,
+        rank=rank,
+        ranks=RANKS,
+        session="test",
+        device=DEVICE,
+        deadline=Deadline(TIMEOUT_S),
+        check=check,
+    )
+
+
+def test_a_broadcast_that_never_comes_keeps_its_memory_until_the_deadline_not_until_the_timeout_of_the_group(
+    store: TCPStore, threads: ThreadPoolExecutor
+):
+    ours, theirs = [made.result() for made in [threads.submit(connect, store, rank) for rank in RANKS]]
+    memory = np.zeros(1024, np.uint8)
+    alive = weakref.ref(memory)
+    started = time.monotonic()
+    deadline = Deadline(1.0)
+    ours.broadcast(torch.from_numpy(memory), 1, deadline, go_on)
+    with pytest.raises(TransportTimeout, match=r"the broadcast of rank 1 not done within 1\.0 s"):
+        ours.land(deadline, go_on)
+    ours.close()
+    del memory
+    assert alive() is not None
+    assert soon(lambda: alive() is None)
+    assert time.monotonic() - started < TIMEOUT_S
+    theirs.close()
+
+
+def test_a_rank_that_says_nothing_once_connected_keeps_nobody_from_failing(
+    store: TCPStore, threads: ThreadPoolExecutor
+):
+    silent = threads.submit(connect, store, 1, Silent)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="somebody else failed"):
+        connect(store, 0, check=failing_after(2.0))
+    assert time.monotonic() - started < TIMEOUT_S / 2
+    silent.result().close()
+
+
+def test_a_rank_that_tells_nothing_keeps_nobody_who_gathers_from_failing(store: TCPStore, threads: ThreadPoolExecutor):
+    ours, theirs = [made.result() for made in [threads.submit(connect, store, rank) for rank in RANKS]]
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="somebody else failed"):
+        ours.all_gather(b"metas", DEVICE, Deadline(TIMEOUT_S), failing_after(1.0))
+    ours.close()
+    assert time.monotonic() - started < TIMEOUT_S / 2
+    theirs.close()

@@ -37,7 +37,7 @@ def test_a_launch_script_starts_a_run_whose_configuration_is_valid(
     assert dash_m == "-m"
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [module, *words])
-    monkeypatch.setattr(main_ppo, "sigterm_as_ctrl_c", lambda: None)
+    monkeypatch.setattr(main_ppo, "end_when_told", lambda: None)
     if "gpu" in script.name:  # what the machine lacks is found next
         monkeypatch.setattr(cli, "validate", lambda config: None)
     started: list[PPOConfig] = []

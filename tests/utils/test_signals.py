@@ -1,18 +1,23 @@
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from verl.utils.signals import sigterm_as_ctrl_c, uninterrupted
+from verl.utils.signals import end_when_told, uninterrupted
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-    saved = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    saved = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    hook = sys.unraisablehook
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in saved.items():
         signal.signal(number, handler)
+    sys.unraisablehook = hook
 
 
 def send(number):
@@ -20,22 +25,65 @@ def send(number):
 
 
 def test_sigterm_is_a_keyboard_interrupt():
-    sigterm_as_ctrl_c()
+    end_when_told()
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
 
 
 def test_sigterm_ends_also_what_a_script_runs_in_the_background():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sigterm_as_ctrl_c()
+    end_when_told()
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
 
 
 def test_both_wait_while_something_must_not_be_interrupted():
-    sigterm_as_ctrl_c()
+    end_when_told()
     with uninterrupted():
         send(signal.SIGINT)
         send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_python_ignores_in_a_finalizer_comes_again(number, capfd):
+    class Finalized:
+        def __del__(self):
+            send(number)
+            time.sleep(1)
+
+    end_when_told()
+    held = [Finalized()]
+    with pytest.raises(KeyboardInterrupt):
+        held.clear()
+        time.sleep(30)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_that_python_ignores_around_a_fork_comes_again():
+    """As it came in the middle of `ray.init`, which starts processes."""
+    program = """
+import os, signal, subprocess, time
+from verl.utils.signals import end_when_told
+end_when_told()
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+try:
+    subprocess.run(["true"], preexec_fn=lambda: None)
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+
+
+def test_whatever_else_python_ignores_is_reported_as_ever(capfd):
+    class Finalized:
+        def __del__(self):
+            raise ValueError("of a finalizer")
+
+    end_when_told()
+    held = [Finalized()]
+    held.clear()
+    assert "ValueError: of a finalizer" in capfd.readouterr().err

@@ -26,7 +26,7 @@ from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
 from verl.checkpoint_engine.update_options import Options, parse
 from verl.utils.console import is_live, log_to_console
-from verl.utils.signals import sigterm_as_ctrl_c
+from verl.utils.signals import end_when_told
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine.parameter_server.server import ParameterServer
@@ -165,5 +165,5 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     log_to_console()
-    sigterm_as_ctrl_c()
+    end_when_told()
     sys.exit(main())

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.signals import sigterm_as_ctrl_c
+from verl.utils.signals import end_when_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ def main() -> None:
 
 def run(trainer: Callable[[PPOConfig], None], **defaults: Any) -> None:
     """Run `trainer` as the command line says, and end the process as promised above. `defaults`: as in `run_hydra`."""
-    sigterm_as_ctrl_c()
+    end_when_told()
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 

@@ -1,20 +1,30 @@
-"""Ctrl-C and SIGTERM: who handles them, and when they are ignored. Does nothing outside the main thread."""
+"""Ctrl-C and SIGTERM: who handles them, and when they are ignored."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def sigterm_as_ctrl_c() -> None:
-    """A scheduler's SIGTERM ends this process as Ctrl-C does: with a KeyboardInterrupt, in order."""
+REPEAT_S = 0.1
+
+
+def end_when_told() -> None:
+    """A scheduler's SIGTERM ends this process as Ctrl-C does: with a KeyboardInterrupt, in order.
+
+    Python ignores what is raised around a fork and in finalizers. A KeyboardInterrupt there would be lost: it is
+    repeated a moment later. That takes the alarm clock of this process, which is to end anyway.
+    """
     signal.signal(signal.SIGTERM, _as_ctrl_c)
+    sys.unraisablehook = partial(_repeat_interrupt, sys.__unraisablehook__)
 
 
 def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
@@ -23,9 +33,20 @@ def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def _repeat_interrupt(report: Callable[[Any], None], ignored: Any) -> None:
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, REPEAT_S)
+    else:
+        report(ignored)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore both during the block, which has to be short: people press Ctrl-C twice, and half an ending is none."""
+    """Ignore both during the block, which has to be short: people press Ctrl-C twice, and half an ending is none.
+
+    Does nothing outside the main thread.
+    """
     with _handling(signal.SIG_IGN):
         yield
 

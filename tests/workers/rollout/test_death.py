@@ -128,8 +128,9 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         parked = Served(two, trainer).submit()
         await asyncio.sleep(0.2)
         server = await server_process(two)
-        workers = [process for process in server.children(recursive=True) if "Worker" in process.name()]
-        assert len(workers) == 2
+        names = {process: process.name() for process in server.children(recursive=True)}
+        workers = [process for process, name in names.items() if "Worker" in name]
+        assert len(workers) == 2, names
         workers[0].kill()
         await assert_dead_soon(two)
         with pytest.raises(ReplicaDied):

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,10 @@ TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.p
 
 LONG = ("tests/weight_sync/", "tests/e2e/test_interrupts.py")
 """What takes minutes and is done by one test process, one test after the other: begun first, so as not to be last."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a shell's script, and inherited by every process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

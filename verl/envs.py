@@ -76,7 +76,8 @@ def torchrun_hosts_store() -> bool:
 
 
 def ps_max_bucket_size_gb() -> float | None:
-    """`PS_MAX_BUCKET_SIZE_GB`: most GiB in one bucket of a ParameterServer. Default: 8 on devices, 0.25 on CPU."""
+    """`PS_MAX_BUCKET_SIZE_GB`: most GiB in one bucket of a ParameterServer. Default: 8 on devices, 0.25 on CPU, and
+    in any case what its largest tensor needs."""
     return _number("PS_MAX_BUCKET_SIZE_GB", float)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import ConfigError, PlanError
 from verl.checkpoint_engine.parameter_server.buckets import buckets_of, choose_bucket_size, order_of
+from verl.checkpoint_engine.parameter_server.rank_device import CPU_BUCKET_NBYTES, Device
 from verl.checkpoint_engine.parameter_server.records import BufferMeta, PackedTensor, RankMetas
 
 ALIGNED = 16
@@ -61,6 +62,15 @@ def test_the_rank_and_the_setting_that_are_short_are_named():
         choose_bucket_size({0: 9999, 1: 9999}, {0: 9999, 1: 50}, metas)
     with pytest.raises(ConfigError, match="two buckets have to hold it, but rank 1 can use 199 bytes of its device"):
         choose_bucket_size({0: 9999, 1: 199}, {0: 9999, 1: 9999}, metas)
+
+
+def test_a_bucket_holds_the_largest_tensor_unless_a_cap_is_set(monkeypatch: pytest.MonkeyPatch):
+    device = Device.of(0, 1, None)
+    monkeypatch.delenv("PS_MAX_BUCKET_SIZE_GB", raising=False)
+    assert device.max_bucket_nbytes(1000) == CPU_BUCKET_NBYTES
+    assert device.max_bucket_nbytes(2**40) == 2**40
+    monkeypatch.setenv("PS_MAX_BUCKET_SIZE_GB", "0.5")
+    assert device.max_bucket_nbytes(2**40) == 2**29
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from verl.checkpoint_engine.errors import ActivationError, TransportError, Trans
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights, receive
-from verl.checkpoint_engine.parameter_server.host_memory import shared_memory
+from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory, shared_memory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
 HALF_NBYTES = 8192
@@ -148,19 +148,53 @@ def test_tensors_in_memory_that_is_lent_are_loaded_from_where_they_lie_and_stay_
 ):
     """All offers are made at once: nothing is overwritten before the last is loaded."""
     parts = buckets(weights)
-    memory, fd = shared_memory(len(parts) * (HALF_NBYTES + align(1)))
-    try:
-        with EngineLink("cpu-0", HALF_NBYTES, lent=[fd], timeout_s=20) as link:
-            for position, names in enumerate(parts):
-                offset = position * (HALF_NBYTES + align(1))
-                link.offer(2, put(memory[offset : offset + HALF_NBYTES], names, weights), offset)
-            loaded = in_thread(lambda: dict(receive(link.socket_path, "cpu", 20)))
-            link.await_loaded(20)
-            memory.zero_()
-            link.finish(20)
-            assert_same(loaded.result(), weights)
-    finally:
-        os.close(fd)
+    shared = shared_memory(len(parts) * (HALF_NBYTES + align(1)))
+    with EngineLink("cpu-0", HALF_NBYTES, lent=[shared.fd], timeout_s=20) as link:
+        for position, names in enumerate(parts):
+            offset = position * (HALF_NBYTES + align(1))
+            link.offer(2, put(shared.memory[offset : offset + HALF_NBYTES], names, weights), offset)
+        loaded = in_thread(lambda: dict(receive(link.socket_path, "cpu", 20)))
+        link.await_loaded(20)
+        shared.memory.zero_()
+        link.finish(20)
+        assert_same(loaded.result(), weights)
+
+
+def test_halves_go_to_the_next_link_once_the_engine_has_accepted_all(weights: Weights, in_thread):
+    kept = KeptMemory()
+    seen = []
+    for _ in range(2):
+        with EngineLink("cpu-0", HALF_NBYTES, timeout_s=20, kept=kept) as link:
+            served = in_thread(serve, link, weights)
+            held = dict(receive(link.socket_path, "cpu", 20))
+            served.result()
+            seen.append({link.half(index).data_ptr() for index in range(2)})
+        assert kept.nbytes == 2 * HALF_NBYTES
+        assert_same(held, weights)
+    assert seen[0] == seen[1]
+
+
+def test_halves_of_a_link_whose_engine_stopped_in_the_middle_go_to_nobody(weights: Weights):
+    kept = KeptMemory()
+    with EngineLink("cpu-0", HALF_NBYTES, timeout_s=20, kept=kept) as link:
+        link.offer(0, put(link.half(0), ["layer-0"], weights))
+        incoming = receive(link.socket_path, "cpu", 20)
+        next(incoming)
+        incoming.close()
+    assert kept.nbytes == 0
+
+
+def test_kept_memory_of_another_size_is_let_go_of():
+    kept = KeptMemory()
+    kept.keep(kept.take(4096, 3))
+    assert kept.nbytes == 3 * 4096
+    (first,) = kept.take(4096, 1)
+    assert kept.nbytes == 2 * 4096
+    assert [piece.memory.nbytes for piece in kept.take(8192, 2)] == [8192, 8192]
+    assert kept.nbytes == 0
+    kept.keep([first])
+    kept.let_go()
+    assert kept.nbytes == 0
 
 
 def test_what_an_engine_holds_when_it_stops_in_the_middle_stays_what_it_was_too(weights: Weights, link: EngineLink):

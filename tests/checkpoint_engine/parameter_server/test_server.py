@@ -172,6 +172,7 @@ def test_ranks_that_disagree_say_how(world: World):
 
 def test_groups_that_were_connected_ahead_are_kept(world: World):
     world.all("connect", [0, 2])
+    reports(world.all("update", "one", [0, 2], only=[0, 2]))  # and the memory for its buckets
     before = world.ranks[0].call("resources").result()
     for _ in range(2):
         reports(world.all("update", "one", [0, 2], only=[0, 2]))
@@ -190,6 +191,8 @@ def test_a_rank_alone_needs_nobody(tmp_path: Path):
         alone.call("gather", "mine").result()
         alone.call("update", "mine").result()
         assert alone.call("wrong", 3, [0]).result() == []
+        alone.call("close").result()
+        assert alone.call("resources").result()["mapped"] == 0
     finally:
         alone.end()
 

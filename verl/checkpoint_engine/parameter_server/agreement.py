@@ -9,7 +9,13 @@ import msgspec
 import xxhash
 
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize, choose_bucket_size, order_of
+from verl.checkpoint_engine.parameter_server.buckets import (
+    Bucket,
+    BucketSize,
+    choose_bucket_size,
+    largest_nbytes,
+    order_of,
+)
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
@@ -31,7 +37,7 @@ def agree(
     *,
     name: str,
     device: Device,
-    mem_fraction: float,
+    usable_nbytes: int,
     own: RankMetas,
     metas: Mapping[int, RankMetas],
     metas_name: str | None,
@@ -39,16 +45,18 @@ def agree(
 ) -> tuple[BucketSize, list[tuple[int, Bucket]]]:
     """The size of buckets, and (rank that fetches and broadcasts, bucket) in order. The same on all ranks.
 
-    `own`: what this rank has registered as `name`. `metas`: what it knows of the owners, of the checkpoint `metas_name`
-    or, if None, of whatever checkpoint was meant when they were loaded. Raises ConfigError, PlanError.
+    `usable_nbytes`: for buckets on this rank's device. `own`: what it has registered as `name`. `metas`: what it knows
+    of the owners, of the checkpoint `metas_name` or, if None, of whatever checkpoint was meant when they were loaded.
+
+    Raises ConfigError, PlanError.
     """
     _check_metas(name, own, metas, metas_name, ranks=together.roster.ranks, p2p=p2p)
     proposal = _Proposal(
         name=name,
         mode="P2P" if p2p else "broadcast",
         metas=_digest(metas),
-        usable_nbytes=int(device.free_nbytes() * mem_fraction),
-        max_bucket_nbytes=device.max_bucket_nbytes(),
+        usable_nbytes=usable_nbytes,
+        max_bucket_nbytes=device.max_bucket_nbytes(largest_nbytes(metas.values())),
         receiver=msgspec.structs.replace(own, buffers=()),
     )
     answers = together.roster.exchange("planning", msgspec.to_builtins(proposal), together.deadline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -64,6 +64,11 @@ def choose_bucket_size(
         f"tensor {largest.name!r} has {largest.nbytes} bytes and two buckets have to hold it, but rank {short} can use "
         f"{usable_nbytes[short]} bytes of its device: free some, or raise mem_fraction"
     )
+
+
+def largest_nbytes(metas: Iterable[RankMetas]) -> int:
+    """Of the largest tensor; 0 if there is none."""
+    return max((tensor.nbytes for meta in metas for tensor in _tensors(meta)), default=0)
 
 
 def buckets_of(meta: RankMetas, bucket_nbytes: int) -> list[Bucket]:

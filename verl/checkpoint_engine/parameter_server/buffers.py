@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,7 +16,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.layout import align
-from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes, pinned_memory, shared_memory
+from verl.checkpoint_engine.parameter_server.host_memory import (
+    SharedMemory,
+    free_host_nbytes,
+    pinned_memory,
+    shared_memory,
+)
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 from verl.checkpoint_engine.parameter_server.safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 from verl.checkpoint_engine.types import ITEMSIZE
@@ -40,12 +44,8 @@ class HostBuffer:
     memory: torch.Tensor
     """uint8, one dimension: pinned where there is an accelerator, else shared memory without a name."""
     tensors: tuple[PackedTensor, ...]
-    fd: int | None = None
-    """With which another process can map shared memory; it is this object's, which closes it in the end."""
-
-    def __post_init__(self) -> None:
-        if self.fd is not None:
-            weakref.finalize(self, os.close, self.fd)
+    shared: SharedMemory | None = None
+    """The same, if it is shared memory."""
 
     def tensor(self, packed: PackedTensor) -> torch.Tensor:
         """A view of one of `tensors`."""
@@ -137,8 +137,8 @@ def _allocate(layout: tuple[PackedTensor, ...], *, pinned: bool) -> HostBuffer:
     nbytes = _nbytes(layout)
     if pinned:
         return HostBuffer(memory=pinned_memory(nbytes), tensors=layout)
-    memory, fd = shared_memory(nbytes)
-    return HostBuffer(memory=memory, tensors=layout, fd=fd)
+    shared = shared_memory(nbytes)
+    return HostBuffer(memory=shared.memory, tensors=layout, shared=shared)
 
 
 def _jobs(destination: torch.Tensor, stored: CheckpointTensor | None, given: torch.Tensor | None) -> Iterator[Job]:

@@ -30,7 +30,7 @@ from verl import envs
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportError, TransportTimeout
 from verl.checkpoint_engine.janitor import Janitor
 from verl.checkpoint_engine.parameter_server import link_messages as messages
-from verl.checkpoint_engine.parameter_server.host_memory import shared_memory
+from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory, SharedMemory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
 MAX_SOCKET_PATH = 107
@@ -54,10 +54,12 @@ class EngineLink:
         lent: Sequence[int] = (),
         timeout_s: float,
         device: torch.device | str = "cpu",
+        kept: KeptMemory | None = None,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """`timeout_s` is for the engine to connect. On a `device` other than cpu the halves are that device's memory.
         `lent`: file descriptors of more memory that the engine may read, on cpu; the caller keeps them open.
+        `kept`: where the halves come from, on cpu, and where they go to once the engine has accepted all.
         `on_loaded` is called, from the thread of the link, for every offer that the engine has loaded, in their order.
 
         Raises ConfigError if there is no memory for them.
@@ -67,8 +69,10 @@ class EngineLink:
         self._timeout_s = timeout_s
         self._on_loaded = on_loaded
         self._device = torch.device(device)
-        self._fds: list[int] = []
-        self._halves = [self._allocate() for _ in range(halves)]
+        self._kept = kept or KeptMemory()
+        self._shared: list[SharedMemory] = []
+        """The halves, on cpu."""
+        self._halves = self._allocate(halves)
         self._lent = list(lent)
         self._directory = _own_directory()
         self._janitor = Janitor(self._directory)
@@ -143,7 +147,7 @@ class EngineLink:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the memory, remove the socket. Idempotent. An engine that is not done fails."""
+        """Let go of the memory, remove the socket. Idempotent. An engine that is not done fails."""
         with self._changed:
             if self._closed:
                 return
@@ -157,8 +161,9 @@ class EngineLink:
                     knock.connect(self.socket_path)
         self._thread.join()
         self._listener.close()
-        for fd in self._fds:
-            os.close(fd)
+        if self._done:  # else somebody may still write to the halves, or read them
+            self._kept.keep(self._shared)
+        self._shared.clear()
         self._halves.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._janitor.close()
@@ -169,12 +174,11 @@ class EngineLink:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self, halves: int) -> list[torch.Tensor]:
         if self._device.type != "cpu":
-            return torch.empty(self.bucket_nbytes, dtype=torch.uint8, device=self._device)
-        memory, fd = shared_memory(self.bucket_nbytes)
-        self._fds.append(fd)
-        return memory
+            return [torch.empty(self.bucket_nbytes, dtype=torch.uint8, device=self._device) for _ in range(halves)]
+        self._shared = self._kept.take(self.bucket_nbytes, halves)
+        return [piece.memory for piece in self._shared]
 
     def _await(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._changed:
@@ -243,7 +247,7 @@ class EngineLink:
 
     def _send_memory(self, connection: socket.socket) -> None:
         if self._device.type == "cpu":
-            files = [*self._fds, *self._lent]
+            files = [*(piece.fd for piece in self._shared), *self._lent]
             messages.send(connection, messages.Memory(kind="shared", num_files=len(files), handles=()))
             socket.send_fds(connection, [b"\0"], files)
         else:

@@ -54,7 +54,7 @@ class Sources:
     @property
     def lent(self) -> list[int]:
         """File descriptors of own buffers, from the first one on, out of which the engine can load; none on devices."""
-        return [buffer.fd for buffer in self.own[:MAX_LENT] if buffer.fd is not None]
+        return [buffer.shared.fd for buffer in self.own[:MAX_LENT] if buffer.shared is not None]
 
     def is_lent(self, bucket: Bucket) -> bool:
         """Whether `bucket` need not be fetched: it is broadcast, and loaded, from where it lies."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +34,24 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def shared_memory(nbytes: int) -> tuple[torch.Tensor, int]:
-    """Memory, and a file descriptor (the caller closes it) with which another process can map it, too.
+@dataclass(frozen=True)
+class SharedMemory:
+    """Without a name: nothing stays behind when the last process that maps it ends, however it ends.
 
-    It has no name: nothing stays behind when the last process that maps it ends, however it ends. Raises ConfigError.
+    It lives as long as `memory` or a view of it does, the file descriptor as long as this object.
     """
+
+    memory: torch.Tensor
+    """uint8, one dimension."""
+    fd: int
+    """With which another process can map it."""
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd)
+
+
+def shared_memory(nbytes: int) -> SharedMemory:
+    """Raises ConfigError if there is not so much."""
     fd = os.memfd_create("verl-parameter-server", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)  # the pages exist: running out is an error here, not a SIGBUS later
@@ -43,4 +59,35 @@ def shared_memory(nbytes: int) -> tuple[torch.Tensor, int]:
     except OSError as exc:
         os.close(fd)
         raise ConfigError(f"cannot reserve {nbytes} bytes of host memory: {exc.strerror}") from exc
-    return torch.from_numpy(np.frombuffer(memory, np.uint8)), fd
+    return SharedMemory(torch.from_numpy(np.frombuffer(memory, np.uint8)), fd)
+
+
+class KeptMemory:
+    """Shared memory that is kept from one use to the next, because making some takes longer than filling it.
+
+    Used from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[SharedMemory] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Kept, and not taken."""
+        return sum(piece.memory.nbytes for piece in self._kept)
+
+    def take(self, nbytes: int, count: int) -> list[SharedMemory]:
+        """`count` pieces of `nbytes`; what is in them is of no use. Lets go of what has another size.
+
+        Raises ConfigError if there is not so much.
+        """
+        fitting = [piece for piece in self._kept if piece.memory.nbytes == nbytes]
+        self._kept = fitting[count:]
+        return fitting[:count] + [shared_memory(nbytes) for _ in range(count - len(fitting))]
+
+    def keep(self, pieces: Sequence[SharedMemory]) -> None:
+        """For whoever takes next. Nobody writes to `pieces`, or wants what is in them, any more."""
+        self._kept += pieces
+
+    def let_go(self) -> None:
+        self._kept.clear()

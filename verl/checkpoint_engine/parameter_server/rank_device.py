@@ -55,14 +55,14 @@ class Device:
         free: int = module.mem_get_info(self.torch_device)[0]
         return free
 
-    def max_bucket_nbytes(self) -> int:
-        """As configured. Raises ConfigError."""
+    def max_bucket_nbytes(self, largest: int) -> int:
+        """As configured; else a default, which gives way to a tensor of `largest` bytes. Raises ConfigError."""
         try:
             gib = envs.ps_max_bucket_size_gb()
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
         if gib is None:
-            return CPU_BUCKET_NBYTES if self.kind == "cpu" else DEVICE_BUCKET_NBYTES
+            return max(CPU_BUCKET_NBYTES if self.kind == "cpu" else DEVICE_BUCKET_NBYTES, largest)
         if not gib > 0:
             raise ConfigError(f"PS_MAX_BUCKET_SIZE_GB must be positive, not {gib}")
         return int(gib * 2**30)

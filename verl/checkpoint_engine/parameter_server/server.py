@@ -23,6 +23,7 @@ from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
 from verl.checkpoint_engine.parameter_server.fetching import Sources
 from verl.checkpoint_engine.parameter_server.holdings import Holdings
+from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.rdma import choose_wire
@@ -90,6 +91,7 @@ class ParameterServer:
         self._metas_name: str | None = None
         """The checkpoint that they describe; None if they were loaded."""
         self._events = Events(self.rank)
+        self._kept = KeptMemory()
 
     @property
     def device_id(self) -> str:
@@ -173,7 +175,7 @@ class ParameterServer:
                 together,
                 name=name,
                 device=self._device,
-                mem_fraction=self.mem_fraction,
+                usable_nbytes=int((self._device.free_nbytes() + self._kept.nbytes) * self.mem_fraction),
                 own=self._holdings.metas(name),
                 metas=self._metas,
                 metas_name=self._metas_name,
@@ -196,6 +198,7 @@ class ParameterServer:
                 together=together,
                 request=req_func,
                 events=events,
+                kept=self._kept,
             ).run()
         return UpdateReport(
             name=name,
@@ -226,6 +229,7 @@ class ParameterServer:
         """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
         self._undertakings.close()
         self._holdings.close()
+        self._kept.let_go()
         self._metas, self._metas_name = {}, None
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
+from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.progress import Events
 from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
 
@@ -45,13 +46,19 @@ class Transfer:
     together: Undertaking
     request: Request
     events: Events
+    kept: KeptMemory
+    """For halves, from update to update."""
     _loading: deque[int] = field(default_factory=deque)
     """Buckets that the engine has been offered and has not loaded."""
 
     @property
     def _num_halves(self) -> int:
-        """Two, and the one into which the next bucket is fetched meanwhile if there is memory for it."""
-        return 3 if self.size.staged else 2
+        """Two, and the one into which the next bucket is fetched meanwhile if there is memory for it.
+
+        No more than there are buckets that go through them.
+        """
+        through = sum(root != self.rank or not self.sources.is_lent(bucket) for root, bucket in self.order)
+        return min(3 if self.size.staged else 2, through)
 
     def run(self) -> None:
         """Until every rank's engine has accepted the checkpoint. Raises the first failure; nothing is left then."""
@@ -63,6 +70,7 @@ class Transfer:
             lent=self.sources.lent,
             timeout_s=self.together.own_deadline.remaining_s,
             device=device.torch_device,
+            kept=self.kept,
             on_loaded=lambda: self.events.record("load-end", self._loading.popleft()),
         )
         self.together.failure.then(link.abort)

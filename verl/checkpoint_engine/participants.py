@@ -8,7 +8,6 @@ thread per member, so that the event loop that calls them goes on answering.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ import numpy as np
 
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
+from verl.checkpoint_engine.digest import Manifest, digest_pieces, digest_threads, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
@@ -34,9 +33,6 @@ from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 
 T = TypeVar("T")
-
-DIGEST_THREADS = 4
-"""More do not help: a few threads saturate the memory of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +327,7 @@ class RolloutNode(_Participant):
 
     def _verify(self, manifest: Manifest) -> None:
         region = self._open_arena.slot_view().bytes.numpy()
-        verify(region, manifest, threads=_digest_threads())
+        verify(region, manifest, threads=digest_threads())
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""
@@ -357,7 +353,7 @@ class RolloutNode(_Participant):
 
     async def reverify(self, version: int) -> None:
         """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
-        await self._run(lambda: self._open_arena.reverify(version, threads=_digest_threads()))
+        await self._run(lambda: self._open_arena.reverify(version, threads=digest_threads()))
 
     async def close(self) -> None:
         """Remove the arena."""
@@ -387,9 +383,5 @@ def _digests_of(publication: Publication) -> bytes:
     missing = np.flatnonzero(~publication.digested)
     if len(missing):
         extents = memory.extents.take(missing)
-        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=_digest_threads())
+        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=digest_threads())
     return digests.tobytes()
-
-
-def _digest_threads() -> int:
-    return min(DIGEST_THREADS, len(os.sched_getaffinity(0)))

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -51,7 +51,7 @@ class Transfer:
     _loading: deque[int] = field(default_factory=deque)
     """Buckets that the engine has been offered and has not loaded."""
 
-    @property
+    @cached_property
     def _num_halves(self) -> int:
         """Two, and the one into which the next bucket is fetched meanwhile if there is memory for it.
 

@@ -24,8 +24,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import RolloutError
 
-MAX_MODEL_LEN = 1024
-"""A response of this length takes about a second: what tests do meanwhile reaches the engine in time."""
+MAX_MODEL_LEN = 256
 PROMPT = [3, 4, 5, 6]
 
 
@@ -96,10 +95,7 @@ class Served:
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Two versions of one model."""
     directory = tmp_path_factory.mktemp("models")
-    return {
-        version: make_tiny_model(directory / str(version), seed=version, max_position_embeddings=MAX_MODEL_LEN)
-        for version in (1, 2)
-    }
+    return {version: make_tiny_model(directory / str(version), seed=version) for version in (1, 2)}
 
 
 @pytest.fixture(scope="session")

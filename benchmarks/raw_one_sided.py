@@ -16,6 +16,7 @@ from benchmarks.processes import fresh_processes
 from verl import envs
 from verl.checkpoint_engine.backends.one_sided import UInt8s, Wire
 from verl.checkpoint_engine.packed import private_memory
+from verl.checkpoint_engine.threads import memory_threads
 
 TRANSFER_NBYTES = 64 * 2**20
 IN_FLIGHT = 4
@@ -26,7 +27,8 @@ def nixl_wire(name: str) -> Wire:
 
     if name == "owner":
         return NixlWire(name, tls=None, error_handling="peer", num_workers=1, progress=True)
-    return NixlWire(name, tls="sm,self", error_handling="none", num_workers=1, progress=False)
+    node = {"tls": "sm,self", "error_handling": "none", "num_workers": 1, "num_threads": memory_threads()}
+    return NixlWire(name, **node, progress=False)
 
 
 def mooncake_wire(name: str) -> Wire:

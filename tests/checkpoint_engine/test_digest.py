@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 import numpy as np
 import pytest
 import xxhash
 
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, digest_threads, verify
+from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
 from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
@@ -74,12 +72,6 @@ def test_any_flipped_bit_is_found_and_named(region: np.ndarray, offset: int, nam
     assert named in str(raised.value)
     assert f"1 of {len(manifest.plan)} pieces" in str(raised.value)
     assert (raised.value.version, raised.value.phase) == (7, "verify")
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (8, 4), (32, 4), (64, 8), (192, 24)])
-def test_a_large_host_digests_with_more_threads(cores: int, threads: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert digest_threads() == threads
 
 
 def test_much_damage_is_counted_and_the_first_pieces_named(region: np.ndarray):

@@ -228,6 +228,7 @@ LIBRARIES = [
     )
     for label, name, kwargs in (
         ("nixl", "nixl", {}),
+        ("nixl-one-thread", "nixl", {"num_threads": 1}),
         ("nixl-tcp", "nixl", {"ucx_tls": "tcp"}),
         ("mooncake", "mooncake", {"host": "127.0.0.1"}),
     )
@@ -327,6 +328,7 @@ def test_a_host_on_which_no_port_is_free_for_mooncake_is_named_with_the_ports():
         ({"nixl": {"ucx_tsl": "tcp"}}, "Did you mean 'ucx_tls'"),
         ({"nixl": {"error_handling": "some"}}, "error_handling"),
         ({"nixl": {"num_workers": 0}}, "num_workers must be at least 1"),
+        ({"nixl": {"num_threads": 0}}, "num_threads must be at least 1"),
         ({"mooncake": {"protocol": "rmda"}}, "protocol"),
     ],
 )

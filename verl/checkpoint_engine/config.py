@@ -73,10 +73,16 @@ class NixlOptions:
         choices=(None, "none", "peer"),
     )
     num_workers: int = option(1, "UCX workers per member")
+    num_threads: int | None = option(
+        None,
+        "threads with which a node reads; null: where all of `ucx_tls` is shared memory, by the host's cores, else 1",
+    )
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise strict.ConfigError(f"num_workers must be at least 1, not {self.num_workers}")
+        for name in ("num_workers", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise strict.ConfigError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

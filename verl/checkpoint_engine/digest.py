@@ -6,7 +6,6 @@ xxh3 (https://github.com/Cyan4973/xxHash) detects accidents, not attackers: torn
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,11 +21,6 @@ from verl.checkpoint_engine.shards import ROWS_AT_A_TIME, Extents
 
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8
-
-FEW_THREADS = 4
-"""On a small host, where transport and engines want cores, too."""
-SHARE_OF_CORES = 8
-"""On a large one a member takes one core in so many: a host's eight trainer ranks digest at the same time."""
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -97,12 +91,6 @@ def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: i
         with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
             list(pool.map(fill, parts))
     return digests
-
-
-def digest_threads() -> int:
-    """How many threads a member digests with on this host."""
-    cores = len(os.sched_getaffinity(0))
-    return max(min(FEW_THREADS, cores), cores // SHARE_OF_CORES)
 
 
 def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, digest_threads, verify
+from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
@@ -29,6 +29,7 @@ from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.publishing import Publication
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 
@@ -327,7 +328,7 @@ class RolloutNode(_Participant):
 
     def _verify(self, manifest: Manifest) -> None:
         region = self._open_arena.slot_view().bytes.numpy()
-        verify(region, manifest, threads=digest_threads())
+        verify(region, manifest, threads=memory_threads())
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""
@@ -353,7 +354,7 @@ class RolloutNode(_Participant):
 
     async def reverify(self, version: int) -> None:
         """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
-        await self._run(lambda: self._open_arena.reverify(version, threads=digest_threads()))
+        await self._run(lambda: self._open_arena.reverify(version, threads=memory_threads()))
 
     async def close(self) -> None:
         """Remove the arena."""
@@ -383,5 +384,5 @@ def _digests_of(publication: Publication) -> bytes:
     missing = np.flatnonzero(~publication.digested)
     if len(missing):
         extents = memory.extents.take(missing)
-        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=digest_threads())
+        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=memory_threads())
     return digests.tobytes()

@@ -1,7 +1,8 @@
 """`nixl`: NVIDIA's NIXL over UCX. https://github.com/ai-dynamo/nixl
 
 On one host UCX copies from the other process's memory directly (CMA), with `sm,self` and no peer error handling faster
-than with its own choice of transports. A process that is gone is noticed either way.
+than with its own choice of transports. A process that is gone is noticed either way. The copying is done by the thread
+that posts a read, so several threads of NIXL's share it; a network card needs no help.
 
 Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
 while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
@@ -9,6 +10,7 @@ while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -23,6 +25,7 @@ import nixl
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire
 from verl.checkpoint_engine.config import NixlOptions
 from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
@@ -31,6 +34,8 @@ PEER_ERRORS = "peer"
 NO_ERRORS = "none"
 PROGRESS_DELAY_US = 100
 """How long an owner's progress thread may sleep; traffic wakes it earlier."""
+MIN_PART_NBYTES = 256 * 2**10
+"""Of a read that threads share: handing it over must not take longer than copying it."""
 
 _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -42,11 +47,23 @@ _creating = threading.Lock()
 class NixlWire(Wire):
     """One NIXL agent with its UCX backend."""
 
-    def __init__(self, name: str, *, tls: str | None, error_handling: str, num_workers: int, progress: bool) -> None:
-        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads."""
+    def __init__(
+        self,
+        name: str,
+        *,
+        tls: str | None,
+        error_handling: str,
+        num_workers: int,
+        num_threads: int = 1,
+        progress: bool,
+    ) -> None:
+        """`num_threads` share a large read. `progress`: a thread that answers peers, which owners need; nodes drive
+        their own reads."""
         logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
+        if num_threads > 1:
+            options |= {"num_threads": str(num_threads), "split_batch_size": str(num_threads)}
         try:
             with _ucx_environment(tls):
                 self._agent: Any = _new_agent(f"{name}-{secrets.token_hex(4)}", progress)
@@ -57,6 +74,7 @@ class NixlWire(Wire):
         self._registered: dict[int, tuple[UInt8s, Any]] = {}
         self._handles: dict[int, Any] = {}
         self._next = 0
+        self._num_threads = num_threads
 
     def register(self, memory: UInt8s) -> None:
         address = memory.ctypes.data
@@ -79,9 +97,10 @@ class NixlWire(Wire):
 
     def read(self, owner: int, source: int, target: int, nbytes: int) -> int:
         agent = self._agent
+        parts = _in_parts(nbytes, self._num_threads)
         with _mapped(f"reading {nbytes} bytes"):
-            here = agent.get_xfer_descs([(target, nbytes, 0)], "DRAM")
-            there = agent.get_xfer_descs([(source, nbytes, 0)], "DRAM")
+            here = agent.get_xfer_descs([(target + start, size, 0) for start, size in parts], "DRAM")
+            there = agent.get_xfer_descs([(source + start, size, 0) for start, size in parts], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, self._peers[owner])
             self._next += 1
             self._handles[self._next] = handle
@@ -134,13 +153,22 @@ class NixlEngine(OneSidedEngine):
         tls = options.ucx_tls
         if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
             tls = ONE_HOST
+        reads, copies = topology is not None, _is_shared_memory(tls)
         return NixlWire(
             self.member.name,
             tls=tls,
-            error_handling=options.error_handling or (NO_ERRORS if _has_no_peer_errors(tls) else PEER_ERRORS),
+            error_handling=options.error_handling or (NO_ERRORS if copies else PEER_ERRORS),
             num_workers=options.num_workers,
-            progress=topology is None,
+            num_threads=(options.num_threads or (memory_threads() if copies else 1)) if reads else 1,
+            progress=not reads,
         )
+
+
+def _in_parts(nbytes: int, num_threads: int) -> list[tuple[int, int]]:
+    """Start and size of a part for every thread, or of the whole. NIXL hands over lists, never parts of an entry."""
+    count = num_threads if nbytes >= num_threads * MIN_PART_NBYTES else 1
+    cuts = [nbytes * part // count for part in range(count + 1)]
+    return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
 
 
 def _new_agent(name: str, progress: bool) -> Any:
@@ -157,8 +185,8 @@ def _new_agent(name: str, progress: bool) -> Any:
     return agent
 
 
-def _has_no_peer_errors(tls: str | None) -> bool:
-    """UCX's shared-memory transports cannot detect the death of a peer by themselves and refuse to promise it."""
+def _is_shared_memory(tls: str | None) -> bool:
+    """Such transports of UCX's cannot detect the death of a peer by themselves and refuse to promise it."""
     return tls is not None and set(tls.split(",")) <= {"sm", "self", "cma", "posix", "sysv", "memory", "shm"}
 
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from verl.trainer.config.schema import Key, Section, sections, yaml_text
+from verl.trainer.config.schema import Key, Section, documented_sections, sections, yaml_text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_DIR = Path("verl/trainer/config")
@@ -92,9 +92,7 @@ def render_reference() -> str:
         "`actor_rollout_ref.rollout.checkpoint_engine.*` is accepted for `checkpoint_engine.*` and means the same.",
         "Keys of type `dict` take any keys below them.",
     ]
-    for section in sections():
-        if not section.keys:
-            continue
+    for section in documented_sections():
         lines += ["", f"## `{section.path}`", "", section.doc, "", "| key | type | default | meaning |"]
         lines += ["|---|---|---|---|", *(_table_row(key) for key in section.keys)]
     return "\n".join(lines) + "\n"

@@ -1,10 +1,13 @@
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import yaml
 
+from verl.checkpoint_engine.registry import BUILTIN
 from verl.trainer.config.loader import load_config
-from verl.trainer.config.schema import keys
+from verl.trainer.config.schema import documented_sections, keys
 from verl.workers.config import PPOConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -39,6 +42,14 @@ def test_every_key_is_in_the_reference_with_its_meaning():
     reference = (REPOSITORY / "docs/configuration.md").read_text(encoding="utf-8")
     missing = [key.path for key in keys().values() if f"| `{key.path}` |" not in reference or not key.help]
     assert not missing
+
+
+@pytest.mark.parametrize(("name", "backend"), BUILTIN.items())
+def test_every_option_of_a_backend_is_in_the_reference_with_its_meaning(name, backend):
+    section = f"checkpoint_engine.engine_kwargs.{name}"
+    (documented,) = [each.keys for each in documented_sections() if each.path == section]
+    assert [key.path for key in documented] == [f"{section}.{field.name}" for field in fields(backend.options)]
+    assert all(key.help for key in documented)
 
 
 def test_plain_yaml_readers_see_numbers_where_we_have_numbers():

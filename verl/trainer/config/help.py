@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl.trainer.config.schema import Key, Section, sections, yaml_text
+from verl.trainer.config.schema import Key, documented_sections, yaml_text
 
 USAGE = "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help]"
 ABOUT = (
@@ -50,7 +50,7 @@ def plain_page() -> str:
     lines += [f"  {_command(arguments)}    # {what}" for what, arguments in EXAMPLES]
     lines += ["", "options:", *(f"  {flag:<20} {meaning}" for flag, meaning in FLAGS)]
     lines += ["", REFERENCE, "", "keys:"]
-    for section in _with_keys():
+    for section in documented_sections():
         lines += ["", f"{section.path}: {section.doc}"]
         lines += [f"  {key.path}={yaml_text(key.default)}    {_meaning(key)}" for key in section.keys]
     return "\n".join(lines)
@@ -68,7 +68,7 @@ def _rich_page(console: Console) -> None:
         options.add_row(Text(f"  {flag}", "cyan"), Text(meaning))
     console.print(options)
     console.print(f"\n{REFERENCE}")
-    for section in _with_keys():
+    for section in documented_sections():
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_column(ratio=2, overflow="fold")
         table.add_column(ratio=3)
@@ -78,10 +78,6 @@ def _rich_page(console: Console) -> None:
         console.print()
         console.print(Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")))
         console.print(table)
-
-
-def _with_keys() -> list[Section]:
-    return [section for section in sections() if section.keys]
 
 
 def _command(arguments: str) -> str:

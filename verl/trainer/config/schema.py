@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from verl.checkpoint_engine.registry import BUILTIN
 from verl.utils.config import field_types
 from verl.workers.config import PPOConfig
 
@@ -58,6 +59,18 @@ def yaml_text(value: object) -> str:
 def sections() -> tuple[Section, ...]:
     """Every section, in the order in which the dataclasses declare them; a section precedes its nested ones."""
     return tuple(_walk(PPOConfig(), "", ""))
+
+
+@cache
+def documented_sections() -> tuple[Section, ...]:
+    """Every section with keys; behind `checkpoint_engine`, whose `engine_kwargs` take any, its backends' options."""
+    found = [section for section in sections() if section.keys]
+    place = 1 + max(index for index, section in enumerate(found) if section.path.startswith("checkpoint_engine"))
+    for name, backend in BUILTIN.items():
+        if backend.options:
+            found[place:place] = _walk(backend.options(), f"checkpoint_engine.engine_kwargs.{name}", "")
+            place += 1
+    return tuple(found)
 
 
 @cache

@@ -8,7 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,36 @@ from verl.utils.device import resolve_device
 from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
-from verl.workers.config import CriticConfig, PPOConfig
+from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.rollout import RolloutReplica
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is settled before any process is started."""
+
+    config: PPOConfig
+    device: str
+    output_dir: Path
+    checkpoints: CheckpointDirectory
+    resume_from: Path | None
+    model_path: Path
+    arena_nbytes: int
+    """Shared memory that each rollout node's arena will take."""
+    replicas: list[RolloutReplica]
+    agent_loop_manager_class: Any
+    critic: CriticConfig | None
+    loaders: dict[str, StatefulDataLoader]
+    reward_manager: NaiveRewardManager
+    total_steps: int
 
 
 def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> TrainingResult:
@@ -51,7 +72,33 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
-    config = trainer_class.adapted(config)
+    job = _checked(trainer_class.adapted(config))
+    with _tracking(job) as tracking, _cluster(job) as cluster, _agent_loops(job, cluster) as manager:
+        max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
+        rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
+        trainer = trainer_class(
+            config=job.config,
+            cluster=cluster,
+            rollouts=rollouts,
+            reward_manager=job.reward_manager,
+            train_dataloader=job.loaders["train"],
+            validator=Validator(
+                config=job.config,
+                rollouts=rollouts,
+                reward_manager=job.reward_manager,
+                dataloader=job.loaders["val"],
+            ),
+            checkpoints=job.checkpoints,
+            tracking=tracking,
+            total_steps=job.total_steps,
+        )
+        result = trainer.fit(job.resume_from)
+    _summarise(result, job.output_dir, time.perf_counter() - began)
+    return result
+
+
+def _checked(config: PPOConfig) -> _Job:
+    """Raises ConfigError or BackendUnavailable for all that this host can tell."""
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     output_dir = _writable(Path(config.trainer.output_dir))
@@ -60,93 +107,96 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
     adapters = _adapter_shapes(config, model_path)
-    TrainEngineRegistry.check_job(
-        config.actor_rollout_ref.actor.strategy,
-        megatron=config.actor_rollout_ref.actor.megatron,
-        model=replace(config.actor_rollout_ref.model, path=str(model_path)),
-        world_size=config.trainer.world_size,
-        device=device,
-    )
+    policy = replace(config.actor_rollout_ref.model, path=str(model_path))
+    _require_engine(config, config.actor_rollout_ref.actor.strategy, policy, device)
     arena_nbytes = _arena_nbytes(config, model_path, adapters)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
-    manager_class = _agent_loop_manager_class(config)
+    agent_loop_manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loaders = _dataloaders(config, tokenizer)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
-    critic = _local_critic(config, tokenizer)
-    if critic is not None:
-        TrainEngineRegistry.check_job(
-            critic.strategy,
-            megatron=config.actor_rollout_ref.actor.megatron,
-            model=critic.hf_model(str(model_path)),
-            world_size=config.trainer.world_size,
-            device=device,
-            labels=1,
-        )
-    reward_manager = NaiveRewardManager(
-        tokenizer,
-        load_reward_function(config.custom_reward_function),
-        num_workers=config.reward_model.num_workers,
-        reward_fn_key=config.data.reward_fn_key,
+    return _Job(
+        config=config,
+        device=device,
+        output_dir=output_dir,
+        checkpoints=checkpoints,
+        resume_from=resume_from,
+        model_path=model_path,
+        arena_nbytes=arena_nbytes,
+        replicas=replicas,
+        agent_loop_manager_class=agent_loop_manager_class,
+        critic=_local_critic(config, tokenizer, model_path, device),
+        loaders=loaders,
+        reward_manager=NaiveRewardManager(
+            tokenizer,
+            load_reward_function(config.custom_reward_function),
+            num_workers=config.reward_model.num_workers,
+            reward_fn_key=config.data.reward_fn_key,
+        ),
+        total_steps=total_steps,
     )
-    with (
-        Tracking(
-            config.trainer.project_name,
-            config.trainer.experiment_name,
-            config.trainer.logger,
-            output_dir,
-            to_mapping(config),
-            total_steps=total_steps,
-            resume_step=checkpoints.read(resume_from).step if resume_from else 0,
-        ) as tracking,
-        Cluster(
-            config,
-            model_path=model_path,
-            device=device,
-            replicas=replicas,
-            arena_nbytes=arena_nbytes,
-            with_reference=needs_reference(config),
-            critic=critic,
-        ) as cluster,
-        manager_class(
-            config, cluster.server_handles, config.actor_rollout_ref.model.tokenizer_path or model_path
-        ) as manager,
-    ):
-        rollouts = HealingRollouts(manager, cluster, max_restarts=config.actor_rollout_ref.rollout.max_restarts)
-        validator = Validator(
-            config=config, rollouts=rollouts, reward_manager=reward_manager, dataloader=loaders["val"]
-        )
-        trainer = trainer_class(
-            config=config,
-            cluster=cluster,
-            rollouts=rollouts,
-            reward_manager=reward_manager,
-            train_dataloader=loaders["train"],
-            validator=validator,
-            checkpoints=checkpoints,
-            tracking=tracking,
-            total_steps=total_steps,
-        )
-        result = trainer.fit(resume_from)
-    _summarise(result, output_dir, time.perf_counter() - began)
-    return result
 
 
-def _local_critic(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> CriticConfig | None:
+def _tracking(job: _Job) -> Tracking:
+    trainer = job.config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        job.output_dir,
+        to_mapping(job.config),
+        total_steps=job.total_steps,
+        resume_step=job.checkpoints.read(job.resume_from).step if job.resume_from else 0,
+    )
+
+
+def _cluster(job: _Job) -> Cluster:
+    return Cluster(
+        job.config,
+        model_path=job.model_path,
+        device=job.device,
+        replicas=job.replicas,
+        arena_nbytes=job.arena_nbytes,
+        with_reference=needs_reference(job.config),
+        critic=job.critic,
+    )
+
+
+def _agent_loops(job: _Job, cluster: Cluster) -> Any:
+    tokenizer_path = job.config.actor_rollout_ref.model.tokenizer_path or job.model_path
+    return job.agent_loop_manager_class(job.config, cluster.server_handles, tokenizer_path)
+
+
+def _require_engine(config: PPOConfig, strategy: str, model: HFModelConfig, device: str, labels: int = 0) -> None:
+    """Engines of `strategy` can hold the model in the local directory `model.path`; `labels` as a critic has them."""
+    TrainEngineRegistry.check_job(
+        strategy,
+        megatron=config.actor_rollout_ref.actor.megatron,
+        model=model,
+        world_size=config.trainer.world_size,
+        device=device,
+        labels=labels,
+    )
+
+
+def _local_critic(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: Path, device: str
+) -> CriticConfig | None:
     """The critic with a local directory in the place of a built-in name; None for a run without one.
 
-    Raises ConfigError for a model that does not read the tokens of `tokenizer`, the policy's.
+    Raises ConfigError for a model that does not read the tokens of `tokenizer`, the policy's, or that no engine holds.
     """
     if not needs_critic(config):
         return None
-    model = config.critic.model
-    if model.path is None:
-        return config.critic
-    path = resolve_model_path(model.path)
-    require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
-    return replace(config.critic, model=replace(model, path=str(path)))
+    critic, model = config.critic, config.critic.model
+    if model.path is not None:
+        path = resolve_model_path(model.path)
+        require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+        critic = replace(critic, model=replace(model, path=str(path)))
+    _require_engine(config, critic.strategy, critic.hf_model(str(policy)), device, labels=1)
+    return critic
 
 
 def _agent_loop_manager_class(config: PPOConfig) -> Any:

@@ -1,7 +1,8 @@
 """What vLLM leaves on the machine when its processes are ended, and who removes it.
 
-vLLM 0.32 keeps its sockets as files and, for each worker, a ring buffer of 160 MiB in shared memory. Processes that are
-killed remove neither; its own shutdown kills them. A janitor therefore outlives the server and cleans up.
+vLLM 0.32 keeps its sockets as files and, for each worker, a ring buffer of 160 MiB in shared memory; libraries that it
+loads make semaphores. Processes that are killed remove none of them; its own shutdown kills them. A janitor therefore
+outlives the server and cleans up.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import psutil
 from verl import envs
 from verl.checkpoint_engine.janitor import Janitor
 
-SHM_DIR = "/dev/shm/"
-OURS = ("psm_", "vllm_")
-"""Names that Python's and vLLM's shared memory begin with. Arenas, which children map, too, have their own owner."""
+SHM_DIR = Path("/dev/shm")
+OURS = ("psm_", "vllm_", "sem.mp-")
+"""Names that Python's and vLLM's files there begin with. Arenas, which children map, too, have their own owner."""
 
 
 class Leftovers:
@@ -46,13 +47,14 @@ class Leftovers:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Shared-memory files of vLLM that the descendants of `pid` have mapped."""
-    found: set[Path] = set()
+    """Files in shared memory of vLLM that the descendants of `pid` have mapped."""
+    mapped: set[str] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if SHM_DIR in line}
-        found |= {Path(name) for name in mapped if name.removeprefix(SHM_DIR).startswith(OURS)}
-    return found
+        # By number: a semaphore is mapped under a name that it has for a moment only.
+        mapped |= {line.split(maxsplit=5)[4] for line in maps.splitlines() if f" {SHM_DIR}/" in line}
+    with os.scandir(SHM_DIR) as files:
+        return {Path(file) for file in files if file.name.startswith(OURS) and str(file.inode()) in mapped}

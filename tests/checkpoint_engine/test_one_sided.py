@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -254,6 +255,35 @@ def resources() -> tuple[int, int, int]:
     sockets = sum(target.startswith("socket:") for target in descriptors)
     slots = sum("slot-" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return len(os.listdir("/proc/self/task")), sockets, slots
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_read_that_threads_share_arrives_whole(num_threads: int):
+    from verl.checkpoint_engine.backends.nixl import MIN_PART_NBYTES, NixlWire
+
+    shared = num_threads * MIN_PART_NBYTES  # the smallest read that is
+    source = np.random.default_rng(0).integers(0, 256, 5 * shared, np.uint8)
+    target = np.zeros_like(source)
+    owner = NixlWire("owner", tls=None, error_handling="peer", num_workers=1, progress=True)
+    owner.register(source)
+    threads_before = len(os.listdir("/proc/self/task"))
+    options = {"tls": "sm,self", "error_handling": "none", "num_workers": 1, "num_threads": num_threads}
+    node = NixlWire("node", **options, progress=False)
+    try:
+        assert len(os.listdir("/proc/self/task")) - threads_before == (num_threads if num_threads > 1 else 0)
+        node.register(target)
+        node.connect(0, owner.address(), 10)
+        for nbytes in (1, shared - 1, shared, 4 * shared + 1):
+            target[:] = 0
+            reading = node.read(0, source.ctypes.data, target.ctypes.data, nbytes)
+            while not node.is_done(reading):
+                time.sleep(0.001)
+            assert np.array_equal(target[:nbytes], source[:nbytes])
+            assert not target[nbytes:].any()
+    finally:
+        node.close()
+        owner.close()
 
 
 class BusyPorts:

@@ -39,8 +39,9 @@ class Leftovers:
         """Note what vLLM's processes have mapped. Call when the engine has started: it maps nothing new later."""
         for path in shared_memory_of(os.getpid()):
             self._janitor.watch(path)
-            # The ranks of one engine met through a file; their shared memory is called after it.
-            self._janitor.watch(Path(tempfile.gettempdir()) / path.name.partition("-")[0])
+            if path.name.startswith("vllm_"):
+                # The ranks of one engine met through a file; their shared memory is called after it.
+                self._janitor.watch(Path(tempfile.gettempdir()) / path.name.partition("-")[0])
 
     def remove(self) -> None:
         self._janitor.close()

@@ -1,13 +1,17 @@
-"""What processes that are killed leave in shared memory, found while they live."""
+"""What processes that are killed leave in shared memory: it is found while they live, and removed."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 
-from verl.workers.rollout.vllm.leftovers import SHM_DIR, shared_memory_of
+import psutil
+
+from tests.checkpoint_engine.fakes import soon
+from verl.workers.rollout.vllm.leftovers import LOOK_EVERY_S, SHM_DIR, Leftovers, shared_memory_of
 
 
 def own(pipe: Connection) -> None:
@@ -33,3 +37,25 @@ def test_memory_and_semaphores_of_a_child_are_found_and_those_of_others_are_not(
         mine.unlink()
     assert {SHM_DIR / name for name in theirs} <= found
     assert SHM_DIR / mine.name not in found
+
+
+def start_and_never_finish(pipe: Connection) -> None:
+    with Leftovers().finding_shared_memory():
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=own, args=(pipe,))
+        child.start()
+        child.join()
+
+
+def test_memory_of_an_engine_that_is_killed_while_it_starts_is_removed():
+    context = multiprocessing.get_context("spawn")
+    pipes = context.Pipe()
+    server = context.Process(target=start_and_never_finish, args=(pipes[1],))
+    server.start()
+    pipes[1].close()
+    made = {SHM_DIR / name for name in pipes[0].recv()}
+    time.sleep(3 * LOOK_EVERY_S)
+    for process in (*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)):
+        process.kill()  # with those that would clean up after Python's own memory
+    server.join()
+    assert soon(lambda: not any(path.exists() for path in made)), made

@@ -64,9 +64,9 @@ class VLLMEngine:
             self._bind_threads()
         self._leftovers = Leftovers()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
-        await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
-        self._leftovers.find_shared_memory()
+        with self._leftovers.finding_shared_memory():
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+            await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
         if self._spec.model.sends_adapters:
             self._adapter_directory = self._leftovers.memory_directory()
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ from verl import envs
 from verl.checkpoint_engine.janitor import Janitor
 
 SHM_DIR = Path("/dev/shm")
+LOOK_EVERY_S = 0.5
 OURS = ("psm_", "vllm_", "sem.mp-")
 """Names that Python's and vLLM's files there begin with. Arenas, which children map, too, have their own owner."""
 
@@ -28,6 +32,7 @@ class Leftovers:
         self.directory = Path(tempfile.mkdtemp(prefix="verl-vllm-"))
         """For vLLM's sockets. The path is short: a socket's may have 107 characters."""
         self._janitor = Janitor(self.directory)
+        self._found: set[Path] = set()
 
     def memory_directory(self) -> Path:
         """A new directory in shared memory, for files of ours that vLLM's processes read."""
@@ -35,9 +40,30 @@ class Leftovers:
         self._janitor.watch(directory)
         return directory
 
-    def find_shared_memory(self) -> None:
-        """Note what vLLM's processes have mapped. Call when the engine has started: it maps nothing new later."""
-        for path in shared_memory_of(os.getpid()):
+    @contextmanager
+    def finding_shared_memory(self) -> Iterator[None]:
+        """Note what vLLM's processes map while the engine starts: it maps nothing new later.
+
+        A thread looks again and again, because a server may be killed before its engine has started.
+        """
+        started = threading.Event()
+
+        def look() -> None:
+            while not started.wait(LOOK_EVERY_S):
+                self._find_shared_memory()
+
+        thread = threading.Thread(target=look, name="vllm-leftovers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            started.set()
+            thread.join()
+            self._find_shared_memory()
+
+    def _find_shared_memory(self) -> None:
+        for path in shared_memory_of(os.getpid()) - self._found:
+            self._found.add(path)
             self._janitor.watch(path)
             if path.name.startswith("vllm_"):
                 # The ranks of one engine met through a file; their shared memory is called after it.

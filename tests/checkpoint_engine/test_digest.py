@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
+from verl.checkpoint_engine.digest import Manifest, PieceDigests, digest_pieces, verify
 from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
@@ -72,6 +72,17 @@ def test_any_flipped_bit_is_found_and_named(region: np.ndarray, offset: int, nam
     assert named in str(raised.value)
     assert f"1 of {len(manifest.plan)} pieces" in str(raised.value)
     assert (raised.value.version, raised.value.phase) == (7, "verify")
+
+
+def test_pieces_that_were_digested_on_the_way_are_compared_and_not_read_again(region: np.ndarray):
+    manifest = manifest_of(region)
+    arrived = PieceDigests(manifest.digests.copy(), np.arange(len(manifest.plan)) < 2)
+    region[0] ^= 1  # of a piece that is known
+    verify(region, manifest, arrived=arrived)
+    arrived.values[1] ^= np.uint64(1)
+    region[511] ^= 1  # of one that is not
+    with pytest.raises(IntegrityError, match=r"2 of 8 pieces .*rows\[2:4.*rows\[6:8"):
+        verify(region, manifest, arrived=arrived)
 
 
 def test_much_damage_is_counted_and_the_first_pieces_named(region: np.ndarray):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ from verl.checkpoint_engine.pipeline import (
     FetchLoop,
     bounce_nbytes,
     messages_of,
+    run_together,
+    shares_of,
     spread_over_bounce,
 )
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
@@ -231,6 +233,47 @@ def test_a_loop_that_is_told_to_stop_stops() -> None:
         loop.run(buckets)
     assert time.monotonic() - start_s < 5
     assert not reader.in_flight
+
+
+@given(plan=plans, count=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_loops_that_run_together_fetch_every_byte_once(plan: SyncPlan, count: int) -> None:
+    loop, reader, buckets = fetch(plan, bucket_nbytes=1024, places=count)
+    readers = [replace(reader, in_flight=[]) for _ in range(count)]
+    shares = shares_of(buckets, count)
+    places = [{bucket.ranges[0].dst_offset for bucket in share if bucket.scatter} for share in shares]
+    assert sum(map(len, places)) == len(set().union(*places))
+    sizes = [sum(bucket.nbytes for bucket in share if not bucket.scatter) for share in shares]
+    assert max(sizes) - min(sizes) <= max((bucket.nbytes for bucket in buckets), default=0)
+    moved = run_together([replace(loop, reader=each) for each in readers], shares)
+    np.testing.assert_array_equal(reader.slot, content(plan))
+    assert moved == sum(bucket.nbytes for bucket in buckets)
+
+
+def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> None:
+    plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
+    loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0)
+    stalled, dying = replace(reader, stalled={0}, in_flight=[]), replace(reader, dead={1}, in_flight=[])
+    shares = [[bucket for bucket in buckets if bucket.owner == owner] for owner in (0, 1)]
+    start_s = time.monotonic()
+    with pytest.raises(TransportError, match="gone") as raised:
+        run_together([replace(loop, reader=stalled), replace(loop, reader=dying)], shares)
+    assert raised.value.member == "trainer-1"
+    assert time.monotonic() - start_s < 5
+    assert not stalled.in_flight
+    assert not dying.in_flight
+
+
+def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
+    plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
+    stop = threading.Event()
+    loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0, stalled={0, 1}, stop=stop)
+    loops = [replace(loop, reader=replace(reader, in_flight=[])) for _ in range(2)]
+    threading.Timer(0.05, stop.set).start()
+    start_s = time.monotonic()
+    with pytest.raises(TransportError, match="given up"):
+        run_together(loops, shares_of(buckets, 2))
+    assert time.monotonic() - start_s < 5
 
 
 def test_nothing_to_fetch_is_done_at_once() -> None:

@@ -105,10 +105,19 @@ def test_small_tensors_between_large_ones_travel_together():
     assert scattered == [False] * 5 + [True]
 
 
-def test_a_run_that_spans_tensors_is_cut_at_the_bucket_and_nowhere_else():
+@pytest.mark.parametrize(
+    ("bucket_nbytes", "lengths"),
+    [
+        (64 * MIB, [3 * MIB]),
+        (2 * MIB, [2 * MIB, MIB]),
+        (2 * MIB - 1, [2 * MIB - 64 * KIB, MIB + 64 * KIB]),
+        (48 * KIB, [48 * KIB, 16 * KIB] * 48),
+    ],
+    ids=["whole", "at the bucket", "between pieces", "inside pieces that are larger than a bucket"],
+)
+def test_a_run_that_spans_tensors_is_cut_between_pieces_where_they_fit(bucket_nbytes: int, lengths: list[int]):
     plan = plan_of({"a": (MIB,), "b": (MIB,), "c": (MIB,)})
-    lengths = [message.ranges[0].nbytes for message in messages_of(plan, 0, 2 * MIB)]
-    assert lengths == [2 * MIB, MIB]
+    assert [message.ranges[0].nbytes for message in messages_of(plan, 0, bucket_nbytes)] == lengths
 
 
 def test_packed_pieces_do_not_overlap_and_runs_are_aligned():

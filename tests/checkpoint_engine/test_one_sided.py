@@ -78,6 +78,16 @@ class MemoryEngine(OneSidedEngine):
         return MemoryWire()
 
 
+class CopyingWire(MemoryWire):
+    copies = True
+
+
+@CheckpointEngineRegistry.register("copying-wire")
+class CopyingEngine(OneSidedEngine):
+    def open_wire(self, topology: object) -> CopyingWire:
+        return CopyingWire()
+
+
 def fleet_of(tmp_path: Path, **config: Any) -> Fleet:
     return Fleet(TENSORS, tmp_path, **{"trainers": 2, "backend": "memory-wire", "retries": 0, **config})
 
@@ -202,6 +212,58 @@ async def test_a_stage_that_is_given_up_while_it_is_queued_never_begins(tmp_path
         assert fleet.replicas[0].version == 2
 
 
+# --- wires that copy --------------------------------------------------------------------------------------------------
+
+BOTH_WAYS = {"w": torch.randn(1000, 700), "norm": torch.randn(33)}
+"""Straight to the slot, and through the bounce buffer."""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+async def test_what_a_wire_copies_is_digested_as_it_arrives(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.memory_threads", lambda: threads)
+    monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.MESSAGE_NBYTES", 2**19)
+    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", block_kilobytes=64) as fleet:
+        engine = engine_of(fleet.nodes[0])
+        for version in range(3):
+            values = {name: torch.randn_like(values) for name, values in BOTH_WAYS.items()}
+            fleet.set_weights(values)
+            await fleet.manager.update_weights(version)
+            assert torch.equal(fleet.replicas[0].weights["w"], values["w"])
+            assert torch.equal(fleet.replicas[0].weights["norm"], values["norm"])
+            arrived = engine.digests_on_arrival(version)
+            names = {engine._plan.layout.specs[row].name for row in engine._plan.boxes.tensor[arrived.known]}
+            assert names == {"w"}
+            assert (arrived.known == (engine._plan.boxes.tensor == engine._plan.layout.index["w"])).all()
+            assert engine.digests_on_arrival(version + 1) is None
+        assert len(engine._wires) == threads
+        assert all(wire.log == engine._wire.log for wire in engine._wires)
+
+
+async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_sent_again(tmp_path: Path):
+    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", retries=1) as fleet:
+        await fleet.manager.update_weights(1)
+        flips = [100]
+
+        def flip_once(target: int, nbytes: int) -> None:
+            if nbytes > 1000 and flips:
+                ctypes.c_uint8.from_address(target + flips.pop()).value ^= 1
+
+        for wire in engine_of(fleet.nodes[0])._wires:
+            wire.after_read = flip_once
+        report = await fleet.manager.update_weights(2)
+        assert (report.retries, flips) == (1, [])
+        assert torch.equal(fleet.replicas[0].weights["w"], BOTH_WAYS["w"])
+
+
+async def test_without_verification_nothing_is_digested_as_it_arrives(tmp_path: Path):
+    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", verify=False) as fleet:
+        await fleet.manager.update_weights(1)
+        assert engine_of(fleet.nodes[0]).digests_on_arrival(1) is None
+        assert torch.equal(fleet.replicas[0].weights["w"], BOTH_WAYS["w"])
+
+
 def test_a_transfer_of_an_older_version_is_refused():
     memory = np.zeros(8, np.uint8)
     wire = MemoryWire()
@@ -230,6 +292,7 @@ LIBRARIES = [
     for label, name, kwargs in (
         ("nixl", "nixl", {}),
         ("nixl-one-thread", "nixl", {"num_threads": 1}),
+        ("nixl-three-threads", "nixl", {"num_threads": 3}),
         ("nixl-tcp", "nixl", {"ucx_tls": "tcp"}),
         ("mooncake", "mooncake", {"host": "127.0.0.1"}),
     )
@@ -258,29 +321,37 @@ def resources() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_read_that_threads_share_arrives_whole(num_threads: int):
-    from verl.checkpoint_engine.backends.nixl import MIN_PART_NBYTES, NixlWire
+def test_a_read_that_comes_again_needs_nothing_new_until_an_address_changes():
+    from verl.checkpoint_engine.backends.nixl import NixlWire
 
-    shared = num_threads * MIN_PART_NBYTES  # the smallest read that is
-    source = np.random.default_rng(0).integers(0, 256, 5 * shared, np.uint8)
+    source = np.random.default_rng(0).integers(0, 256, 2**21, np.uint8)
     target = np.zeros_like(source)
     owner = NixlWire("owner", tls=None, error_handling="peer", num_workers=1, progress=True)
     owner.register(source)
-    threads_before = len(os.listdir("/proc/self/task"))
-    options = {"tls": "sm,self", "error_handling": "none", "num_workers": 1, "num_threads": num_threads}
-    node = NixlWire("node", **options, progress=False)
+    node = NixlWire("node", tls="sm,self", error_handling="none", num_workers=1, progress=False)
+
+    def read(nbytes: int) -> Any:
+        target[:] = 0
+        reading = node.read(0, source.ctypes.data, target.ctypes.data, nbytes)
+        while not node.is_done(reading):
+            time.sleep(0.001)
+        assert np.array_equal(target[:nbytes], source[:nbytes])
+        assert not target[nbytes:].any()
+        return reading.handle
+
     try:
-        assert len(os.listdir("/proc/self/task")) - threads_before == (num_threads if num_threads > 1 else 0)
         node.register(target)
         node.connect(0, owner.address(), 10)
-        for nbytes in (1, shared - 1, shared, 4 * shared + 1):
-            target[:] = 0
-            reading = node.read(0, source.ctypes.data, target.ctypes.data, nbytes)
-            while not node.is_done(reading):
-                time.sleep(0.001)
-            assert np.array_equal(target[:nbytes], source[:nbytes])
-            assert not target[nbytes:].any()
+        first = read(2**20 + 1)
+        assert read(2**21) is not first
+        source[5] ^= 1
+        assert read(2**20 + 1) is first
+        node.connect(0, owner.address(), 10)
+        second = read(2**20 + 1)
+        assert second is not first
+        node.deregister(target)
+        node.register(target)
+        assert read(2**20 + 1) is not second
     finally:
         node.close()
         owner.close()

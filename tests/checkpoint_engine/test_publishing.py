@@ -153,8 +153,8 @@ def test_what_a_source_shows_is_digested_on_the_way(
     monkeypatch.setattr("verl.checkpoint_engine.publishing.CACHED_NBYTES", 300)  # less than a piece
     memory = SlotPieces(slot, plan, owner)
     publication = publish(Viewable(BOXES[owner]), memory)
-    digested = publication.digested
-    assert publication.digests[digested].tolist() == np.array(digests(memory), np.uint64)[digested].tolist()
+    digested = publication.digests.known
+    assert publication.digests.values[digested].tolist() == np.array(digests(memory), np.uint64)[digested].tolist()
     strided = memory.extents.rows > 1
     assert strided.any()
     assert (digested == ~strided).all()
@@ -175,10 +175,10 @@ def test_a_source_that_shows_values_fills_a_slot_as_one_that_copies_does(
 def test_digests_are_of_what_the_trainer_had_whatever_becomes_of_the_copy(plan: SyncPlan):
     memory = PackedRegion(plan, 0)
     publication = publish(Viewable(BOXES[0]), memory)
-    assert publication.digested.all()
-    assert publication.digests.tolist() == digests(memory)
+    assert publication.digests.known.all()
+    assert publication.digests.values.tolist() == digests(memory)
     memory.bytes[int(memory.extents.offset[1])] ^= 1
-    (different,) = np.flatnonzero(publication.digests != digests(memory))
+    (different,) = np.flatnonzero(publication.digests.values != digests(memory))
     assert different == 1
 
 

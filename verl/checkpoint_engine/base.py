@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from verl.checkpoint_engine.arena import NodeArena, open_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.digest import PieceDigests
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.publishing import Publication
@@ -120,6 +121,13 @@ class CheckpointEngine(ABC):
 
         Called on every node. Raises TransportError.
         """
+
+    def digests_on_arrival(self, version: int) -> PieceDigests | None:
+        """What `receive_weights` digested of `version` in the slot, each piece after its last byte had arrived.
+
+        Called on every node after `receive_weights`. Pieces that are not known, by default all, are digested then.
+        """
+        return None
 
     def let_go(self) -> None:  # noqa: B027 - most backends leave nothing
         """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.

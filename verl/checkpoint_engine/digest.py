@@ -21,6 +21,8 @@ from verl.checkpoint_engine.shards import ROWS_AT_A_TIME, Extents
 
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8
+CACHED_NBYTES = 2**20
+"""What is digested on the way is digested after so many bytes: a core's own cache holds them."""
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -62,6 +64,26 @@ class Manifest:
             raise IntegrityError(f"not a manifest: {exc}") from exc
 
 
+@dataclass(frozen=True)
+class PieceDigests:
+    """Digests of pieces that were taken on the way, while a core's cache had the bytes; not always of all pieces."""
+
+    values: UInt64s
+    known: npt.NDArray[np.bool_]
+    """Which of `values` hold a digest."""
+
+    @classmethod
+    def none_of(cls, pieces: int) -> PieceDigests:
+        return cls(np.zeros(pieces, np.uint64), np.zeros(pieces, np.bool_))
+
+    def completed(self, region: npt.NDArray[np.uint8], extents: Extents, *, threads: int) -> UInt64s:
+        """The digests of all pieces; those that are missing are taken from `region`, where pieces lie at `extents`."""
+        values, missing = self.values.copy(), np.flatnonzero(~self.known)
+        if len(missing):
+            values[missing] = digest_pieces(region, extents.take(missing), threads=threads)
+        return values
+
+
 def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:
     """xxh3_64 of one piece's bytes in C order. `region` is the memory that the plan's offsets count from."""
     if rows == 1:
@@ -93,13 +115,15 @@ def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: i
     return digests
 
 
-def verify(region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1) -> None:
-    """Digest every piece of `region` and compare with the manifest.
+def verify(
+    region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1, arrived: PieceDigests | None = None
+) -> None:
+    """Digest every piece of `region`, but for those of which `arrived` has a digest, and compare with the manifest.
 
     Raises IntegrityError that names tensor, box and owner of the pieces that differ.
     """
     plan = manifest.plan
-    found = digest_pieces(region, plan.extents, threads=threads)
+    found = (arrived or PieceDigests.none_of(len(plan))).completed(region, plan.extents, threads=threads)
     wrong = np.flatnonzero(found != manifest.digests)
     if len(wrong):
         named = "; ".join(plan.describe(piece) for piece in wrong[:MAX_PIECES_IN_MESSAGE].tolist())

@@ -21,7 +21,7 @@ import numpy as np
 
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
+from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
@@ -323,12 +323,13 @@ class RolloutNode(_Participant):
         return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
 
     async def verify(self, version: int, digests: bytes) -> None:
-        """Digest the open slot and compare. Raises IntegrityError that names tensor, piece and owner."""
+        """Compare the digests of the open slot. Raises IntegrityError that names tensor, piece and owner."""
         await self._run(lambda: self._verify(self._manifest(version, digests)))
 
     def _verify(self, manifest: Manifest) -> None:
         region = self._open_arena.slot_view().bytes.numpy()
-        verify(region, manifest, threads=memory_threads())
+        arrived = self._engine.digests_on_arrival(manifest.version)
+        verify(region, manifest, threads=memory_threads(), arrived=arrived)
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""
@@ -380,9 +381,5 @@ class RolloutNode(_Participant):
 
 
 def _digests_of(publication: Publication) -> bytes:
-    memory, digests = publication.memory, publication.digests.copy()
-    missing = np.flatnonzero(~publication.digested)
-    if len(missing):
-        extents = memory.extents.take(missing)
-        digests[missing] = digest_pieces(memory.bytes.numpy(), extents, threads=memory_threads())
-    return digests.tobytes()
+    memory = publication.memory
+    return publication.digests.completed(memory.bytes.numpy(), memory.extents, threads=memory_threads()).tobytes()

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -53,16 +54,11 @@ def _scattered(packing: Packing, owner: int, rows: Sequence[int], bucket_nbytes:
 def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
     """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
 
-    Long runs, cut at `bucket_nbytes`, go straight to the slot. The tail of the packed region, in parts of at most
-    `bucket_nbytes` (or one piece), goes through the bounce buffer.
+    Long runs go straight to the slot, cut between pieces, or inside one larger than `bucket_nbytes`. The tail of
+    the packed region, in parts of at most `bucket_nbytes` (or one piece), goes through the bounce buffer.
     """
     packing = Packing.of(plan, owner)
-    buckets: list[Bucket] = []
-    for run in _long_runs(packing):
-        for start in range(0, run.nbytes, bucket_nbytes):
-            nbytes = min(bucket_nbytes, run.nbytes - start)
-            part = Range(run.src_offset + start, run.dst_offset + start, nbytes)
-            buckets.append(Bucket(owner, (part,), nbytes))
+    buckets = [Bucket(owner, (part,), part.nbytes) for part in _straight_parts(packing, bucket_nbytes)]
     rows = np.flatnonzero(packing.offset >= packing.tail_offset)
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
     starts = packing.offset[rows]
@@ -102,19 +98,37 @@ def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
     return max((part.dst_offset + part.nbytes for part in scattered), default=0)
 
 
-def _long_runs(packing: Packing) -> Iterator[Range]:
-    """The head of the packed region: where each of its runs belongs in the slot."""
+def shares_of(buckets: Sequence[Bucket], count: int) -> list[list[Bucket]]:
+    """`buckets` dealt out to `count` loops that run at the same time, in even bytes. Pure.
+
+    Those that are scattered must be spread over `count` places of the bounce buffer: each loop has one for itself.
+    """
+    straight = sorted((bucket for bucket in buckets if not bucket.scatter), key=lambda bucket: -bucket.nbytes)
+    scattered = [bucket for bucket in buckets if bucket.scatter]
+    return [straight[turn::count] + scattered[turn::count] for turn in range(count)]
+
+
+def _straight_parts(packing: Packing, most_nbytes: int) -> Iterator[Range]:
+    """The head of the packed region in parts: where each of them belongs in the slot."""
     rows = np.flatnonzero(packing.offset < packing.tail_offset)
     if not len(rows):
         return
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
     source, nbytes = packing.offset[rows], packing.nbytes[rows]
-    target = packing.extents.offset[rows]
-    follows = (source[1:] == source[:-1] + nbytes[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
+    target, ends = packing.extents.offset[rows], source + nbytes
+    follows = (source[1:] == ends[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    columns = (source[first], target[first], np.add.reduceat(nbytes, first))
-    for run in zip(*(column.tolist() for column in columns), strict=True):
-        yield Range(*run)
+    last = np.append(first[1:], len(rows)) - 1
+    runs = (column.tolist() for column in (source[first], ends[last], target[first] - source[first]))
+    for start, end, shift in zip(*runs, strict=True):
+        while start < end:
+            limit = min(start + most_nbytes, end)
+            fitting = int(np.searchsorted(ends, limit, side="right"))
+            cut = int(ends[fitting - 1]) if fitting else start
+            if cut <= start:
+                cut = limit
+            yield Range(start, start + shift, cut - start)
+            start = cut
 
 
 class Detour:
@@ -174,6 +188,18 @@ class RangeReader(Protocol):
         """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
 
 
+class Stop(Protocol):
+    def is_set(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _AnyOf:
+    stops: tuple[Stop, ...]
+
+    def is_set(self) -> bool:
+        return any(stop.is_set() for stop in self.stops)
+
+
 @dataclass
 class _Flight:
     bucket: Bucket
@@ -192,7 +218,7 @@ class FetchLoop:
     """Where strided buckets arrive: at the `dst_offset` of their range, one at a time at each."""
     version: int
     timeout_s: float
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=threading.Event)
     """Set from another thread: give up."""
     max_in_flight: int = 8
     poll_s: float = 0.0002
@@ -210,6 +236,7 @@ class FetchLoop:
         done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
         try:
             while waiting or flying:
+                self._raise_if_stopped()
                 self._take_off(waiting, flying)
                 landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
                 for flight in landed:
@@ -242,11 +269,13 @@ class FetchLoop:
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
 
+    def _raise_if_stopped(self) -> None:
+        if self.stop.is_set():
+            raise TransportError("given up by the manager", version=self.version, phase="stage")
+
     def _check_deadline(
         self, deadline: float, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]
     ) -> None:
-        if self.stop.is_set():
-            raise TransportError("given up by the manager", version=self.version, phase="stage")
         if time.monotonic() < deadline:
             return
         late = {flight.bucket.owner for flight in flying}
@@ -260,6 +289,25 @@ class FetchLoop:
 
     def _names(self, owners: Collection[int]) -> str:
         return ", ".join(map(self.name_of, sorted(owners))) or "none"
+
+
+def run_together(loops: Sequence[FetchLoop], shares: Sequence[Sequence[Bucket]]) -> int:
+    """Run every loop on its share, on a thread of its own; the bytes that all of them fetched.
+
+    When one fails the others give up. Raises what the first to fail raised; nothing is in flight then.
+    """
+    failed = threading.Event()
+    with ThreadPoolExecutor(len(loops), thread_name_prefix="weight-sync-fetch") as pool:
+        for loop in loops:
+            loop.stop = _AnyOf((loop.stop, failed))
+        running = [pool.submit(loop.run, share) for loop, share in zip(loops, shares, strict=True)]
+        for ended in as_completed(running):
+            try:
+                ended.result()
+            except BaseException:
+                failed.set()
+                raise
+    return sum(ended.result() for ended in running)
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

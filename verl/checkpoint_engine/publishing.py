@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.digest import UInt64s
+from verl.checkpoint_engine.digest import CACHED_NBYTES, PieceDigests
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import ViewableSource, WeightSource
 from verl.checkpoint_engine.shards import Extents
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 COPY_NBYTES = 16 * 2**20
 """At most so many bytes, or one piece, are asked of a source at once."""
-CACHED_NBYTES = 2**20
-"""What has been read is digested after so many bytes: a core's own cache holds them."""
 PAST_CACHE_NBYTES = 2**18
 """Copies from this size on write past the cache."""
 
@@ -82,9 +78,8 @@ class Publication:
     memory: PieceMemory
     nbytes: int
     seconds: float
-    digests: UInt64s
-    """Of the pieces that `digested` says: of what the trainer had. Those of the others are taken from the copy."""
-    digested: npt.NDArray[np.bool_]
+    digests: PieceDigests
+    """Of what the trainer had. Those that are missing are taken from the copy."""
 
 
 def publish(source: WeightSource, memory: PieceMemory) -> Publication:
@@ -95,17 +90,17 @@ def publish(source: WeightSource, memory: PieceMemory) -> Publication:
     """
     start_s = time.perf_counter()
     nbytes, viewable = memory.extents.nbytes, source if isinstance(source, ViewableSource) else None
-    digests, digested = np.zeros(len(nbytes), np.uint64), np.zeros(len(nbytes), np.bool_)
+    digests = PieceDigests.none_of(len(nbytes))
     for place in memory.places(source.shards()):
         values = viewable.view(place.shard) if viewable is not None else None
         if values is None or not place.tensor.is_contiguous():
             source.copy(place.shard, place.tensor)
         else:
             rows = slice(place.pieces.start, place.pieces.stop)
-            digests[rows] = _copy_and_digest(values, place)
-            digested[rows] = True
+            digests.values[rows] = _copy_and_digest(values, place)
+            digests.known[rows] = True
     seconds = time.perf_counter() - start_s
-    return Publication(memory, int(nbytes.sum()), seconds, digests, digested)
+    return Publication(memory, int(nbytes.sum()), seconds, digests)
 
 
 def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:

@@ -192,13 +192,7 @@ class ChainLink:
 
         `loop` and `reader` are those for the owners; `buckets` is what they hold. Raises TransportError.
         """
-        check_stop = loop.on_bucket
-
-        def on_bucket(bucket: Bucket) -> None:
-            self._arrived(bucket)
-            check_stop(bucket)
-
-        loop.on_bucket = on_bucket
+        loop.on_bucket = self._arrived
         if self.upstream is None:
             self._offer(publication, reader.slot, slots, buckets)
             return loop.run(buckets)

@@ -2,7 +2,7 @@
 
 On one host UCX copies from the other process's memory directly (CMA), with `sm,self` and no peer error handling faster
 than with its own choice of transports. A process that is gone is noticed either way. The copying is done by the thread
-that posts a read, so several threads of NIXL's share it; a network card needs no help.
+that posts a read, so several threads share a stage, each with an agent of its own; a network card needs no help.
 
 Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
 while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
@@ -10,13 +10,13 @@ while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import nixl
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire
 from verl.checkpoint_engine.config import NixlOptions
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
@@ -34,8 +33,6 @@ PEER_ERRORS = "peer"
 NO_ERRORS = "none"
 PROGRESS_DELAY_US = 100
 """How long an owner's progress thread may sleep; traffic wakes it earlier."""
-MIN_PART_NBYTES = 256 * 2**10
-"""Of a read that threads share: handing it over must not take longer than copying it."""
 
 _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -44,8 +41,17 @@ _nixl_errors: tuple[type[Exception], ...] = (
 _creating = threading.Lock()
 
 
+@dataclass(slots=True)
+class _Read:
+    handle: Any
+    is_done: bool = True
+
+
 class NixlWire(Wire):
-    """One NIXL agent with its UCX backend."""
+    """One NIXL agent with its UCX backend.
+
+    What a read needs is kept, 0.7 KB each: every version is read from the same places to the same places.
+    """
 
     def __init__(
         self,
@@ -54,16 +60,12 @@ class NixlWire(Wire):
         tls: str | None,
         error_handling: str,
         num_workers: int,
-        num_threads: int = 1,
         progress: bool,
     ) -> None:
-        """`num_threads` share a large read. `progress`: a thread that answers peers, which owners need; nodes drive
-        their own reads."""
+        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads."""
         logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
-        if num_threads > 1:
-            options |= {"num_threads": str(num_threads), "split_batch_size": str(num_threads)}
         try:
             with _ucx_environment(tls):
                 self._agent: Any = _new_agent(f"{name}-{secrets.token_hex(4)}", progress)
@@ -72,9 +74,9 @@ class NixlWire(Wire):
             raise TransportError(f"NIXL cannot start UCX (UCX_TLS={tls}, {options}): {exc}") from exc
         self._peers: dict[int, str] = {}
         self._registered: dict[int, tuple[UInt8s, Any]] = {}
-        self._handles: dict[int, Any] = {}
-        self._next = 0
-        self._num_threads = num_threads
+        self._reads: dict[tuple[int, int, int, int], _Read] = {}
+        """By owner, source, target and bytes: those under way, and those that may come again."""
+        self.copies = _is_shared_memory(tls)
 
     def register(self, memory: UInt8s) -> None:
         address = memory.ctypes.data
@@ -83,6 +85,8 @@ class NixlWire(Wire):
         self._registered[address] = (memory, registration)
 
     def deregister(self, memory: UInt8s) -> None:
+        places = range(memory.ctypes.data, memory.ctypes.data + max(memory.nbytes, 1))
+        self._forget(lambda owner, target: target in places)
         with _mapped(f"deregistering {memory.nbytes} bytes"):
             self._agent.deregister_memory(self._registered.pop(memory.ctypes.data)[1])
 
@@ -91,41 +95,52 @@ class NixlWire(Wire):
             return bytes(self._agent.get_agent_metadata())
 
     def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
+        self._forget(lambda other, target: other == owner)
         with _mapped("connecting"):
             peer = self._agent.add_remote_agent(address)
             self._peers[owner] = peer.decode() if isinstance(peer, bytes) else peer
 
-    def read(self, owner: int, source: int, target: int, nbytes: int) -> int:
-        agent = self._agent
-        parts = _in_parts(nbytes, self._num_threads)
-        with _mapped(f"reading {nbytes} bytes"):
-            here = agent.get_xfer_descs([(target + start, size, 0) for start, size in parts], "DRAM")
-            there = agent.get_xfer_descs([(source + start, size, 0) for start, size in parts], "DRAM")
-            handle = agent.initialize_xfer("READ", here, there, self._peers[owner])
-            self._next += 1
-            self._handles[self._next] = handle
-            if agent.transfer(handle) == "ERR":
-                raise TransportError(f"reading {nbytes} bytes was refused")
-        return self._next
+    def read(self, owner: int, source: int, target: int, nbytes: int) -> _Read:
+        key = owner, source, target, nbytes
+        try:
+            reading = self._reads.get(key) or self._new_read(*key)
+            state = self._agent.transfer(reading.handle)
+        except _nixl_errors as exc:
+            raise TransportError(f"reading {nbytes} bytes failed: {exc}") from exc
+        if state == "ERR":
+            raise TransportError(f"reading {nbytes} bytes was refused")
+        reading.is_done = state == "DONE"
+        return reading
 
-    def is_done(self, transfer: int) -> bool:
-        handle = self._handles[transfer]
-        with _mapped("reading"):
-            state = self._agent.check_xfer_state(handle)
+    def _new_read(self, owner: int, source: int, target: int, nbytes: int) -> _Read:
+        agent = self._agent
+        here = agent.get_xfer_descs([(target, nbytes, 0)], "DRAM")
+        there = agent.get_xfer_descs([(source, nbytes, 0)], "DRAM")
+        reading = _Read(agent.initialize_xfer("READ", here, there, self._peers[owner]))
+        self._reads[owner, source, target, nbytes] = reading
+        return reading
+
+    def is_done(self, transfer: _Read) -> bool:
+        if not transfer.is_done:
+            with _mapped("reading"):
+                state = self._agent.check_xfer_state(transfer.handle)
             if state == "ERR":
                 raise TransportError("reading failed")
-            if state == "DONE":
-                del self._handles[transfer]
-                handle.release()
-        return bool(state == "DONE")
+            transfer.is_done = state == "DONE"
+        return transfer.is_done
+
+    def _forget(self, belongs: Callable[[int, int], bool]) -> None:
+        """Release the reads of which `belongs` says so, by owner and target: what they know of addresses is no more."""
+        for key in [key for key in self._reads if belongs(key[0], key[2])]:
+            self._reads.pop(key).handle.release()
 
     def is_idle(self) -> bool:
         """UCX over TCP ends the process of an owner whose answer finds a closed connection (UCX of nixl 1.5.1)."""
-        return not any(self._is_under_way(handle) for handle in self._handles.values())
+        return not any(self._is_under_way(reading) for reading in self._reads.values())
 
-    def _is_under_way(self, handle: Any) -> bool:
+    def _is_under_way(self, reading: _Read) -> bool:
         try:
-            return bool(self._agent.check_xfer_state(handle) == "PROC")
+            return not reading.is_done and bool(self._agent.check_xfer_state(reading.handle) == "PROC")
         except _nixl_errors:
             return False
 
@@ -134,9 +149,9 @@ class NixlWire(Wire):
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
-        for handle in self._handles.values():
-            _try(handle.release)
-        self._handles.clear()  # handles keep the agent alive
+        for reading in self._reads.values():
+            _try(reading.handle.release)
+        self._reads.clear()  # handles keep the agent alive
         for peer in self._peers.values():
             _try(agent.remove_remote_agent, peer)
         for _, registration in self._registered.values():
@@ -147,28 +162,25 @@ class NixlWire(Wire):
 
 class NixlEngine(OneSidedEngine):
     def open_wire(self, topology: Topology | None) -> NixlWire:
-        options: NixlOptions = strict.from_mapping(
-            NixlOptions, self.config.engine_kwargs.get("nixl", {}), "checkpoint_engine.engine_kwargs.nixl"
-        )
+        options = self._options
         tls = options.ucx_tls
         if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
             tls = ONE_HOST
-        reads, copies = topology is not None, _is_shared_memory(tls)
         return NixlWire(
             self.member.name,
             tls=tls,
-            error_handling=options.error_handling or (NO_ERRORS if copies else PEER_ERRORS),
+            error_handling=options.error_handling or (NO_ERRORS if _is_shared_memory(tls) else PEER_ERRORS),
             num_workers=options.num_workers,
-            num_threads=(options.num_threads or (memory_threads() if copies else 1)) if reads else 1,
-            progress=not reads,
+            progress=topology is None,
         )
 
+    def num_readers(self, wire: Wire) -> int:
+        return self._options.num_threads or super().num_readers(wire)
 
-def _in_parts(nbytes: int, num_threads: int) -> list[tuple[int, int]]:
-    """Start and size of a part for every thread, or of the whole. NIXL hands over lists, never parts of an entry."""
-    count = num_threads if nbytes >= num_threads * MIN_PART_NBYTES else 1
-    cuts = [nbytes * part // count for part in range(count + 1)]
-    return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
+    @property
+    def _options(self) -> NixlOptions:
+        given = self.config.engine_kwargs.get("nixl", {})
+        return strict.from_mapping(NixlOptions, given, "checkpoint_engine.engine_kwargs.nixl")
 
 
 def _new_agent(name: str, progress: bool) -> Any:

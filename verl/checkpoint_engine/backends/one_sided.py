@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,8 +30,10 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.chain import ChainLink, publication_of
+from verl.checkpoint_engine.backends.copying import MESSAGE_NBYTES, CopyingReader, Step, steps_of
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.digest import PieceDigests
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import PackedRegion
@@ -41,10 +43,14 @@ from verl.checkpoint_engine.pipeline import (
     RangeReader,
     bounce_nbytes,
     messages_of,
+    run_together,
+    shares_of,
+    spread_over_bounce,
 )
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.publishing import Publication, publish
+from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member, Range
 
@@ -55,7 +61,10 @@ UInt8s = npt.NDArray[np.uint8]
 
 
 class Wire(ABC):
-    """One member's endpoint in a transport library. Used from one thread; raises TransportError."""
+    """One member's endpoint in a transport library. Used by one thread at a time; raises TransportError."""
+
+    copies: bool = False
+    """A read is a copy by the thread that asks for it, which has the bytes in its cache then."""
 
     @abstractmethod
     def register(self, memory: UInt8s) -> None:
@@ -152,21 +161,21 @@ class WireReader:
         try:
             return _Transfer(self.version, owner, self.wire.read(owner, source, target, nbytes))
         except TransportError as exc:
-            raise self._located(exc, owner) from exc
+            raise self.located(exc, owner) from exc
 
     def is_done(self, transfer: _Transfer) -> bool:
         if transfer.version != self.version:
             stale = TransportError(f"a transfer of version {transfer.version} ended late")
-            raise self._located(stale, transfer.owner)
+            raise self.located(stale, transfer.owner)
         try:
             return self.wire.is_done(transfer.handle)
         except TransportError as exc:
-            raise self._located(exc, transfer.owner) from exc
+            raise self.located(exc, transfer.owner) from exc
 
     def cancel(self, transfer: _Transfer) -> None:
         """The engine closes the wire after every failure; that ends this transfer with all others."""
 
-    def _located(self, error: TransportError, owner: int) -> TransportError:
+    def located(self, error: TransportError, owner: int) -> TransportError:
         return TransportError(error.message, version=self.version, phase="stage", member=f"trainer-{owner}")
 
 
@@ -189,6 +198,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
         self._wire: Wire | None = None
+        self._helpers: list[Wire] = []
+        """On nodes: further wires, for further threads that read."""
         self._plan: SyncPlan | None = None
         self._encoded_plan = b""
         self._address = ""
@@ -199,6 +210,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._buckets: list[Bucket] = []
         self._bounce: UInt8s = np.zeros(0, np.uint8)
         self._slots: dict[str, UInt8s] = {}
+        self._steps: dict[tuple[int, int], list[Step]] = {}
+        """Of the buckets, where the wire copies."""
+        self._arrived: tuple[int, PieceDigests] | None = None
+        """The version that was received last, with the digests of what was digested as it arrived."""
         self._link: ChainLink | None = None
         """On nodes, in a chain."""
         self._abandoned: list[Wire] = []
@@ -207,6 +222,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
     @abstractmethod
     def open_wire(self, topology: Topology | None) -> Wire:
         """A new endpoint; `topology` is known on nodes, None on trainer ranks. Raises TransportError, ConfigError."""
+
+    def num_readers(self, wire: Wire) -> int:
+        """How many threads of a node read from the owners, each with a wire such as `wire`."""
+        return memory_threads() if wire.copies else 1
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
@@ -227,11 +246,15 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _prepare_node(self, plan: SyncPlan) -> str:
         """Decide in which buckets bytes arrive; the address under which other nodes reach this one, if they do."""
         nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
-        self._expect([part for owner in range(plan.num_owners) for part in messages_of(plan, owner, nbytes)])
+        self._expect(self._messages(nbytes))
         if self.config.topology != "chain":
             return ""
         self._link = ChainLink(plan, self.open_wire(None), nbytes)
         return self._link.address
+
+    def _messages(self, nbytes: int) -> list[Bucket]:
+        assert self._plan is not None
+        return [part for owner in range(self._plan.num_owners) for part in messages_of(self._plan, owner, nbytes)]
 
     def _expect(self, buckets: list[Bucket]) -> None:
         """Everything that arrives at this node. Stamps land behind what is scattered."""
@@ -256,7 +279,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if self._link is not None:
             self._link.join(topology, self.member)
         self._wire = self.open_wire(self._link.read_from(topology) if self._link else topology)
-        self._wire.register(self._bounce)
+        if self._link is None:
+            self._open_helpers(self._wire, topology)
+        for wire in self._wires:
+            wire.register(self._bounce)
         if self._link is not None:
             self._link.connect(self._wire, _before(self.config.deadlines.prepare_s))
         needed = self._owners_to_read()
@@ -264,11 +290,29 @@ class OneSidedEngine(CheckpointEngineWithCache):
             if trainer.index in needed:
                 owner = msgspec.json.decode(trainer.address, type=OwnerAddress)
                 try:
-                    self._wire.connect(trainer.index, owner.wire, _before(self.config.deadlines.prepare_s))
+                    for wire in self._wires:
+                        wire.connect(trainer.index, owner.wire, _before(self.config.deadlines.prepare_s))
                 except TransportError as exc:
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
+
+    def _open_helpers(self, wire: Wire, topology: Topology) -> None:
+        """Decide which threads read. What they copy they take in small buckets, piece by piece."""
+        assert self._plan is not None
+        readers = self.num_readers(wire)
+        if wire.copies:
+            nbytes = min(self.config.bucket_nbytes, MESSAGE_NBYTES)
+            self._expect(self._messages(nbytes))
+            self._steps = steps_of(self._plan, self._buckets)
+        if readers > 1:
+            self._expect(spread_over_bounce(self._buckets, readers))
+        while len(self._wires) < readers:
+            self._helpers.append(self.open_wire(topology))
+
+    @property
+    def _wires(self) -> list[Wire]:
+        return [self._wire, *self._helpers] if self._wire is not None else []
 
     def _owners_to_read(self) -> set[int]:
         return {bucket.owner for bucket in self._buckets}
@@ -287,8 +331,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if self._wire is None:
             raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
         deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
+        self._arrived = (version, PieceDigests.none_of(len(self._plan))) if self.config.verify else None
         try:
-            reader = WireReader(self._wire, self._owners, self._slot(self._wire, arena), self._bounce, version)
+            reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
             before = self._stamps(reader, deadline)
             nbytes = self._fetch(reader, before, deadline)
             self._raise_if_changed(reader, before, self._stamps(reader, deadline))
@@ -299,11 +344,24 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
-        loop = self._loop(reader, reader, deadline)
-        if self._link is None:
-            return loop.run(self._buckets)
-        publication = publication_of(stamps)
-        return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
+        if self._link is not None:
+            loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
+            return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
+        readers = [replace(reader, wire=wire) for wire in self._wires]
+        loops = [self._loop(self._digesting(each), each, deadline) for each in readers]
+        if len(loops) == 1:
+            return loops[0].run(self._buckets)
+        return run_together(loops, shares_of(self._buckets, len(loops)))
+
+    def _digesting(self, reader: WireReader) -> RangeReader:
+        if not self._steps or self._arrived is None:
+            return reader
+        return CopyingReader(reader, self._steps, self._arrived[1])
+
+    def digests_on_arrival(self, version: int) -> PieceDigests | None:
+        if self._arrived is None or self._arrived[0] != version:
+            return None
+        return self._arrived[1]
 
     def _loop(self, reader: RangeReader, pulls: WireReader, deadline: float) -> FetchLoop:
         assert self._plan is not None
@@ -316,7 +374,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
             timeout_s=deadline - time.monotonic(),
             stop=self._stop,
             max_in_flight=self.max_in_flight,
-            on_bucket=lambda _: self._raise_if_stopped(pulls.version),
         )
 
     def let_go(self) -> None:
@@ -342,24 +399,27 @@ class OneSidedEngine(CheckpointEngineWithCache):
             self._link = None
         self._region, self._stamp, self._arena, self._plan = None, None, None, None
         self._encoded_plan, self._address = b"", ""
-        self._buckets, self._bounce = [], np.zeros(0, np.uint8)
+        self._buckets, self._bounce, self._steps = [], np.zeros(0, np.uint8), {}
 
     def _abandon(self) -> None:
         """The arena replaces a slot that failed, so a late write of an abandoned wire meets no slot in use."""
-        if self._wire is not None:
-            self._abandoned.append(self._wire)
-            self._wire = None
+        self._abandoned += self._wires
+        self._wire, self._arrived = None, None
+        self._helpers.clear()
         self._slots.clear()
         self._owners.clear()
 
-    def _slot(self, wire: Wire, arena: NodeArena) -> UInt8s:
+    def _slot(self, arena: NodeArena) -> UInt8s:
         """The open slot, registered once per slot file. Files that were replaced are let go."""
         view = arena.writable_view()
         for path in [path for path in self._slots if not (arena.directory / path).exists()]:
-            wire.deregister(self._slots.pop(path))
+            gone = self._slots.pop(path)
+            for wire in self._wires:
+                wire.deregister(gone)
         if view.path.name not in self._slots:
             memory = view.bytes.numpy()
-            wire.register(memory)
+            for wire in self._wires:
+                wire.register(memory)
             self._slots[view.path.name] = memory
         return self._slots[view.path.name]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -56,8 +56,8 @@ class Contender:
     options: dict[str, Any]
     raw: Callable[[int], AbstractContextManager[Raw]]
     raw_name: str
-    digests_on_arrival: bool = False
-    """Its stage does most of the verification, so it is measured without it, too."""
+    verify: tuple[bool, ...] = (True,)
+    """With False, versions without verification are measured, too: its stage does most of it."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _memcpy(nbytes: int) -> Iterator[Raw]:
 CONTENDERS = (
     Contender("naive", {}, _memcpy, "memcpy, one thread"),
     Contender("gloo", {"interface": "lo"}, GlooPair, "gloo broadcast, 64 MiB buckets"),
-    Contender("nixl", {}, lambda nbytes: ReadPair("nixl", nbytes), "NIXL read", digests_on_arrival=True),
+    Contender("nixl", {}, lambda nbytes: ReadPair("nixl", nbytes), "NIXL read", verify=(True, False)),
     Contender("mooncake", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
     Contender("kimi_ckpt_engine", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
 )
@@ -126,13 +126,10 @@ async def _measure(
     ]
     name = f"benchmark-{os.getpid()}-{contender.backend}"
     nodes = [RolloutNode(index, config, job=name, shm_dir=envs.shm_dir()) for index in range(job.nodes)]
-    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes)
-    unverified = replace(config, verify=False)
-    more_nodes = [
-        RolloutNode(index, unverified, job=f"{name}-unverified", shm_dir=envs.shm_dir())
-        for index in range(job.nodes if contender.digests_on_arrival else 0)
-    ]
-    second = CheckpointEngineManager(config=unverified, trainers=ranks, nodes=more_nodes) if more_nodes else None
+    kinds = {verify: replace(config, verify=verify) for verify in contender.verify}
+    managers = {
+        verify: CheckpointEngineManager(config=kind, trainers=ranks, nodes=nodes) for verify, kind in kinds.items()
+    }
     samples = []
     try:
         own_nbytes = max([await rank.private_nbytes() for rank in ranks])
@@ -140,14 +137,17 @@ async def _measure(
             for version in range(WARM_UP + repeats):
                 await asyncio.gather(*(rank.step() for rank in ranks))
                 before = raw.gbytes_per_s()
-                report = await manager.update_weights(version)
-                stage_s = (await second.update_weights(version)).phase_s["stage"] if second else None
+                reports = {}
+                # By turns: versions alternate between two slots, and no two are equally fast.
+                for turn, verify in enumerate(contender.verify if version % 2 else contender.verify[::-1]):
+                    for node in nodes:
+                        node._engine.config = kinds[verify]
+                    reports[verify] = await managers[verify].update_weights(2 * version + turn)
                 if version >= WARM_UP:
-                    samples.append(_sample(report, stage_s, nbytes, (before, raw.gbytes_per_s())))
+                    samples.append(_sample(reports, nbytes, (before, raw.gbytes_per_s())))
         grown_nbytes = max([await rank.private_nbytes() for rank in ranks]) - own_nbytes
     finally:
-        await asyncio.gather(*(node.close() for node in more_nodes))
-        await manager.close()
+        await managers[True].close()
     return {
         "raw": contender.raw_name,
         "samples": samples,
@@ -156,20 +156,20 @@ async def _measure(
     }
 
 
-def _sample(
-    report: SyncReport, unverified_stage_s: float | None, nbytes: int, raw: Sequence[float]
-) -> dict[str, float]:
-    """`transfer_s` is what the raw library would do: the stage, or publishing where that is all there is.
+def _sample(reports: Mapping[bool, SyncReport], nbytes: int, raw: Sequence[float]) -> dict[str, float]:
+    """Of a version that was verified, and perhaps of one that was not.
 
-    Of a stage that digests what arrives, it is that of a version without verification; the rest is `verify_s`.
+    `transfer_s` is what the raw library would do: the stage, or publishing where that is all there is. What a stage
+    takes longer with verification than without is `verify_s`.
     """
+    report = reports[True]
     seconds = report.phase_s
     staged = report.backend != "naive"
     transfer_s = seconds["stage"] if staged else seconds["publish"] + seconds["stage"]
     verify_s = seconds["verify"]
-    if unverified_stage_s is not None:
-        verify_s += transfer_s - unverified_stage_s
-        transfer_s = unverified_stage_s
+    if False in reports:
+        stage_s = reports[False].phase_s["stage"]
+        verify_s, transfer_s = verify_s + transfer_s - stage_s, stage_s
     raw_gbytes_per_s = sum(raw) / len(raw)
     rate = nbytes / transfer_s / 1e9
     return {
@@ -210,7 +210,7 @@ def targets(backends: dict[str, Any], peers: dict[str, Any], nodes: int) -> dict
 
 
 def needed_nbytes(job: Job) -> int:
-    """Memory at the peak of any part: the ranks' weights and packed copies, four slots per node, the raw pair."""
+    """Memory at the peak of any part: the ranks' weights and packed copies, two slots per node, and the raw pair."""
     nbytes = sum(spec.nbytes for spec in job.specs)
     itemsize = getattr(torch, job.source_dtype).itemsize / getattr(torch, job.specs[0].dtype).itemsize
-    return int(nbytes * (itemsize + 3 + 4 * job.nodes))
+    return int(nbytes * (itemsize + 3 + 2 * job.nodes))

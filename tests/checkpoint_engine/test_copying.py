@@ -21,9 +21,9 @@ def steps_in(plan: SyncPlan, bucket_nbytes: int) -> list[Step]:
         (message,) = bucket.ranges
         offset = 0
         for step in steps[bucket.owner, message.src_offset]:
-            place = (step.part.src_offset - message.src_offset, step.part.dst_offset - message.dst_offset)
+            place = (step.src_offset - message.src_offset, step.dst_offset - message.dst_offset)
             assert place == (offset, offset)
-            offset += step.part.nbytes
+            offset += step.nbytes
         assert offset == message.nbytes
     return [step for parts in steps.values() for step in parts]
 
@@ -34,21 +34,21 @@ def steps_in(plan: SyncPlan, bucket_nbytes: int) -> list[Step]:
 def test_every_piece_that_goes_straight_is_complete_in_one_step(shapes, bucket_nbytes: int, trainers: int):
     plan = plan_of(shapes, trainers)
     steps = steps_in(plan, bucket_nbytes)
-    assert all(step.part.nbytes <= CACHED_NBYTES for step in steps)
+    assert all(step.nbytes <= CACHED_NBYTES for step in steps)
     places = {piece: (offset, nbytes) for step in steps for piece, offset, nbytes in step.pieces}
     assert sum(len(step.pieces) for step in steps) == len(places)
     extents = plan.extents
     assert all(place == (extents.offset[piece], extents.nbytes[piece]) for piece, place in places.items())
-    assert sum(nbytes for _, nbytes in places.values()) == sum(step.part.nbytes for step in steps)
+    assert sum(nbytes for _, nbytes in places.values()) == sum(step.nbytes for step in steps)
     for step in steps:
         for _, offset, nbytes in step.pieces:
-            assert step.part.dst_offset <= offset
-            assert offset + nbytes <= step.part.dst_offset + step.part.nbytes
+            assert step.dst_offset <= offset
+            assert offset + nbytes <= step.dst_offset + step.nbytes
 
 
 def test_a_piece_that_is_larger_than_the_cache_is_a_step_by_itself():
     plan = plan_of({"w": (5 * MIB,)}, block_nbytes=2 * MIB)
-    assert [(step.part.nbytes, len(step.pieces)) for step in steps_in(plan, 64 * MIB)] == [
+    assert [(step.nbytes, len(step.pieces)) for step in steps_in(plan, 64 * MIB)] == [
         (2 * MIB, 1),
         (2 * MIB, 1),
         (MIB, 1),

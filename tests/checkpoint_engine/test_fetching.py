@@ -21,7 +21,6 @@ from verl.checkpoint_engine.pipeline import (
     bounce_nbytes,
     messages_of,
     run_together,
-    shares_of,
     spread_over_bounce,
 )
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
@@ -235,45 +234,65 @@ def test_a_loop_that_is_told_to_stop_stops() -> None:
     assert not reader.in_flight
 
 
+def loops_of(loop: FetchLoop, count: int, **options: object) -> list[FetchLoop]:
+    """As many that write to the same slot, with `options` of their readers."""
+    return [replace(loop, reader=replace(loop.reader, in_flight=[], **options)) for _ in range(count)]
+
+
 @given(plan=plans, count=st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_loops_that_run_together_fetch_every_byte_once(plan: SyncPlan, count: int) -> None:
     loop, reader, buckets = fetch(plan, bucket_nbytes=1024, places=count)
-    readers = [replace(reader, in_flight=[]) for _ in range(count)]
-    shares = shares_of(buckets, count)
-    places = [{bucket.ranges[0].dst_offset for bucket in share if bucket.scatter} for share in shares]
-    assert sum(map(len, places)) == len(set().union(*places))
-    sizes = [sum(bucket.nbytes for bucket in share if not bucket.scatter) for share in shares]
-    assert max(sizes) - min(sizes) <= max((bucket.nbytes for bucket in buckets), default=0)
-    moved = run_together([replace(loop, reader=each) for each in readers], shares)
+    loops = loops_of(loop, count)
+    assert run_together(loops, buckets) == sum(bucket.nbytes for bucket in buckets)
     np.testing.assert_array_equal(reader.slot, content(plan))
-    assert moved == sum(bucket.nbytes for bucket in buckets)
+    assert all(each.reader.most_bounces <= 1 for each in loops)
+    assert len(reader.started) == len(buckets)
+
+
+def test_loops_that_run_together_never_meet_in_the_bounce_buffer() -> None:
+    plan = plan_of([(64, 64)] * 8, owners=2, columns=True, block_nbytes=1024)
+    loop, _, buckets = fetch(plan, bucket_nbytes=4096, places=2)
+    seen: list[set[int]] = [set(), set()]
+    loops = loops_of(loop, 2)
+    for each, places in zip(loops, seen, strict=True):
+        each.on_bucket = lambda bucket, places=places: places.add(bucket.ranges[0].dst_offset)
+    run_together(loops, buckets)
+    assert [len(places) for places in seen] == [1, 1]
+    assert seen[0] != seen[1]
 
 
 def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
-    loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0)
-    stalled, dying = replace(reader, stalled={0}, in_flight=[]), replace(reader, dead={1}, in_flight=[])
-    shares = [[bucket for bucket in buckets if bucket.owner == owner] for owner in (0, 1)]
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0)
+    (stalled,), (dying,) = loops_of(loop, 1, stalled={0, 1}), loops_of(loop, 1, dead={0, 1})
     start_s = time.monotonic()
-    with pytest.raises(TransportError, match="gone") as raised:
-        run_together([replace(loop, reader=stalled), replace(loop, reader=dying)], shares)
-    assert raised.value.member == "trainer-1"
+    with pytest.raises(TransportError, match="gone"):
+        run_together([stalled, dying], buckets)
     assert time.monotonic() - start_s < 5
-    assert not stalled.in_flight
-    assert not dying.in_flight
+    assert stalled.reader.in_flight == dying.reader.in_flight == []
 
 
 def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
     stop = threading.Event()
-    loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0, stalled={0, 1}, stop=stop)
-    loops = [replace(loop, reader=replace(reader, in_flight=[])) for _ in range(2)]
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0, stop=stop)
     threading.Timer(0.05, stop.set).start()
     start_s = time.monotonic()
     with pytest.raises(TransportError, match="given up"):
-        run_together(loops, shares_of(buckets, 2))
+        run_together(loops_of(loop, 2, stalled={0, 1}), buckets)
     assert time.monotonic() - start_s < 5
+
+
+def test_a_deadline_is_for_all_that_a_loop_is_given() -> None:
+    plan = plan_of([(2 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
+    loop, _, (first, second) = fetch(plan, bucket_nbytes=1 << 20, timeout_s=1.0, stalled={1})
+    loop.run([first])
+    time.sleep(1.0)
+    start_s = time.monotonic()
+    with pytest.raises(TransportTimeout, match=r"bytes of trainer-1 not here within 1\.0 s"):
+        loop.run([second])
+    assert time.monotonic() - start_s < 0.5
 
 
 def test_nothing_to_fetch_is_done_at_once() -> None:

@@ -223,7 +223,7 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.memory_threads", lambda: threads)
-    monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.MESSAGE_NBYTES", 2**19)
+    monkeypatch.setattr("verl.checkpoint_engine.backends.copying.LEAST_NBYTES", 2**19)
     async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", block_kilobytes=64) as fleet:
         engine = engine_of(fleet.nodes[0])
         for version in range(3):
@@ -233,9 +233,7 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
             assert torch.equal(fleet.replicas[0].weights["w"], values["w"])
             assert torch.equal(fleet.replicas[0].weights["norm"], values["norm"])
             arrived = engine.digests_on_arrival(version)
-            names = {engine._plan.layout.specs[row].name for row in engine._plan.boxes.tensor[arrived.known]}
-            assert names == {"w"}
-            assert (arrived.known == (engine._plan.boxes.tensor == engine._plan.layout.index["w"])).all()
+            assert arrived.known.all()
             assert engine.digests_on_arrival(version + 1) is None
         assert len(engine._wires) == threads
         assert all(wire.log == engine._wire.log for wire in engine._wires)

@@ -98,16 +98,6 @@ def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
     return max((part.dst_offset + part.nbytes for part in scattered), default=0)
 
 
-def shares_of(buckets: Sequence[Bucket], count: int) -> list[list[Bucket]]:
-    """`buckets` dealt out to `count` loops that run at the same time, in even bytes. Pure.
-
-    Those that are scattered must be spread over `count` places of the bounce buffer: each loop has one for itself.
-    """
-    straight = sorted((bucket for bucket in buckets if not bucket.scatter), key=lambda bucket: -bucket.nbytes)
-    scattered = [bucket for bucket in buckets if bucket.scatter]
-    return [straight[turn::count] + scattered[turn::count] for turn in range(count)]
-
-
 def _straight_parts(packing: Packing, most_nbytes: int) -> Iterator[Range]:
     """The head of the packed region in parts: where each of them belongs in the slot."""
     rows = np.flatnonzero(packing.offset < packing.tail_offset)
@@ -208,7 +198,7 @@ class _Flight:
 
 @dataclass
 class FetchLoop:
-    """Fetches every bucket, several in flight, at most `bucket_nbytes` per owner at a time. Used once per version."""
+    """Fetches buckets of one version, several in flight, at most `bucket_nbytes` per owner at a time."""
 
     reader: RangeReader
     plan: SyncPlan
@@ -218,6 +208,7 @@ class FetchLoop:
     """Where strided buckets arrive: at the `dst_offset` of their range, one at a time at each."""
     version: int
     timeout_s: float
+    """From now on, for all that it is given."""
     stop: Stop = field(default_factory=threading.Event)
     """Set from another thread: give up."""
     max_in_flight: int = 8
@@ -227,10 +218,13 @@ class FetchLoop:
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
 
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout_s
+
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
         reader's TransportError; nothing is in flight then."""
-        deadline, detour = time.monotonic() + self.timeout_s, Detour(self.plan, self.bounce)
+        detour = Detour(self.plan, self.bounce)
         waiting = deque(_interleaved(buckets) if self.interleave else buckets)
         flying: list[_Flight] = []
         done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
@@ -245,7 +239,7 @@ class FetchLoop:
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
                 if not landed:
-                    self._check_deadline(deadline, flying, waiting, done)
+                    self._check_deadline(flying, waiting, done)
                     time.sleep(self.poll_s)
         except BaseException:
             for flight in flying:
@@ -273,10 +267,8 @@ class FetchLoop:
         if self.stop.is_set():
             raise TransportError("given up by the manager", version=self.version, phase="stage")
 
-    def _check_deadline(
-        self, deadline: float, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]
-    ) -> None:
-        if time.monotonic() < deadline:
+    def _check_deadline(self, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]) -> None:
+        if time.monotonic() < self._deadline:
             return
         late = {flight.bucket.owner for flight in flying}
         behind = {bucket.owner for bucket in waiting} - late
@@ -291,16 +283,24 @@ class FetchLoop:
         return ", ".join(map(self.name_of, sorted(owners))) or "none"
 
 
-def run_together(loops: Sequence[FetchLoop], shares: Sequence[Sequence[Bucket]]) -> int:
-    """Run every loop on its share, on a thread of its own; the bytes that all of them fetched.
+def run_together(loops: Sequence[FetchLoop], buckets: Sequence[Bucket]) -> int:
+    """Fetch `buckets` with all loops, each on a thread of its own; the bytes that all of them fetched.
 
-    When one fails the others give up. Raises what the first to fail raised; nothing is in flight then.
+    Those that are scattered must be spread over as many places of the bounce buffer as there are loops: each loop has a
+    place for itself. The others are taken by whoever is free. When one loop fails the others give up. Raises what the
+    first to fail raised; nothing is in flight then.
     """
-    failed = threading.Event()
+    scattered = [bucket for bucket in buckets if bucket.scatter]
+    straight = sorted((bucket for bucket in buckets if not bucket.scatter), key=lambda bucket: -bucket.nbytes)
+    left, failed = iter(straight), threading.Event()
+
+    def work(loop: FetchLoop, share: Sequence[Bucket]) -> int:
+        return loop.run(share) + sum(loop.run([bucket]) for bucket in left)
+
     with ThreadPoolExecutor(len(loops), thread_name_prefix="weight-sync-fetch") as pool:
         for loop in loops:
             loop.stop = _AnyOf((loop.stop, failed))
-        running = [pool.submit(loop.run, share) for loop, share in zip(loops, shares, strict=True)]
+        running = [pool.submit(work, loop, scattered[turn :: len(loops)]) for turn, loop in enumerate(loops)]
         for ended in as_completed(running):
             try:
                 ended.result()

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.chain import ChainLink, publication_of
-from verl.checkpoint_engine.backends.copying import MESSAGE_NBYTES, CopyingReader, Step, steps_of
+from verl.checkpoint_engine.backends.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import PieceDigests
@@ -44,7 +44,6 @@ from verl.checkpoint_engine.pipeline import (
     bounce_nbytes,
     messages_of,
     run_together,
-    shares_of,
     spread_over_bounce,
 )
 from verl.checkpoint_engine.plan import SyncPlan
@@ -298,12 +297,12 @@ class OneSidedEngine(CheckpointEngineWithCache):
                 self._owners[trainer.index] = owner
 
     def _open_helpers(self, wire: Wire, topology: Topology) -> None:
-        """Decide which threads read. What they copy they take in small buckets, piece by piece."""
+        """Decide which threads read. What they copy they take piece by piece."""
         assert self._plan is not None
         readers = self.num_readers(wire)
         if wire.copies:
-            nbytes = min(self.config.bucket_nbytes, MESSAGE_NBYTES)
-            self._expect(self._messages(nbytes))
+            even = bucket_nbytes_for(self._plan.layout.payload_nbytes, readers)
+            self._expect(self._messages(min(self.config.bucket_nbytes, self.transfer_nbytes, even)))
             self._steps = steps_of(self._plan, self._buckets)
         if readers > 1:
             self._expect(spread_over_bounce(self._buckets, readers))
@@ -347,16 +346,17 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if self._link is not None:
             loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
             return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
-        readers = [replace(reader, wire=wire) for wire in self._wires]
-        loops = [self._loop(self._digesting(each), each, deadline) for each in readers]
+        loops = [self._reading_loop(replace(reader, wire=wire), deadline) for wire in self._wires]
         if len(loops) == 1:
             return loops[0].run(self._buckets)
-        return run_together(loops, shares_of(self._buckets, len(loops)))
+        return run_together(loops, self._buckets)
 
-    def _digesting(self, reader: WireReader) -> RangeReader:
-        if not self._steps or self._arrived is None:
-            return reader
-        return CopyingReader(reader, self._steps, self._arrived[1])
+    def _reading_loop(self, pulls: WireReader, deadline: float) -> FetchLoop:
+        if not pulls.wire.copies or self._arrived is None:
+            return self._loop(pulls, pulls, deadline)
+        assert self._plan is not None
+        reader = CopyingReader(pulls, self._plan, self._steps, self._arrived[1])
+        return replace(self._loop(reader, pulls, deadline), on_bucket=reader.digest_scattered)
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
         if self._arrived is None or self._arrived[0] != version:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -271,6 +274,23 @@ def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> Non
         run_together([stalled, dying], buckets)
     assert time.monotonic() - start_s < 5
     assert stalled.reader.in_flight == dying.reader.in_flight == []
+
+
+def test_a_failure_of_loops_that_run_together_keeps_no_memory_until_a_garbage_collection() -> None:
+    plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
+
+    def fail() -> weakref.ref[np.ndarray]:
+        loop, reader, buckets = fetch(plan, bucket_nbytes=1 << 20)
+        with suppress(TransportError):
+            run_together(loops_of(loop, 2, dead={0, 1}), buckets)
+        return weakref.ref(reader.slot)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 def test_loops_that_run_together_stop_when_they_are_told_to() -> None:

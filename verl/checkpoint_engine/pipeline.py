@@ -7,7 +7,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -297,17 +297,22 @@ def run_together(loops: Sequence[FetchLoop], buckets: Sequence[Bucket]) -> int:
     def work(loop: FetchLoop, share: Sequence[Bucket]) -> int:
         return loop.run(share) + sum(loop.run([bucket]) for bucket in left)
 
+    moved = 0
     with ThreadPoolExecutor(len(loops), thread_name_prefix="weight-sync-fetch") as pool:
         for loop in loops:
             loop.stop = _AnyOf((loop.stop, failed))
         running = [pool.submit(work, loop, scattered[turn :: len(loops)]) for turn, loop in enumerate(loops)]
-        for ended in as_completed(running):
-            try:
-                ended.result()
-            except BaseException:
-                failed.set()
-                raise
-    return sum(ended.result() for ended in running)
+        ended: Future[int] | None = None
+        try:
+            for ended in as_completed(running):
+                moved += ended.result()
+        except BaseException:
+            failed.set()
+            raise
+        finally:  # an error that its own traceback refers to keeps the slot mapped until a garbage collection
+            running.clear()
+            ended = None
+    return moved
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

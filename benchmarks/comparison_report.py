@@ -33,7 +33,7 @@ def print_table(result: dict[str, Any]) -> None:
             *(f"{row[key]:.3f}" for key in ("blocked_s", "transfer_s")),
             *(f"{row[key]:.2f}" for key in ("transfer_gbytes_per_s", "raw_gbytes_per_s")),
             f"{row['transfer_of_raw']:.0%}",
-            *(f"{row[key]:.3f}" for key in ("verify_s", "total_s")),
+            *(f"{row[key]:.3f}" for key in ("verification_s", "total_s")),
             f"{measured['extra_copies_of_own_shards']:.2f}",
         )
     table.add_section()

@@ -75,7 +75,8 @@ class NixlOptions:
     num_workers: int = option(1, "UCX workers per member")
     num_threads: int | None = option(
         None,
-        "threads with which a node reads; null: where all of `ucx_tls` is shared memory, by the host's cores, else 1",
+        "threads with which a node reads, but for topology=chain, where it is one; null: where all of `ucx_tls` is "
+        "shared memory, by the host's cores, else 1",
     )
 
     def __post_init__(self) -> None:

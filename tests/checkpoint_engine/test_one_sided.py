@@ -255,6 +255,23 @@ async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_sent_again(tmp_pat
         assert torch.equal(fleet.replicas[0].weights["w"], BOTH_WAYS["w"])
 
 
+async def test_a_copy_that_is_not_done_at_once_is_waited_for_before_it_is_digested(tmp_path: Path):
+    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire") as fleet:
+        await fleet.manager.update_weights(1)
+        asked: dict[Any, int] = {}
+        for wire in engine_of(fleet.nodes[0])._wires:
+
+            def is_done(transfer: tuple[int, int, int], copy: Callable[..., bool] = wire.is_done) -> bool:
+                asked[transfer] = asked.get(transfer, 0) + 1
+                return asked[transfer] % 3 == 0 and copy(transfer)
+
+            wire.is_done = is_done
+        fleet.set_weights({name: torch.randn_like(values) for name, values in BOTH_WAYS.items()})
+        assert (await fleet.manager.update_weights(2)).retries == 0
+        assert asked
+        assert engine_of(fleet.nodes[0]).digests_on_arrival(2).known.all()
+
+
 async def test_without_verification_nothing_is_digested_as_it_arrives(tmp_path: Path):
     async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", verify=False) as fleet:
         await fleet.manager.update_weights(1)

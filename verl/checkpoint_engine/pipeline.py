@@ -33,24 +33,6 @@ class Bucket:
     """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
 
 
-def _scattered(packing: Packing, owner: int, rows: Sequence[int], bucket_nbytes: int) -> Iterator[Bucket]:
-    """Strided pieces in batches that are neighbours in the packed region, so that each batch is one range."""
-    start = 0
-    while start < len(rows):
-        stop = start + 1
-        first = int(packing.offset[rows[start]])
-        while stop < len(rows) and rows[stop] == rows[stop - 1] + 1:
-            end = int(packing.offset[rows[stop]] + packing.nbytes[rows[stop]])
-            if end - first > bucket_nbytes:
-                break
-            stop += 1
-        last = rows[stop - 1]
-        nbytes = int(packing.offset[last] + packing.nbytes[last]) - first
-        pieces = range(packing.first + rows[start], packing.first + last + 1)
-        yield Bucket(owner, (Range(first, 0, nbytes),), nbytes, pieces)
-        start = stop
-
-
 def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
     """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from ray._private import auto_init_hook
 from ray._private.node import Node
+from ray.exceptions import RaySystemError
 
 from tests.checkpoint_engine.fakes import soon
 from verl.trainer.ppo.ray_session import MARK, RaySession
@@ -66,6 +68,17 @@ def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
     (left,) = init.left
     assert left.wait(10) != 0
     assert not psutil.pid_exists(left.pid)
+
+
+def test_a_call_that_comes_after_the_end_raises_and_starts_no_other_ray(starting, monkeypatch):
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
+    init = starting()
+    session = RaySession()
+    session.start({})
+    session.close()
+    with pytest.raises(RaySystemError, match="has not been started"):
+        ray.wait([ray.ObjectRef.from_random()])
+    assert init.calls == 1
 
 
 ORPHAN = """

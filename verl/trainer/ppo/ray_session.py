@@ -86,6 +86,7 @@ class RaySession:
         if ray.is_initialized():
             return
         logger.info("starting Ray")
+        _never_by_itself()
         self.owned = True
         ours: dict[str, Any] = {
             "address": "local",
@@ -142,6 +143,13 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
         logger.warning("Ray was too slow to start; starting it once more")
         _kill_with_descendants(set(psutil.Process().children()) - strangers)
     return ray.init(**arguments)
+
+
+def _never_by_itself() -> None:
+    """Ray starts another Ray, with a dashboard, for a call that comes after the end of one: a thread that still waits
+    for samples makes such calls. From now on they raise."""
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import pytest
 import ray
 from ray._private import auto_init_hook
 from ray._private.node import Node
-from ray.exceptions import RaySystemError
 
 from tests.checkpoint_engine.fakes import soon
 from verl.trainer.ppo.ray_session import MARK, RaySession
@@ -54,6 +53,7 @@ def starting(monkeypatch):
         made.append(Starting(*errors))
         monkeypatch.setattr(ray, "init", made[-1])
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)  # the Ray that other tests share goes on
         return made[-1]
 
     yield fail_with
@@ -70,14 +70,13 @@ def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
     assert not psutil.pid_exists(left.pid)
 
 
-def test_a_call_that_comes_after_the_end_raises_and_starts_no_other_ray(starting, monkeypatch):
+def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypatch):
     monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
     init = starting()
     session = RaySession()
     session.start({})
     session.close()
-    with pytest.raises(RaySystemError, match="has not been started"):
-        ray.wait([ray.ObjectRef.from_random()])
+    auto_init_hook.wrap_auto_init(lambda: None)()  # as Ray wraps `ray.wait` and others
     assert init.calls == 1
 
 
@@ -132,9 +131,8 @@ def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, ar
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's agents are left to Ray")
 @pytest.mark.parametrize("has_taken_its_title", [False, True])
-def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_path, monkeypatch, has_taken_its_title):
+def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_path, has_taken_its_title):
     init = starting()
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
     init.session_dir = str(tmp_path / "session_1")
     (tmp_path / "session_1").mkdir()
     with (tmp_path / "session_1" / "log").open("w") as log:

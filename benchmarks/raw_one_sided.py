@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.processes import fresh_processes
 from verl import envs
-from verl.checkpoint_engine.backends.one_sided import UInt8s, Wire
+from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.packed import private_memory
 from verl.checkpoint_engine.threads import memory_threads
 

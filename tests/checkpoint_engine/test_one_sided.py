@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import Fleet, soon
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, Wire, WireReader, within
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
+from verl.checkpoint_engine.backends.wires import Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
     BackendUnavailable,

@@ -15,24 +15,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from verl.checkpoint_engine.backends.wires import UInt8s, Wire, WireReader
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.shards import Int64s, extents_of
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member, Range
-
-if TYPE_CHECKING:
-    from verl.checkpoint_engine.backends.one_sided import Wire, WireReader
-
-UInt8s = npt.NDArray[np.uint8]
 
 UPSTREAM = -1
 """Stands for the node before, where a wire or a bucket names an owner."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from verl.checkpoint_engine.backends.wires import WireReader
 from verl.checkpoint_engine.digest import CACHED_NBYTES, PieceDigests, digest_pieces
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.packed import Packing
@@ -16,9 +17,6 @@ from verl.checkpoint_engine.pipeline import Bucket
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.shards import extents_of
 from verl.checkpoint_engine.types import Range
-
-if TYPE_CHECKING:
-    from verl.checkpoint_engine.backends.one_sided import WireReader
 
 BUCKETS_PER_THREAD = 16
 """Threads end at most one bucket apart, and notice between two of them that they are to stop."""

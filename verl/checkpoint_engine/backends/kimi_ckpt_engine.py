@@ -33,9 +33,10 @@ from verl import envs
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.communicators import Flight, Gloo
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, OwnerAddress, Wire, WireReader
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.backends.owner_groups import Broadcasts, OwnerGroups
 from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.backends.wires import OwnerAddress, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
@@ -275,10 +276,10 @@ class Relay:
 class NoWire(Wire):
     """The endpoint of a node that pulls nothing: its slots need not be registered with a network device."""
 
-    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+    def register(self, memory: UInt8s) -> None:
         """Nobody reads it."""
 
-    def deregister(self, memory: npt.NDArray[np.uint8]) -> None:
+    def deregister(self, memory: UInt8s) -> None:
         """It never was registered."""
 
     def address(self) -> bytes:

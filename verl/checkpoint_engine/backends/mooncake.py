@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.backends.addresses import own_address
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire, within
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
+from verl.checkpoint_engine.backends.wires import UInt8s, Wire, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology

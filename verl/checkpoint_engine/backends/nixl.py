@@ -22,7 +22,8 @@ from typing import Any
 
 import nixl
 
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine, UInt8s, Wire
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
+from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.config import NixlOptions
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.topology import Topology

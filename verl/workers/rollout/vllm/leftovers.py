@@ -20,7 +20,7 @@ from verl import envs
 from verl.checkpoint_engine.janitor import Janitor
 
 SHM_DIR = Path("/dev/shm")
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.05
 OURS = ("psm_", "vllm_", "sem.mp-")
 """Names that Python's and vLLM's files there begin with. Arenas, which children map, too, have their own owner."""
 
@@ -44,13 +44,19 @@ class Leftovers:
     def finding_shared_memory(self) -> Iterator[None]:
         """Note what vLLM's processes map while the engine starts: it maps nothing new later.
 
-        A thread looks again and again, because a server may be killed before its engine has started.
+        A thread looks again and again, because a server may be killed before its engine has started. What processes
+        have mapped it reads only for new names: twice, as a file has its name a moment before it is mapped.
         """
         started = threading.Event()
 
         def look() -> None:
+            known: set[str] = set()
+            recent: set[str] = set()
             while not started.wait(LOOK_EVERY_S):
-                self._find_shared_memory()
+                names = {file.name for file in files_of_ours()}
+                if names - known:
+                    self._find_shared_memory()
+                known, recent = recent, names
 
         thread = threading.Thread(target=look, name="vllm-leftovers", daemon=True)
         thread.start()
@@ -83,5 +89,10 @@ def shared_memory_of(pid: int) -> set[Path]:
             continue
         # By number: a semaphore is mapped under a name that it has for a moment only.
         mapped |= {line.split(maxsplit=5)[4] for line in maps.splitlines() if f" {SHM_DIR}/" in line}
+    return {Path(file) for file in files_of_ours() if str(file.inode()) in mapped}
+
+
+def files_of_ours() -> list[os.DirEntry[str]]:
+    """Also those of other servers on this machine."""
     with os.scandir(SHM_DIR) as files:
-        return {Path(file) for file in files if file.name.startswith(OURS) and str(file.inode()) in mapped}
+        return [file for file in files if file.name.startswith(OURS)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -371,6 +372,28 @@ def test_a_read_that_comes_again_needs_nothing_new_until_an_address_changes():
     finally:
         node.close()
         owner.close()
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+def test_an_owner_that_waits_for_reads_sleeps():
+    """For as long as its rank trains: one that looked every millisecond took 4 % of a core."""
+    from verl.checkpoint_engine.backends.nixl import NixlWire
+
+    others = wakes_per_second()
+    owner = NixlWire("owner", tls=None, error_handling="peer", num_workers=1, progress=True)
+    try:
+        owner.register(np.zeros(2**20, np.uint8))
+        time.sleep(0.5)  # it has started
+        assert wakes_per_second() < others + 300
+    finally:
+        owner.close()
+
+
+def wakes_per_second() -> int:
+    """Of all threads of this process."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    time.sleep(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
 
 class BusyPorts:

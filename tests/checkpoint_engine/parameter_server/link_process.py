@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from pathlib import Path
 
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.engine_receiver import receive
@@ -19,6 +21,11 @@ def server() -> None:
     link = EngineLink("cpu-0", 1024, timeout_s=60)
     print(link.socket_path, flush=True)
     time.sleep(600)
+
+
+def link_sockets(pid: int) -> list[str]:
+    """Where links of process `pid` listen for engines, or talk to one."""
+    return re.findall(rf"@verl-engine-link-{pid}-\w+", Path("/proc/net/unix").read_text())
 
 
 if __name__ == "__main__":

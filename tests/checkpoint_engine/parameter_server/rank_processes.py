@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint_engine.member_processes import resources
+from tests.checkpoint_engine.parameter_server.link_process import link_sockets
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
@@ -51,10 +51,9 @@ def whole(ranks: Sequence[int], version: int) -> dict[str, torch.Tensor]:
 class Rank:
     """A ParameterServer, and the engine that it feeds."""
 
-    def __init__(self, rank: int, world_size: int, master: str | None, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, rank: int, world_size: int, master: str | None, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(BUCKET_GB)
-        tempfile.tempdir = str(folder)
         self.server = ParameterServer(rank=rank, world_size=world_size, master=master, **{"timeout_s": 60.0, **options})
         self.loaded: dict[str, torch.Tensor] = {}
 
@@ -108,8 +107,7 @@ class Rank:
     def resources(self) -> dict[str, int]:
         """What of this process somebody else could run out of. Threads and sockets of an update are gone soon."""
         mapped = sum("verl-parameter-server" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        links = len(list(Path(tempfile.gettempdir()).glob("verl-engine-link-*")))
-        return resources() | {"links": links, "mapped": mapped}
+        return resources() | {"links": len(link_sockets(os.getpid())), "mapped": mapped}
 
     def close(self) -> None:
         self.server.close()
@@ -189,12 +187,12 @@ def serve(pipe: Connection, arguments: tuple[Any, ...]) -> None:
 class RankProcess:
     """One rank; calls return futures and are answered in order."""
 
-    def __init__(self, rank: int, world_size: int, master: str | None, folder: Path, **options: Any) -> None:
+    def __init__(self, rank: int, world_size: int, master: str | None, **options: Any) -> None:
         self.rank = rank
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, theirs = context.Pipe()
-        arguments = (rank, world_size, master, folder, options)
+        arguments = (rank, world_size, master, options)
         self._process = context.Process(target=serve, args=(theirs, arguments), name=f"rank-{rank}", daemon=True)
         self._process.start()
         theirs.close()
@@ -228,11 +226,11 @@ class RankProcess:
 class World:
     """All ranks of one job."""
 
-    def __init__(self, size: int, folder: Path, **options: Any) -> None:
+    def __init__(self, size: int, **options: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.ranks = [RankProcess(rank, size, f"127.0.0.1:{port}", folder, **options) for rank in range(size)]
+        self.ranks = [RankProcess(rank, size, f"127.0.0.1:{port}", **options) for rank in range(size)]
 
     def all(self, method: str, *values: Any, only: Sequence[int] | None = None, **options: Any) -> list[Any]:
         """What every rank answers, or the exception that it raises."""

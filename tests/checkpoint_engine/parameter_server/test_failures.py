@@ -20,8 +20,8 @@ QUICK_S = 20.0
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["kept groups", "auto_pg"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(SIZE, tmp_path_factory.mktemp("world"), auto_pg=request.param)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(SIZE, auto_pg=request.param)
     try:
         made.all("register", "one", 1)
         assert made.all("gather", "one") == [SIZE] * SIZE
@@ -82,8 +82,8 @@ def test_what_one_engine_says_ends_the_update_on_all_ranks_and_the_next_one_work
     assert more_than(before, world) == [{}] * SIZE
 
 
-def test_an_engine_that_never_comes_is_named_at_the_deadline(tmp_path: Path):
-    world = World(2, tmp_path, timeout_s=12.0)
+def test_an_engine_that_never_comes_is_named_at_the_deadline():
+    world = World(2, timeout_s=12.0)
     try:
         world.all("register", "one", 1)
         world.all("gather", "one")
@@ -106,10 +106,10 @@ def test_an_engine_that_never_comes_is_named_at_the_deadline(tmp_path: Path):
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
-def test_a_rank_that_is_killed_ends_the_update_on_the_others(tmp_path: Path, doomed: int):
+def test_a_rank_that_is_killed_ends_the_update_on_the_others(doomed: int):
     """Rank 0 hosts the store in which the others meet. What it leaves half sent is let go of at the deadline."""
     timeout_s = 30.0
-    world = World(SIZE, tmp_path, timeout_s=timeout_s)
+    world = World(SIZE, timeout_s=timeout_s)
     others = [rank for rank in world.ranks if rank.rank != doomed]
     try:
         world.all("register", "one", 1)
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_ends_the_update_on_the_others(tmp_path: Path, doo
 
 def test_an_owner_that_was_killed_is_named_by_its_address(tmp_path: Path):
     """Owners take no part in P2P updates, so nobody but the reader notices."""
-    owner, joiner = RankProcess(0, 1, None, tmp_path), RankProcess(0, 1, None, tmp_path)
+    owner, joiner = RankProcess(0, 1, None), RankProcess(0, 1, None)
     try:
         for method, *values in (("register", "mine", 1), ("gather", "mine"), ("save", tmp_path / "metas", "mine")):
             owner.call(method, *values).result()
@@ -148,8 +148,8 @@ def test_an_owner_that_was_killed_is_named_by_its_address(tmp_path: Path):
         joiner.end()
 
 
-def test_a_rank_that_does_not_come_is_named_and_is_welcome_later(tmp_path: Path):
-    world = World(2, tmp_path, timeout_s=6.0)
+def test_a_rank_that_does_not_come_is_named_and_is_welcome_later():
+    world = World(2, timeout_s=6.0)
     try:
         world.all("register", "one", 1)
         world.all("gather", "one")

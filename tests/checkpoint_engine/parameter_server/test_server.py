@@ -24,8 +24,8 @@ def started(world: World) -> World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(SIZE, tmp_path_factory.mktemp("world"))
+def world() -> Iterator[World]:
+    made = World(SIZE)
     try:
         yield started(made)
     finally:
@@ -80,9 +80,9 @@ def saved(world: World, tmp_path: Path) -> Path:
     return tmp_path / "metas"
 
 
-def test_a_late_joiner_of_another_job_pulls_what_it_never_saw(world: World, saved: Path, tmp_path: Path):
+def test_a_late_joiner_of_another_job_pulls_what_it_never_saw(world: World, saved: Path):
     """It has rank 0 in its own job; so has an owner in theirs."""
-    joiner = RankProcess(0, 1, None, tmp_path)
+    joiner = RankProcess(0, 1, None)
     try:
         assert joiner.call("load", saved).result() == "one"
         report = joiner.call("update", "one", [0]).result()
@@ -184,8 +184,8 @@ def test_groups_that_were_connected_ahead_are_kept(world: World):
     assert soon(lambda: after()["sockets"] <= before["sockets"] + 4)  # the P2P store's connections stay
 
 
-def test_a_rank_alone_needs_nobody(tmp_path: Path):
-    alone = RankProcess(0, 1, None, tmp_path, auto_pg=True)
+def test_a_rank_alone_needs_nobody():
+    alone = RankProcess(0, 1, None, auto_pg=True)
     try:
         alone.call("register", "mine", 3).result()
         alone.call("gather", "mine").result()

@@ -15,26 +15,24 @@ The engine's side is `engine_receiver`, the protocol between them `link_messages
 from __future__ import annotations
 
 import os
-import shutil
+import secrets
 import socket
-import tempfile
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
-from verl import envs
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportError, TransportTimeout
-from verl.checkpoint_engine.janitor import Janitor
 from verl.checkpoint_engine.parameter_server import link_messages as messages
 from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory, SharedMemory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
-MAX_SOCKET_PATH = 107
-"""Of the kernel, in bytes."""
+PEER_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of who connected: `struct ucred` of unix(7)."""
 
 
 class EngineLink:
@@ -42,7 +40,8 @@ class EngineLink:
 
     Every method but `half`, `abort` and `close` raises what went wrong, as soon as it is known: ActivationError with
     the engine's own words if it refused the weights, TransportError if it died, talks rubbish or was told to abort.
-    Halves and socket are there until `close`; if this process is killed, a janitor removes the socket.
+    Halves and socket are there until `close`. The socket is a name in the kernel and no file, so that a process which
+    is killed leaves none behind.
     """
 
     def __init__(
@@ -74,14 +73,11 @@ class EngineLink:
         """The halves, on cpu."""
         self._halves = self._allocate(halves)
         self._lent = list(lent)
-        self._directory = _own_directory()
-        self._janitor = Janitor(self._directory)
-        self.socket_path = str(self._directory / "engine")
-        """Where the engine connects: a unix socket that this user alone can open."""
+        self.socket_path = f"@verl-engine-link-{os.getpid()}-{secrets.token_hex(8)}"
+        """Where the engine connects: see `link_messages.address`. Others than this user and root are turned away."""
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.socket_path)
-        os.chmod(self.socket_path, 0o600)
-        self._listener.listen(1)
+        self._listener.bind(messages.address(self.socket_path))
+        self._listener.listen()
         self._connection: socket.socket | None = None
 
         self._changed = threading.Condition()
@@ -147,7 +143,7 @@ class EngineLink:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of the memory, remove the socket. Idempotent. An engine that is not done fails."""
+        """Let go of the memory and the socket. Idempotent. An engine that is not done fails."""
         with self._changed:
             if self._closed:
                 return
@@ -158,15 +154,13 @@ class EngineLink:
                     self._connection.shutdown(socket.SHUT_RDWR)
             else:
                 with suppress(OSError), socket.socket(socket.AF_UNIX) as knock:  # the thread waits for somebody
-                    knock.connect(self.socket_path)
+                    knock.connect(messages.address(self.socket_path))
         self._thread.join()
         self._listener.close()
         if self._done:  # else somebody may still write to the halves, or read them
             self._kept.keep(self._shared)
         self._shared.clear()
         self._halves.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._janitor.close()
 
     def __enter__(self) -> EngineLink:
         return self
@@ -210,10 +204,14 @@ class EngineLink:
             self._fail(exc)
 
     def _accept(self) -> socket.socket:
-        self._listener.settimeout(self._timeout_s)
-        connection, _ = self._listener.accept()
-        connection.settimeout(None)  # deadlines are those of the callers, who close the link when one passes
-        return connection
+        end_s = time.monotonic() + self._timeout_s
+        while True:
+            self._listener.settimeout(max(1e-3, end_s - time.monotonic()))  # 0 would mean not to wait at all
+            connection, _ = self._listener.accept()
+            if _user_of(connection) in (os.geteuid(), 0):
+                connection.settimeout(None)  # deadlines are those of the callers, who close the link when one passes
+                return connection
+            connection.close()
 
     def _converse(self, connection: socket.socket) -> None:
         hello = self._receive(connection, messages.Hello)
@@ -268,12 +266,11 @@ class EngineLink:
             self._changed.notify_all()
 
 
-def _own_directory() -> Path:
-    """Of this user alone, where sockets go: under the temporary directory unless its name leaves no room."""
-    for parent in (Path(tempfile.gettempdir()), envs.shm_dir()):
-        if len(os.fsencode(parent)) + 40 < MAX_SOCKET_PATH:
-            return Path(tempfile.mkdtemp(prefix="verl-engine-link-", dir=parent))
-    raise TransportError(f"{tempfile.gettempdir()} and {envs.shm_dir()} are too long for sockets: set TMPDIR")
+def _user_of(connection: socket.socket) -> int:
+    """The user id of the process that connected, as the kernel noted it then."""
+    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    _, user, _ = PEER_CREDENTIALS.unpack(noted)
+    return int(user)
 
 
 def _ipc_handle(memory: torch.Tensor) -> tuple[int | bytes | bool, ...]:

@@ -47,7 +47,7 @@ class IncomingWeights:
         """Raises TransportError if nobody listens there, TransportTimeout."""
         self._connection.settimeout(self._timeout_s)
         try:
-            self._connection.connect(self._socket_path)
+            self._connection.connect(messages.address(self._socket_path))
             self._open_memory()
         except BaseException as exc:
             self._close()

@@ -71,6 +71,11 @@ FromEngine = Hello | Loaded | Done | Failed
 T = TypeVar("T")
 
 
+def address(socket_path: str) -> str:
+    """For `bind` and `connect`. A leading @ stands for the zero byte of an abstract name (unix(7)), as `ss` has it."""
+    return f"\0{socket_path[1:]}" if socket_path.startswith("@") else socket_path
+
+
 def send(connection: socket.socket, message: FromServer | FromEngine) -> None:
     """Raises OSError."""
     body = msgspec.msgpack.encode(message)

@@ -48,6 +48,14 @@ def test_the_summary_gives_seconds_rate_and_fraction_of_every_part(result: Any):
     assert summary["target_reached"] == (min(fractions) >= 0.6)
 
 
+def test_the_target_of_naive_is_not_held_against_other_backends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*TINY, "--backend", "gloo", "--output", str(tmp_path)]) == 0
+    assert "target_reached" not in json.loads((tmp_path / "result.json").read_text())["summary"]
+    printed = capsys.readouterr().out
+    assert "--backend all" in printed
+    assert "reached" not in printed
+
+
 def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_and_is_given_back(result: Any):
     assert result["shared_memory"]["per_node_in_models"] == pytest.approx(2, rel=0.05)
     assert result["shared_memory"]["left_after_close_nbytes"] == 0

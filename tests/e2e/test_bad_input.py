@@ -251,6 +251,18 @@ def test_an_rdma_device_that_does_not_exist_is_told_with_those_that_do(refuse, b
     assert "there are: " in message
 
 
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+def test_a_device_that_ucx_does_not_have_is_told_with_those_that_it_has(refuse):
+    (message,) = refuse(
+        "checkpoint_engine.backend=nixl",
+        "trainer.placement=separate",
+        "checkpoint_engine.engine_kwargs.nixl.ucx_net_devices=mlx5_99:1",
+    )
+    assert "UCX_NET_DEVICES=mlx5_99:1" in message
+    assert "'mlx5_99:1' is not available, please use one or more of: " in message
+    assert "'lo'(tcp)" in message
+
+
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_whose_package_is_missing_names_the_extra(refuse):
     (message,) = refuse("trainer.logger=[console,wandb]")

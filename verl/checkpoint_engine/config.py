@@ -67,6 +67,9 @@ class NixlOptions:
     ucx_tls: str | None = option(
         None, "UCX transports, as in `tcp` or `rc,sm,self`; null: `sm,self` on nodes that share the trainer's host"
     )
+    ucx_net_devices: str | None = option(
+        None, "network devices that UCX may use, as in `mlx5_0:1,mlx5_1:1`; null: all that fit to its transports"
+    )
     error_handling: str | None = option(
         None,
         "ucx_error_handling_mode; null: none where all of `ucx_tls` is shared memory, else peer",

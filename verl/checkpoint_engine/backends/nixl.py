@@ -11,21 +11,20 @@ while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import threading
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import nixl
 
+from verl.checkpoint_engine.backends import ucx
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.backends.wires import UInt8s, Wire
-from verl.checkpoint_engine.config import NixlOptions
-from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.config import CheckpointEngineConfig, NixlOptions
+from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
 
@@ -40,7 +39,6 @@ _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
     *(value for value in vars(nixl._bindings).values() if isinstance(value, type) and issubclass(value, Exception)),
 )
-_creating = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -60,6 +58,7 @@ class NixlWire(Wire):
         name: str,
         *,
         tls: str | None,
+        net_devices: str | None = None,
         error_handling: str,
         num_workers: int,
         progress: bool,
@@ -69,11 +68,12 @@ class NixlWire(Wire):
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
         try:
-            with _ucx_environment(tls):
+            with ucx.environment(tls, net_devices):
                 self._agent: Any = _new_agent(f"{name}-{secrets.token_hex(4)}", progress)
                 self._agent.create_backend("UCX", options)
         except _nixl_errors as exc:
-            raise TransportError(f"NIXL cannot start UCX (UCX_TLS={tls}, {options}): {exc}") from exc
+            used = ucx.asked_for(tls, net_devices) | options
+            raise TransportError(f"NIXL cannot start UCX ({used}): {exc}") from exc
         self._peers: dict[int, str] = {}
         self._registered: dict[int, tuple[UInt8s, Any]] = {}
         self._reads: dict[tuple[int, int, int, int], _Read] = {}
@@ -163,26 +163,47 @@ class NixlWire(Wire):
 
 
 class NixlEngine(OneSidedEngine):
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        """Starts UCX once where it was told what to use: it knows what there is. What it chooses itself, it has."""
+        options = _options_of(config)
+        asked_for = ucx.asked_for(options.ucx_tls, options.ucx_net_devices)
+        if not asked_for:
+            return
+        error_handling = _error_handling(options, options.ucx_tls)
+        complaints = ucx.complaints(options.ucx_tls, options.ucx_net_devices, error_handling)
+        if complaints:
+            used = asked_for | {"error_handling": error_handling}
+            raise ConfigError(
+                f"checkpoint_engine.engine_kwargs.nixl: UCX on {socket.gethostname()} cannot use "
+                f"{', '.join(f'{name}={value}' for name, value in used.items())}: {'; '.join(complaints)}"
+            )
+
     def open_wire(self, topology: Topology | None) -> NixlWire:
-        options = self._options
+        options = _options_of(self.config)
         tls = options.ucx_tls
         if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
             tls = ONE_HOST
         return NixlWire(
             self.member.name,
             tls=tls,
-            error_handling=options.error_handling or (NO_ERRORS if _is_shared_memory(tls) else PEER_ERRORS),
+            net_devices=options.ucx_net_devices,
+            error_handling=_error_handling(options, tls),
             num_workers=options.num_workers,
             progress=topology is None,
         )
 
     def num_readers(self, wire: Wire) -> int:
-        return self._options.num_threads or super().num_readers(wire)
+        return _options_of(self.config).num_threads or super().num_readers(wire)
 
-    @property
-    def _options(self) -> NixlOptions:
-        given = self.config.engine_kwargs.get("nixl", {})
-        return strict.from_mapping(NixlOptions, given, "checkpoint_engine.engine_kwargs.nixl")
+
+def _options_of(config: CheckpointEngineConfig) -> NixlOptions:
+    given = config.engine_kwargs.get("nixl", {})
+    return strict.from_mapping(NixlOptions, given, "checkpoint_engine.engine_kwargs.nixl")
+
+
+def _error_handling(options: NixlOptions, tls: str | None) -> str:
+    return options.error_handling or (NO_ERRORS if _is_shared_memory(tls) else PEER_ERRORS)
 
 
 def _new_agent(name: str, progress: bool) -> Any:
@@ -218,25 +239,3 @@ def _try(call: Any, *arguments: Any) -> None:
         call(*arguments)
     except _nixl_errors as exc:
         logging.getLogger(__name__).debug("while closing: %s", exc)
-
-
-@contextmanager
-def _ucx_environment(tls: str | None) -> Iterator[None]:
-    """UCX takes its options from the environment alone. What the user has set there wins.
-
-    Without EFA hardware its EFA module crashes the process at exit (UCX of nixl 1.5.1), so it is left out.
-    """
-    present = {path.name for path in Path("/sys/class/infiniband").glob("*")}
-    wanted = {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    if not any(name.startswith("efa") for name in present):
-        wanted["UCX_MODULES"] = "^efa"
-    if tls is not None:
-        wanted["UCX_TLS"] = tls
-    with _creating:
-        added = [name for name in wanted if name not in os.environ]
-        os.environ.update({name: wanted[name] for name in added})
-        try:
-            yield
-        finally:
-            for name in added:
-                del os.environ[name]

@@ -1,0 +1,63 @@
+"""What UCX is asked before a run begins, and what a user is told when it cannot do that."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.registry import resolve_backend
+
+pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(**options: Any) -> None:
+    config = CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": options})
+    resolve_backend(config).check_host(config)
+
+
+def test_what_ucx_chooses_itself_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("UCX was started"))
+    check()
+    check(num_workers=2)
+
+
+@pytest.mark.parametrize("options", [{"ucx_tls": "tcp", "ucx_net_devices": "lo"}, {"ucx_tls": "sm,self"}])
+def test_what_is_there_is_accepted(options: dict[str, Any]):
+    check(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ucx_tls": "rc_x"}, r"UCX_TLS=rc_x.*'rc_x' is not available, please use one or more of: .*tcp"),
+        ({"ucx_net_devices": "nic9:1"}, r"UCX_NET_DEVICES=nic9:1.*'nic9:1' is not available, .*'lo'\(tcp\)"),
+        ({"ucx_net_devices": "lo,nic9:1", "ucx_tls": "tcp"}, r"UCX_TLS=tcp, .*'nic9:1' is not available"),
+        ({"ucx_tls": "sm,self", "error_handling": "peer"}, "error_handling=peer: .*no peer failure handler"),
+    ],
+)
+def test_what_is_not_there_is_told_with_what_there_is(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check(**options)
+
+
+def test_the_environment_wins_and_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "nic8:1")
+    with pytest.raises(ConfigError, match="UCX_NET_DEVICES=nic8:1"):
+        check(ucx_net_devices="lo")
+
+
+def test_a_host_without_a_working_ucx_says_what_happened(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.checkpoint_engine.backends.ucx._PROBE", "import sys; sys.exit('no such plugin')")
+    with pytest.raises(ConfigError, match="it does not start: no such plugin"):
+        check(ucx_tls="tcp")

@@ -1,0 +1,81 @@
+"""UCX, below NIXL: how it is told which transports and devices to use, and what it says when it cannot.
+
+It takes its options from the environment alone, so they are there while a context is made. What the user has set there
+wins (https://openucx.readthedocs.io/en/master/faq.html).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEVICES = Path("/sys/class/infiniband")
+PROBE_TIMEOUT_S = 60.0
+_PROBE = """
+import sys
+import nixl
+options = nixl._bindings.nixlAgentConfig()
+options.useProgThread = False
+nixl._bindings.nixlAgent("probe", options).createBackend("UCX", {"ucx_error_handling_mode": sys.argv[1]})
+"""
+_COMPLAINT = re.compile(r"UCX\s+(?:WARN|ERROR)\s+(.*)")
+_changing = threading.Lock()
+
+
+@contextmanager
+def environment(tls: str | None, net_devices: str | None) -> Iterator[None]:
+    """In this block, UCX contexts use the transports `tls` and the devices `net_devices`; None: those it chooses."""
+    with _changing:
+        added = _additions(tls, net_devices, log_level="fatal")
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _additions(tls: str | None, net_devices: str | None, *, log_level: str) -> dict[str, str]:
+    """What the environment lacks. Without EFA hardware UCX's EFA module crashes the process at exit (nixl 1.5.1)."""
+    wanted = {"UCX_LOG_LEVEL": log_level, "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    if not any(path.name.startswith("efa") for path in DEVICES.glob("*")):
+        wanted["UCX_MODULES"] = "^efa"
+    if tls is not None:
+        wanted["UCX_TLS"] = tls
+    if net_devices is not None:
+        wanted["UCX_NET_DEVICES"] = net_devices
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def asked_for(tls: str | None, net_devices: str | None) -> dict[str, str]:
+    """The variables that choose transports and devices: those of the environment, else the options."""
+    options = {"UCX_TLS": tls, "UCX_NET_DEVICES": net_devices}
+    chosen = {name: os.environ.get(name, option) for name, option in options.items()}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def complaints(tls: str | None, net_devices: str | None, error_handling: str) -> list[str]:
+    """What UCX says of these options on this host if it cannot use them, or if one of the devices is not there.
+
+    UCX is started for that, in a process of its own: it writes its log where the whole process does.
+    """
+    with _changing:
+        variables = {**os.environ, **_additions(tls, net_devices, log_level="warn")}
+    command = [sys.executable, "-c", _PROBE, error_handling]
+    try:
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [f"it has not started within {PROBE_TIMEOUT_S:.0f} s"]
+    said = _COMPLAINT.findall(done.stdout + done.stderr)
+    missing = [line for line in said if "is not available" in line]
+    if done.returncode == 0:  # transports may be alternatives; devices are meant
+        return [line for line in missing if line.startswith("network device")]
+    return missing or said or [f"it does not start: {(done.stderr or done.stdout).strip()[-500:]}"]

@@ -11,6 +11,8 @@ import pytest
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.topology import direct
+from verl.checkpoint_engine.types import Member
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -55,6 +57,24 @@ def test_the_environment_wins_and_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "nic8:1")
     with pytest.raises(ConfigError, match="UCX_NET_DEVICES=nic8:1"):
         check(ucx_net_devices="lo")
+
+
+def test_shared_memory_of_the_environment_needs_no_further_option(monkeypatch: pytest.MonkeyPatch):
+    """Its transports cannot promise to notice that a peer has died, so that is not asked of them."""
+    monkeypatch.setenv("UCX_TLS", "sm,self")
+    check()
+
+
+def test_reads_over_the_network_are_not_taken_for_copies(monkeypatch: pytest.MonkeyPatch):
+    config = CheckpointEngineConfig(backend="nixl")
+    node = Member(role="node", index=0, host="here")
+    topology = direct([Member(role="trainer", index=0, host="here")], [node])
+    engine: Any = resolve_backend(config)(member=node, config=config)
+    for tls, copies in (("tcp", False), ("sm,self", True)):
+        monkeypatch.setenv("UCX_TLS", tls)
+        wire = engine.open_wire(topology)
+        assert wire.copies == copies
+        wire.close()
 
 
 def test_a_host_without_a_working_ucx_says_what_happened(monkeypatch: pytest.MonkeyPatch):

@@ -170,7 +170,7 @@ class NixlEngine(OneSidedEngine):
         asked_for = ucx.asked_for(options.ucx_tls, options.ucx_net_devices)
         if not asked_for:
             return
-        error_handling = _error_handling(options, options.ucx_tls)
+        error_handling = _error_handling(options, asked_for.get(ucx.TLS))
         complaints = ucx.complaints(options.ucx_tls, options.ucx_net_devices, error_handling)
         if complaints:
             used = asked_for | {"error_handling": error_handling}
@@ -181,7 +181,7 @@ class NixlEngine(OneSidedEngine):
 
     def open_wire(self, topology: Topology | None) -> NixlWire:
         options = _options_of(self.config)
-        tls = options.ucx_tls
+        tls = ucx.asked_for(options.ucx_tls, options.ucx_net_devices).get(ucx.TLS)
         if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
             tls = ONE_HOST
         return NixlWire(

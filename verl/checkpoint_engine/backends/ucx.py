@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TLS, NET_DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 DEVICES = Path("/sys/class/infiniband")
 PROBE_TIMEOUT_S = 60.0
 _PROBE = """
@@ -47,15 +48,15 @@ def _additions(tls: str | None, net_devices: str | None, *, log_level: str) -> d
     if not any(path.name.startswith("efa") for path in DEVICES.glob("*")):
         wanted["UCX_MODULES"] = "^efa"
     if tls is not None:
-        wanted["UCX_TLS"] = tls
+        wanted[TLS] = tls
     if net_devices is not None:
-        wanted["UCX_NET_DEVICES"] = net_devices
+        wanted[NET_DEVICES] = net_devices
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def asked_for(tls: str | None, net_devices: str | None) -> dict[str, str]:
     """The variables that choose transports and devices: those of the environment, else the options."""
-    options = {"UCX_TLS": tls, "UCX_NET_DEVICES": net_devices}
+    options = {TLS: tls, NET_DEVICES: net_devices}
     chosen = {name: os.environ.get(name, option) for name, option in options.items()}
     return {name: value for name, value in chosen.items() if value is not None}
 

@@ -251,6 +251,19 @@ def test_an_rdma_device_that_does_not_exist_is_told_with_those_that_do(refuse, b
     assert "there are: " in message
 
 
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+@pytest.mark.parametrize("backend", ["mooncake", "kimi_ckpt_engine"])
+@pytest.mark.parametrize(("key", "value"), [("host", "203.0.113.1"), ("interface", "ib7")])
+def test_an_address_or_interface_that_this_host_lacks_is_told_with_those_that_it_has(refuse, backend, key, value):
+    (message,) = refuse(
+        f"checkpoint_engine.backend={backend}",
+        "trainer.placement=separate",
+        f"checkpoint_engine.engine_kwargs.{backend}.{key}={value}",
+    )
+    assert value in message
+    assert re.search("there are: .*lo", message)
+
+
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 def test_a_device_that_ucx_does_not_have_is_told_with_those_that_it_has(refuse):
     (message,) = refuse(

@@ -95,7 +95,10 @@ class MooncakeOptions:
 
     protocol: str = option("tcp", "wire of the transfer engine", choices=("tcp", "rdma"))
     rdma_devices: str = option("", "RDMA devices to use, as in `mlx5_0,mlx5_1`; empty: all")
-    host: str | None = option(None, "address under which a member is reached; null: that of the default route")
+    host: str | None = option(
+        None, "address under which a member is reached; null: that of `interface`, or of the default route"
+    )
+    interface: str | None = option(None, "network interface to use; null: the one of the default route")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,26 +5,62 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from contextlib import suppress
 
-from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+
+SIOCGIFADDR = 0x8915
+"""Asks the kernel for the IPv4 address of an interface: netdevice(7)."""
+
+
+def reached_at(host: str | None, interface: str | None) -> str:
+    """`host` if it is given and an address of this host, else `own_address`. Raises ConfigError, BackendUnavailable."""
+    if host is None:
+        return own_address(interface)
+    if not _is_here(host):
+        addresses = (f"{address} ({name})" for _, name in socket.if_nameindex() if (address := _address_of(name)))
+        raise ConfigError(
+            f"host={host} is no address of {socket.gethostname()}; there are: {', '.join(addresses)}. "
+            "Where members are on several hosts, choose a network interface instead"
+        )
+    return host
 
 
 def own_address(interface: str | None) -> str:
     """The IPv4 address under which other hosts reach this one. Raises BackendUnavailable that lists the interfaces."""
+    if interface is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
+            except OSError:
+                return "127.0.0.1"  # no route to anywhere: members can only be on this host
+            return str(probe.getsockname()[0])
+    address = _address_of(interface)
+    if address is None:
+        present = ", ".join(name for _, name in socket.if_nameindex())
+        raise BackendUnavailable(
+            f"network interface {interface!r} has no IPv4 address on {socket.gethostname()}; there are: {present}"
+        )
+    return address
+
+
+def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            if interface is not None:
-                request = struct.pack("256s", interface.encode())
-                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
-            return str(probe.getsockname()[0])
-        except OSError as exc:
-            if interface is None:
-                return "127.0.0.1"  # no route to anywhere: members can only be on this host
-            present = ", ".join(name for _, name in socket.if_nameindex())
-            raise BackendUnavailable(
-                f"network interface {interface!r} has no IPv4 address on {socket.gethostname()}; there are: {present}"
-            ) from exc
+            request = struct.pack("256s", interface.encode())
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
 
 
-SIOCGIFADDR = 0x8915
+def _is_here(host: str) -> bool:
+    """Whether a server could listen there."""
+    try:
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return True
+    return False

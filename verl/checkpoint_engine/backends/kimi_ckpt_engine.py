@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from verl import envs
-from verl.checkpoint_engine.backends.addresses import own_address
+from verl.checkpoint_engine.backends.addresses import own_address, reached_at
 from verl.checkpoint_engine.backends.communicators import Flight, Gloo
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
@@ -95,6 +95,7 @@ class KimiCkptEngine(OneSidedEngine):
     def check_host(cls, config: CheckpointEngineConfig) -> None:
         options = _options_of(config)
         own_address(options.interface)
+        reached_at(options.host, options.interface)
         _rdma_devices(options)
 
     def open_wire(self, topology: Topology | None) -> Wire:
@@ -102,7 +103,7 @@ class KimiCkptEngine(OneSidedEngine):
             return NoWire()
         options = self._options
         return MooncakeWire(
-            host=options.host or own_address(options.interface),
+            host=reached_at(options.host, options.interface),
             protocol=options.p2p_protocol,
             devices=_rdma_devices(options, is_rank=self.member.role == "trainer"),
         )

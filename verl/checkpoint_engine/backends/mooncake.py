@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint_engine.backends.addresses import own_address
+from verl.checkpoint_engine.backends.addresses import reached_at
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.backends.wires import UInt8s, Wire, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
@@ -107,12 +107,16 @@ class MooncakeWire(Wire):
 class MooncakeEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        rdma_devices(_options_of(config), DEVICES)
+        options = _options_of(config)
+        reached_at(options.host, options.interface)
+        rdma_devices(options, DEVICES)
 
     def open_wire(self, topology: Topology | None) -> MooncakeWire:
         options = _options_of(self.config)
         return MooncakeWire(
-            host=options.host or own_address(None), protocol=options.protocol, devices=rdma_devices(options, DEVICES)
+            host=reached_at(options.host, options.interface),
+            protocol=options.protocol,
+            devices=rdma_devices(options, DEVICES),
         )
 
 

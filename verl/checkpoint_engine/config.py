@@ -100,6 +100,9 @@ class MooncakeOptions:
     )
     interface: str | None = option(None, "network interface to use; null: the one of the default route")
 
+    def __post_init__(self) -> None:
+        _require_rdma(self.rdma_devices, "protocol", self.protocol)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KimiCkptEngineOptions:
@@ -134,6 +137,13 @@ class KimiCkptEngineOptions:
                 raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.mem_fraction <= 1:
             raise strict.ConfigError(f"mem_fraction must be above 0 and at most 1, not {self.mem_fraction}")
+        _require_rdma(self.rdma_devices, "p2p_protocol", self.p2p_protocol)
+
+
+def _require_rdma(devices: str, key: str, protocol: str) -> None:
+    """Who names devices does not want TCP, which would be used without a word."""
+    if devices and protocol != "rdma":
+        raise strict.ConfigError(f"rdma_devices={devices} asks for {key}=rdma, not {key}={protocol}")
 
 
 @dataclass(frozen=True, kw_only=True)

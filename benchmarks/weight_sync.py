@@ -221,11 +221,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     output = values.pop("output")
     if not values["size_gib"] * 2**30 >= MIN_NBYTES:
         parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
-    for name in ("trainers", "nodes", "repeats"):
-        if values[name] < 1:
-            parser.error(f"--{name} must be at least 1, not {values[name]}")
-    if values["replicas"] < 0:
-        parser.error(f"--replicas must not be negative, not {values['replicas']}")
+    for name, least in {"trainers": 1, "nodes": 1, "repeats": 1, "replicas": 0, "block_kilobytes": 4}.items():
+        if values[name] < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {values[name]}")
     return Settings(**values), output
 
 

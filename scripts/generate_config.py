@@ -101,7 +101,7 @@ def render_reference() -> str:
 def _key_lines(section: Section) -> list[str]:
     lines: list[str] = []
     for key in section.keys:
-        lines.append(f"# {key.help}" + (f" [{key.choices_text}]" if key.choices else ""))
+        lines.append(f"# {key.help_with_allowed}")
         lines.append(f"{key.name}: {yaml_text(key.default)}")
     return lines
 
@@ -111,8 +111,7 @@ def _indented(lines: list[str], depth: int) -> list[str]:
 
 
 def _table_row(key: Key) -> str:
-    meaning = key.help + (f"; one of: {key.choices_text}" if key.choices else "")
-    cells = (f"`{key.path}`", f"`{key.type}`", f"`{yaml_text(key.default)}`", meaning)
+    cells = (f"`{key.path}`", f"`{key.type}`", f"`{yaml_text(key.default)}`", key.help_with_allowed)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -69,7 +69,8 @@ def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_an
         (["--size-gib", "-1"], "--size-gib must be at least"),
         (["--trainers", "0"], "--trainers must be at least 1, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
-        (["--replicas", "-1"], "--replicas must not be negative"),
+        (["--replicas", "-1"], "--replicas must be at least 0, not -1"),
+        (["--block-kilobytes", "1"], "--block-kilobytes must be at least 4, not 1"),
         (["--dtype", "float7"], "invalid choice: 'float7'"),
     ],
 )

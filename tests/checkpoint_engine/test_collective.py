@@ -221,7 +221,7 @@ def test_an_interface_that_does_not_exist_gets_the_list_of_those_that_do(tmp_pat
     [
         (
             {"bucket_megabytes": 0},
-            r"checkpoint_engine\.engine_kwargs\.gloo: bucket_megabytes must be at least 1, not 0",
+            r"checkpoint_engine\.engine_kwargs\.gloo\.bucket_megabytes must be at least 1, not 0",
         ),
         ({"in_flight": 0}, "in_flight must be at least 1, not 0"),
         ({"bucket_megabyte": 1}, "Did you mean 'bucket_megabytes'"),

@@ -72,10 +72,10 @@ def test_an_unknown_option_of_a_known_backend_is_refused():
         ({"backends": "naive"}, r"unknown configuration key 'checkpoint_engine\.backends'\. Did you mean 'backend'\?"),
         ({"slots": 3}, r"checkpoint_engine\.slots=3 is not one of: 1, 2"),
         ({"activation": "rollin"}, r"Did you mean 'rolling'\?"),
-        ({"retries": -1}, "retries must not be negative, not -1"),
+        ({"retries": -1}, "retries must be at least 0, not -1"),
         ({"block_kilobytes": 1}, "block_kilobytes must be at least 4, not 1"),
-        ({"update_weights_bucket_megabytes": 0}, "must be positive, not 0"),
-        ({"deadlines": {"publish_s": 0}}, "publish_s must be positive"),
+        ({"update_weights_bucket_megabytes": 0}, "must be at least 1, not 0"),
+        ({"deadlines": {"publish_s": 0}}, "publish_s must be above 0"),
         ({"deadlines": {"publsh_s": 1}}, "Did you mean 'publish_s'"),
     ],
 )

@@ -15,32 +15,26 @@ from verl.utils.config import option, section
 class DeadlinesConfig:
     """Seconds after which a phase of a sync is given up. Each phase has its own compensating action."""
 
-    prepare_s: float = option(120.0, "collect shards, plan, create and pre-fault the node arenas (first sync only)")
-    publish_s: float = option(120.0, "every trainer rank copies its own shards")
-    stage_s: float = option(300.0, "every rollout node holds all bytes in its spare slot")
-    verify_s: float = option(120.0, "every rollout node has digested its spare slot")
-    commit_s: float = option(30.0, "every rollout node has made the new version current")
-    activate_s: float = option(300.0, "every replica has paused, loaded the new version and answered")
-    resume_s: float = option(60.0, "every replica generates again")
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise strict.ConfigError(f"deadlines.{name} must be positive, not {value}")
+    prepare_s: float = option(
+        120.0, "collect shards, plan, create and pre-fault the node arenas (first sync only)", above=0
+    )
+    publish_s: float = option(120.0, "every trainer rank copies its own shards", above=0)
+    stage_s: float = option(300.0, "every rollout node holds all bytes in its spare slot", above=0)
+    verify_s: float = option(120.0, "every rollout node has digested its spare slot", above=0)
+    commit_s: float = option(30.0, "every rollout node has made the new version current", above=0)
+    activate_s: float = option(300.0, "every replica has paused, loaded the new version and answered", above=0)
+    resume_s: float = option(60.0, "every replica generates again", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlooOptions:
     """Options of the backend `gloo`."""
 
-    bucket_megabytes: int = option(64, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
-    in_flight: int = option(2, "broadcasts that one trainer rank has under way at a time")
+    bucket_megabytes: int = option(
+        64, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it", least=1
+    )
+    in_flight: int = option(2, "broadcasts that one trainer rank has under way at a time", least=1)
     interface: str | None = option(None, "network interface to use; null: the one of the default route")
-
-    def __post_init__(self) -> None:
-        for name in ("bucket_megabytes", "in_flight"):
-            if getattr(self, name) < 1:
-                raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +46,9 @@ class NaiveOptions(GlooOptions):
 class NcclOptions(GlooOptions):
     """Options of the backend `nccl`. `in_flight` buckets of device memory are taken on every member."""
 
-    bucket_megabytes: int = option(128, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it")
+    bucket_megabytes: int = option(
+        128, "most bytes in one broadcast, in MiB; update_weights_bucket_megabytes caps it", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +71,13 @@ class NixlOptions:
         "ucx_error_handling_mode; null: none where all of `ucx_tls` is shared memory, else peer",
         choices=(None, "none", "peer"),
     )
-    num_workers: int = option(1, "UCX workers per member")
+    num_workers: int = option(1, "UCX workers per member", least=1)
     num_threads: int | None = option(
         None,
         "threads with which a node reads, but for topology=chain, where it is one; null: where all of `ucx_tls` is "
         "shared memory, by the host's cores, else 1",
+        least=1,
     )
-
-    def __post_init__(self) -> None:
-        for name in ("num_workers", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise strict.ConfigError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +106,15 @@ class KimiCkptEngineOptions:
         "all; a trainer rank then takes the one that belongs to its local rank",
     )
     bucket_size_megabytes: int = option(
-        64, "most bytes in one pull or broadcast, in MiB; update_weights_bucket_megabytes caps it"
+        64, "most bytes in one pull or broadcast, in MiB; update_weights_bucket_megabytes caps it", least=1
     )
     mem_fraction: float = option(
-        0.1, "share of a node's free memory that the bounce buffers may take; buckets are made smaller to fit into it"
+        0.1,
+        "share of a node's free memory that the bounce buffers may take; buckets are made smaller to fit into it",
+        above=0,
+        most=1,
     )
-    in_flight: int = option(4, "buckets that one receiver pulls or passes on at a time")
+    in_flight: int = option(4, "buckets that one receiver pulls or passes on at a time", least=1)
     rebuild_group: bool = option(
         False, "leave the nodes' process groups after each sync and build them anew in the next one"
     )
@@ -132,11 +126,6 @@ class KimiCkptEngineOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("bucket_size_megabytes", "in_flight"):
-            if getattr(self, name) < 1:
-                raise strict.ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 < self.mem_fraction <= 1:
-            raise strict.ConfigError(f"mem_fraction must be above 0 and at most 1, not {self.mem_fraction}")
         _require_rdma(self.rdma_devices, "p2p_protocol", self.p2p_protocol)
 
 
@@ -151,12 +140,12 @@ class CheckpointEngineConfig:
     """How weights move from the trainer to the rollout engines."""
 
     backend: str = option("naive", "name in CheckpointEngineRegistry; auto: nccl on cuda, hccl on npu, gloo on cpu")
-    update_weights_bucket_megabytes: int = option(2048, "largest run of bytes in flight per sender, in MiB")
+    update_weights_bucket_megabytes: int = option(2048, "largest run of bytes in flight per sender, in MiB", least=1)
     engine_kwargs: dict[str, Any] = option({}, "options of one backend: engine_kwargs.<backend>.<option>")
     custom_backend_module: str | None = option(
         None, "module imported on every process that registers a backend of yours"
     )
-    block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB")
+    block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB", least=4)
     topology: str = option(
         "auto",
         "who sends to whom: auto leaves it to the backend; chain: each rollout node serves the next (nixl, mooncake)",
@@ -172,21 +161,13 @@ class CheckpointEngineConfig:
     pause_mode: str = option(
         "abort", "what happens to requests in flight at activation", choices=("abort", "wait", "keep")
     )
-    retries: int = option(1, "how often a failed publish, stage or verify is tried again before the sync is aborted")
+    retries: int = option(
+        1, "how often a failed publish, stage or verify is tried again before the sync is aborted", least=0
+    )
     report_path: str | None = option(
         None, "JSONL file that receives every SyncReport; null: <default_local_dir>/sync_reports.jsonl"
     )
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "seconds per phase")
-
-    def __post_init__(self) -> None:
-        if self.update_weights_bucket_megabytes <= 0:
-            raise strict.ConfigError(
-                f"update_weights_bucket_megabytes must be positive, not {self.update_weights_bucket_megabytes}"
-            )
-        if self.block_kilobytes < 4:
-            raise strict.ConfigError(f"block_kilobytes must be at least 4, not {self.block_kilobytes}")
-        if self.retries < 0:
-            raise strict.ConfigError(f"retries must not be negative, not {self.retries}")
 
     @property
     def block_nbytes(self) -> int:

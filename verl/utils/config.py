@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -23,9 +24,37 @@ class ConfigError(ValueError):
     """What the user wrote cannot be used. The message names the key, the value and the remedy."""
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] = ()) -> Any:
-    """A dataclass field with a default, a description for the generated reference, and the values it may take."""
-    metadata = {"help": help, "choices": choices}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Which numbers a field takes. All of them are finite."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        """`at least 0 and at most 1`; empty where any finite number will do."""
+        words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+        limits = dataclasses.asdict(self)
+        return " and ".join(f"{word} {limits[name]}" for name, word in words.items() if limits[name] is not None)
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), **bounds: float) -> Any:
+    """A dataclass field with a default, a description for the generated reference, and the values it may take.
+
+    `bounds` are those of `Bounds`; in a list they hold for each number.
+    """
+    metadata = {"help": help, "choices": choices, "bounds": Bounds(**bounds)}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -61,7 +90,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build `cls` from `values`; `path` is the dotted key of the section, for messages.
 
     Raises ConfigError for an unknown key (with the nearest known one), a value of the wrong type, a value outside
-    `choices`, and whatever `__post_init__` of the class rejects.
+    `choices` or `Bounds`, and whatever `__post_init__` of the class rejects.
     """
     hints = field_types(typing.cast("Any", cls))
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -71,6 +100,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         if key not in known:
             raise ConfigError(f"unknown configuration key {dotted!r}.{did_you_mean(str(key), known)}")
         arguments[key] = _convert(hints[key], value, dotted)
+        _require_bounds(arguments[key], known[key].metadata.get("bounds"), dotted)
         choices = known[key].metadata.get("choices")
         if choices and arguments[key] not in choices:
             allowed = ", ".join(str(choice) for choice in choices)
@@ -81,6 +111,14 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         return cls(**arguments)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}" if path else str(exc)) from exc
+
+
+def _require_bounds(value: Any, bounds: Bounds | None, dotted: str) -> None:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_bounds(item, bounds, f"{dotted}[{index}]")
+    elif bounds is not None and isinstance(value, (int, float)) and value not in bounds:
+        raise ConfigError(f"{dotted} must be {bounds if math.isfinite(value) else 'finite'}, not {value}")
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from verl.utils.config import ConfigError
         ("trainer.seed=null", "trainer.seed takes an integer, not None"),
         ("data.truncation=lefty", "data.truncation='lefty' is not one of: error, left, right, middle"),
         ("data.custom_cls=3", "data.custom_cls is a section of keys"),
-        ("checkpoint_engine.deadlines.stage_s=-1", "deadlines.stage_s must be positive, not -1"),
+        ("checkpoint_engine.deadlines.stage_s=-1", "deadlines.stage_s must be above 0, not -1"),
         ("trainer.nnodes", "malformed override 'trainer.nnodes': write key=value"),
         ("=3", "malformed override '=3'"),
         ("data.train_files=/a (b)/c", "two pairs of quotes: 'data.train_files=\"/a (b)/c\"'"),

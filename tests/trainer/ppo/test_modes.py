@@ -38,7 +38,7 @@ def test_other_modes_generate_whole_training_batches(mode: type[RayPPOTrainer]):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_number_of_prompts_that_cannot_be_is_named(mode: type[RayPPOTrainer]):
-    with pytest.raises(ConfigError, match="data.train_batch_size must be positive, not -1"):
+    with pytest.raises(ConfigError, match="data.train_batch_size must be at least 0, not -1"):
         adapted(mode, "data.train_batch_size=-1")
     with pytest.raises(ConfigError, match="data.gen_batch_size=7"):
         adapted(mode, "data.gen_batch_size=7")

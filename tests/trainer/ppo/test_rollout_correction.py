@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from verl.trainer.ppo.core_algos import compute_rollout_importance_weights, rollout_probs_diff_metrics
-from verl.utils.config import ConfigError
 from verl.workers.config import RolloutCorrectionConfig
 
 # Ratios trainer / rollout: 1.5, 4.0 | 0.5, (padding).
@@ -45,11 +44,6 @@ def test_without_correction_there_are_no_weights_but_the_divergence_is_reported(
 
 def test_weights_carry_no_gradient():
     assert not weights("token", trainer=TRAINER.clone().requires_grad_())[0].requires_grad
-
-
-def test_a_threshold_of_zero_is_rejected():
-    with pytest.raises(ConfigError, match="rollout_is_threshold must be positive"):
-        RolloutCorrectionConfig(rollout_is_threshold=0.0)
 
 
 def test_probability_differences_count_generated_tokens_only():

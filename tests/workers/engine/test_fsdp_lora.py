@@ -244,8 +244,8 @@ def test_a_checkpoint_of_other_adapters_or_of_a_whole_model_is_refused(ranks, mo
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lora_rank": -1}, "lora_rank must not be negative"),
-        ({"lora_alpha": 0}, "lora_alpha must be positive"),
+        ({"lora_rank": -1}, "lora_rank must be at least 0"),
+        ({"lora_alpha": 0}, "lora_alpha must be at least 1"),
         ({"lora_rank": 1, "target_modules": []}, "names no layer"),
     ],
 )

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl.trainer.config.schema import Key, documented_sections, yaml_text
+from verl.trainer.config.schema import documented_sections, yaml_text
 
 USAGE = "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help]"
 ABOUT = (
@@ -52,7 +52,7 @@ def plain_page() -> str:
     lines += ["", REFERENCE, "", "keys:"]
     for section in documented_sections():
         lines += ["", f"{section.path}: {section.doc}"]
-        lines += [f"  {key.path}={yaml_text(key.default)}    {_meaning(key)}" for key in section.keys]
+        lines += [f"  {key.path}={yaml_text(key.default)}    {key.help_with_allowed}" for key in section.keys]
     return "\n".join(lines)
 
 
@@ -74,7 +74,7 @@ def _rich_page(console: Console) -> None:
         table.add_column(ratio=3)
         for key in section.keys:
             name = Text.assemble((key.name, "cyan"), f"={yaml_text(key.default)}")
-            table.add_row(Padding(name, (0, 0, 0, 2)), Text(_meaning(key)))
+            table.add_row(Padding(name, (0, 0, 0, 2)), Text(key.help_with_allowed))
         console.print()
         console.print(Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")))
         console.print(table)
@@ -82,7 +82,3 @@ def _rich_page(console: Console) -> None:
 
 def _command(arguments: str) -> str:
     return f"python -m verl.trainer.main_ppo {arguments}".rstrip()
-
-
-def _meaning(key: Key) -> str:
-    return key.help + (f" [{key.choices_text}]" if key.choices else "")

@@ -28,6 +28,8 @@ class Key:
     type: str
     default: Any
     choices: tuple[Any, ...]
+    bounds: str
+    """What a number has to be, as `at least 1`; empty: anything."""
     help: str
     free_form: bool
     """The value is a mapping whose keys are not ours: anything below `path` is accepted."""
@@ -37,8 +39,13 @@ class Key:
         return self.path.rpartition(".")[2]
 
     @property
-    def choices_text(self) -> str:
-        return ", ".join(map(yaml_text, self.choices))
+    def allowed(self) -> str:
+        """The choices, or the bounds; empty: anything of its type."""
+        return ", ".join(map(yaml_text, self.choices)) or self.bounds
+
+    @property
+    def help_with_allowed(self) -> str:
+        return self.help + (f" [{self.allowed}]" if self.allowed else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +123,7 @@ def _walk(config: Any, path: str, help_text: str) -> Iterator[Section]:
                 type=str(field.type),
                 default=list(value) if isinstance(value, tuple) else value,
                 choices=tuple(field.metadata.get("choices", ())),
+                bounds=str(field.metadata.get("bounds", "")),
                 help=field.metadata.get("help", ""),
                 free_form=(typing.get_origin(hints[field.name]) or hints[field.name]) is dict,
             )

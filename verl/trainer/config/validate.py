@@ -101,12 +101,6 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield "algorithm.kl_ctrl.type=adaptive has no effect with algorithm.use_kl_in_reward=false: set one of them"
-    for used, key, value in (
-        (actor.use_kl_loss, "actor_rollout_ref.actor.kl_loss_coef", actor.kl_loss_coef),
-        (algorithm.use_kl_in_reward, "algorithm.kl_ctrl.kl_coef", algorithm.kl_ctrl.kl_coef),
-    ):
-        if used and value < 0:
-            yield f"{key}={value} would reward distance from the reference policy; it must not be negative"
     if rollout.temperature <= 0:
         yield (
             f"actor_rollout_ref.rollout.temperature={rollout.temperature} must be above 0 for training; "

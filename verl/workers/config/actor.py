@@ -20,7 +20,7 @@ class FSDPConfig:
     param_offload: bool = option(False, "keep parameters in host memory between steps (accelerators)")
     optimizer_offload: bool = option(False, "keep optimizer state in host memory between steps (accelerators)")
     reshard_after_forward: bool = option(True, "free gathered parameters after the forward pass")
-    fsdp_size: int = option(-1, "ranks per shard group; -1: all ranks")
+    fsdp_size: int = option(-1, "ranks per shard group; -1: all ranks", least=-1)
     model_dtype: str = option("fp32", "dtype of the sharded parameters", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
     forward_prefetch: bool = option(False, "gather the next layer's parameters during this layer's forward")
@@ -51,18 +51,20 @@ class ActorConfig:
     """Training of the policy."""
 
     strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, megatron, or a registered one (verl: fsdp)")
-    ppo_mini_batch_size: int = option(64, "prompts per optimizer step, each with rollout.n responses (verl: 256)")
+    ppo_mini_batch_size: int = option(
+        64, "prompts per optimizer step, each with rollout.n responses (verl: 256)", least=1
+    )
     ppo_micro_batch_size_per_gpu: int | None = option(
-        None, "sequences per forward pass and rank; null: use_dynamic_bsz"
+        None, "sequences per forward pass and rank; null: use_dynamic_bsz", least=1
     )
     use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
-    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
-    ppo_epochs: int = option(1, "passes over each batch")
+    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
+    ppo_epochs: int = option(1, "passes over each batch", least=1)
     shuffle: bool = option(False, "shuffle sequences between passes")
-    clip_ratio: float = option(0.2, "PPO clip range; clip_ratio_low and clip_ratio_high override it")
-    clip_ratio_low: float | None = option(None, "lower clip range; null: clip_ratio")
-    clip_ratio_high: float | None = option(None, "upper clip range; null: clip_ratio")
-    clip_ratio_c: float = option(3.0, "dual-clip bound for negative advantages; must exceed 1")
+    clip_ratio: float = option(0.2, "PPO clip range; clip_ratio_low and clip_ratio_high override it", least=0)
+    clip_ratio_low: float | None = option(None, "lower clip range; null: clip_ratio", least=0)
+    clip_ratio_high: float | None = option(None, "upper clip range; null: clip_ratio", least=0)
+    clip_ratio_c: float = option(3.0, "dual-clip bound for negative advantages", above=1)
     loss_agg_mode: str = option(
         "token-mean",
         "how token losses become one number",
@@ -70,9 +72,9 @@ class ActorConfig:
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")
-    kl_loss_coef: float = option(0.001, "weight of that penalty")
+    kl_loss_coef: float = option(0.001, "weight of that penalty", least=0)
     kl_loss_type: str = option("low_var_kl", "KL estimator", choices=("kl", "abs", "mse", "low_var_kl"))
-    grad_clip: float = option(1.0, "largest gradient norm")
+    grad_clip: float = option(1.0, "largest gradient norm", above=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     use_rollout_log_probs: bool = option(False, "take the rollout engine's log-probs as old log-probs")
     optim: OptimizerConfig = section(OptimizerConfig)
@@ -80,15 +82,11 @@ class ActorConfig:
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
-    data_loader_seed: int = option(42, "seed of actor.shuffle")
+    data_loader_seed: int = option(42, "seed of actor.shuffle", least=0, below=2**32)
 
     def __post_init__(self) -> None:
-        if self.ppo_mini_batch_size <= 0:
-            raise ConfigError(f"actor.ppo_mini_batch_size must be positive, not {self.ppo_mini_batch_size}")
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
             raise ConfigError("actor.ppo_micro_batch_size_per_gpu must be set when actor.use_dynamic_bsz=false")
-        if self.clip_ratio_c <= 1.0:
-            raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {self.clip_ratio_c}")
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -102,8 +100,8 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy; it shares the actor's ranks."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, "sequences per forward pass and rank")
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, "sequences per forward pass and rank", least=1)
     log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
-    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
+    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
     fsdp_config: FSDPConfig = section(FSDPConfig)
     megatron: RefMegatronConfig = section(RefMegatronConfig)

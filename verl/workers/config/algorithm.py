@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import ConfigError, option, section
+from verl.utils.config import option, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +13,9 @@ class KLControlConfig:
     """Coefficient of the KL penalty in the reward."""
 
     type: str = option("fixed", "fixed, or adapted towards target_kl", choices=("fixed", "adaptive"))
-    kl_coef: float = option(0.001, "the coefficient, or its first value")
-    horizon: int = option(10000, "samples over which the adaptive controller corrects")
-    target_kl: float = option(0.1, "KL that the adaptive controller aims at")
-
-    def __post_init__(self) -> None:
-        for name in ("horizon", "target_kl"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"kl_ctrl.{name} must be positive, not {getattr(self, name)}")
+    kl_coef: float = option(0.001, "the coefficient, or its first value", least=0)
+    horizon: int = option(10000, "samples over which the adaptive controller corrects", least=1)
+    target_kl: float = option(0.1, "KL that the adaptive controller aims at", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +25,7 @@ class RolloutCorrectionConfig:
     rollout_is: str | None = option(
         None, "importance weights per token, per sequence, or none", choices=(None, "token", "sequence")
     )
-    rollout_is_threshold: float = option(2.0, "weights are truncated at this value")
-
-    def __post_init__(self) -> None:
-        if self.rollout_is_threshold <= 0:
-            raise ConfigError(
-                f"rollout_correction.rollout_is_threshold must be positive, not {self.rollout_is_threshold}"
-            )
+    rollout_is_threshold: float = option(2.0, "weights are truncated at this value", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +33,13 @@ class AlgorithmConfig:
     """Advantages and KL."""
 
     adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
-    gamma: float = option(1.0, "discount factor")
-    lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards")
+    gamma: float = option(1.0, "discount factor", least=0, most=1)
+    lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)
     norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")
     use_kl_in_reward: bool = option(False, "subtract a KL penalty against the reference policy from token rewards")
     kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,4 +62,4 @@ class RewardModelConfig:
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
     reward_manager: str = option("naive", "scores each response with the reward function", choices=("naive",))
-    num_workers: int = option(1, "threads that score responses")
+    num_workers: int = option(1, "threads that score responses", least=1)

@@ -17,7 +17,7 @@ DEFAULT_CRITIC_LR = 1e-5
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule."""
 
-    lr: float | None = option(None, "peak learning rate; null: 1e-5, or what suits a built-in model")
+    lr: float | None = option(None, "peak learning rate; null: 1e-5, or what suits a built-in model", least=0)
 
     @property
     def peak_lr(self) -> float:
@@ -48,27 +48,21 @@ class CriticConfig:
     model: CriticModelConfig = section(CriticModelConfig)
     optim: CriticOptimizerConfig = section(CriticOptimizerConfig)
     fsdp: FSDPConfig = section(FSDPConfig)
-    ppo_mini_batch_size: int | None = option(None, "prompts per optimizer step; null: the actor's")
+    ppo_mini_batch_size: int | None = option(None, "prompts per optimizer step; null: the actor's", least=1)
     ppo_micro_batch_size_per_gpu: int | None = option(
-        None, "sequences per forward pass and rank; null: use_dynamic_bsz"
+        None, "sequences per forward pass and rank; null: use_dynamic_bsz", least=1
     )
     use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
-    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank (verl: 32768)")
-    ppo_epochs: int = option(1, "passes over each batch")
+    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank (verl: 32768)", least=1)
+    ppo_epochs: int = option(1, "passes over each batch", least=1)
     shuffle: bool = option(False, "shuffle sequences between passes")
-    data_loader_seed: int = option(42, "seed of critic.shuffle")
-    cliprange_value: float = option(0.5, "values may leave those before the update by this much")
-    grad_clip: float = option(1.0, "largest gradient norm")
+    data_loader_seed: int = option(42, "seed of critic.shuffle", least=0, below=2**32)
+    cliprange_value: float = option(0.5, "values may leave those before the update by this much", above=0)
+    grad_clip: float = option(1.0, "largest gradient norm", above=0)
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     def __post_init__(self) -> None:
-        if self.ppo_mini_batch_size is not None and self.ppo_mini_batch_size <= 0:
-            raise ConfigError(f"ppo_mini_batch_size must be positive, not {self.ppo_mini_batch_size}")
-        if self.ppo_epochs <= 0:
-            raise ConfigError(f"ppo_epochs must be positive, not {self.ppo_epochs}")
-        if self.cliprange_value <= 0:
-            raise ConfigError(f"cliprange_value must be positive, not {self.cliprange_value}")
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
             raise ConfigError("ppo_micro_batch_size_per_gpu must be set when use_dynamic_bsz=false")
 

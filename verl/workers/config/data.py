@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import ConfigError, option, section
+from verl.utils.config import option, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +26,19 @@ class DataConfig:
     val_files: str | list[str] = option("builtin:arithmetic", "parquet file or list of them with held-out problems")
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
-    train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)")
+    train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)", least=0)
     gen_batch_size: int | None = option(
-        None, "prompts generated at a time: train_batch_size, or 1 in fully_async_main; null: that"
+        None, "prompts generated at a time: train_batch_size, or 1 in fully_async_main; null: that", least=1
     )
-    val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once")
-    max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)")
-    max_response_length: int = option(16, "tokens; responses are padded on the right to this length (verl: 512)")
-    train_max_samples: int = option(-1, "use only this many training samples; -1: all")
-    val_max_samples: int = option(-1, "use only this many validation samples; -1: all")
+    val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once", least=1)
+    max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)", least=1)
+    max_response_length: int = option(
+        16, "tokens; responses are padded on the right to this length (verl: 512)", least=1
+    )
+    train_max_samples: int = option(-1, "use only this many training samples; -1: all", least=-1)
+    val_max_samples: int = option(-1, "use only this many validation samples; -1: all", least=-1)
     shuffle: bool = option(True, "shuffle the training samples every epoch")
-    seed: int = option(1, "seed of the shuffle")
+    seed: int = option(1, "seed of the shuffle", least=0, below=2**32)
     filter_overlong_prompts: bool = option(False, "drop prompts longer than max_prompt_length, and say how many")
     truncation: str = option(
         "error", "what to do with a prompt longer than max_prompt_length", choices=("error", "left", "right", "middle")
@@ -44,11 +46,4 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to tokenizer.apply_chat_template")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a Dataset class of your own")
     return_raw_chat: bool = option(True, "keep the chat messages next to the token ids (agent loops need them)")
-    dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)")
-
-    def __post_init__(self) -> None:
-        if self.train_batch_size < 0:
-            raise ConfigError(f"data.train_batch_size must be positive, not {self.train_batch_size}")
-        for name in ("max_prompt_length", "max_response_length"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"data.{name} must be positive, not {getattr(self, name)}")
+    dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)", least=0)

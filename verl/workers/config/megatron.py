@@ -4,45 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from verl.utils.config import ConfigError, option
+from verl.utils.config import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
     """How Megatron-core cuts the model and computes; used by strategy=megatron."""
 
-    tensor_model_parallel_size: int = option(1, "ranks that share every layer")
-    pipeline_model_parallel_size: int = option(1, "stages of layers, one after the other")
-    expert_model_parallel_size: int = option(1, "ranks among which the experts of a layer are dealt out")
+    tensor_model_parallel_size: int = option(1, "ranks that share every layer", least=1)
+    pipeline_model_parallel_size: int = option(1, "stages of layers, one after the other", least=1)
+    expert_model_parallel_size: int = option(1, "ranks among which the experts of a layer are dealt out", least=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that share every expert; null: tensor_model_parallel_size"
+        None, "ranks that share every expert; null: tensor_model_parallel_size", least=1
     )
     sequence_parallel: bool = option(
         False,
         "cut activations between tensor-parallel layers by tokens; models with experts need it (verl: true)",
     )
-    num_layers_in_first_pipeline_stage: int | None = option(None, "null: as many as the other stages")
-    num_layers_in_last_pipeline_stage: int | None = option(None, "null: as many as the other stages")
+    num_layers_in_first_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
+    num_layers_in_last_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
     make_vocab_size_divisible_by: int = option(
-        128, "rows of the embedding are padded to a multiple of this, times tensor_model_parallel_size"
+        128, "rows of the embedding are padded to a multiple of this, times tensor_model_parallel_size", least=1
     )
-    padded_vocab_size: int | None = option(None, "rows of the embedding; null: as make_vocab_size_divisible_by says")
+    padded_vocab_size: int | None = option(
+        None, "rows of the embedding; null: as make_vocab_size_divisible_by says", least=1
+    )
     use_distributed_optimizer: bool = option(
         True, "each data-parallel rank keeps the optimizer's moments of a part of the tensors; false: of all"
     )
     model_dtype: str = option("fp32", "dtype of the weights that the optimizer keeps", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
-
-    def __post_init__(self) -> None:
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "make_vocab_size_divisible_by",
-        ):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
 
     def padded_vocab(self, vocab: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks, for a vocabulary of `vocab` tokens."""
@@ -56,10 +47,10 @@ class MegatronConfig:
 class RefMegatronConfig:
     """How Megatron-core cuts the reference policy: as the actor, whose process groups it shares."""
 
-    tensor_model_parallel_size: int | None = option(None, "null: the actor's")
-    pipeline_model_parallel_size: int | None = option(None, "null: the actor's")
-    expert_model_parallel_size: int | None = option(None, "null: the actor's")
-    expert_tensor_parallel_size: int | None = option(None, "null: the actor's")
+    tensor_model_parallel_size: int | None = option(None, "null: the actor's", least=1)
+    pipeline_model_parallel_size: int | None = option(None, "null: the actor's", least=1)
+    expert_model_parallel_size: int | None = option(None, "null: the actor's", least=1)
+    expert_tensor_parallel_size: int | None = option(None, "null: the actor's", least=1)
 
     def differences(self, actor: MegatronConfig) -> list[str]:
         """`key=value` of what is stated here and is not as `actor` has it."""

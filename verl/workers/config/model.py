@@ -31,8 +31,10 @@ class HFModelConfig:
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
     custom_chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
-    lora_rank: int = option(0, "rank of LoRA adapters, which alone are trained then; 0: the whole model is trained")
-    lora_alpha: int = option(16, "adapters count lora_alpha / lora_rank times")
+    lora_rank: int = option(
+        0, "rank of LoRA adapters, which alone are trained then; 0: the whole model is trained", least=0
+    )
+    lora_alpha: int = option(16, "adapters count lora_alpha / lora_rank times", least=1)
     target_modules: str | list[str] = option(
         "all-linear", "layers that get adapters: all-linear (all but the output), last parts of names, or a regex"
     )
@@ -40,10 +42,6 @@ class HFModelConfig:
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
     def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ConfigError(f"lora_rank must not be negative, not {self.lora_rank}")
-        if self.lora_alpha <= 0:
-            raise ConfigError(f"lora_alpha must be positive, not {self.lora_alpha}")
         if not self.target_modules:
             raise ConfigError("target_modules names no layer")
 

@@ -12,14 +12,10 @@ class GlobalProfilerConfig:
     """Which training steps are traced, and with what."""
 
     tool: str | None = option(None, "torch, or null: nothing is traced", choices=(None, "torch"))
-    steps: list[int] | None = option(None, "training steps to trace, the first is 1; null: none")
+    steps: list[int] | None = option(None, "training steps to trace, the first is 1; null: none", least=1)
     save_path: str | None = option(
         None, "where each rank's machine has the traces; null: profile in the output directory (verl: outputs/profile)"
     )
-
-    def __post_init__(self) -> None:
-        if wrong := [step for step in self.steps or () if step < 1]:
-            raise ConfigError(f"steps: the first training step is 1, not {wrong[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class ProfilerConfig:
 
     enable: bool = option(False, "trace trainer ranks")
     all_ranks: bool = option(False, "all of them")
-    ranks: list[int] = option([], "these of them")
+    ranks: list[int] = option([], "these of them", least=0)
 
     def __post_init__(self) -> None:
         if self.all_ranks and self.ranks:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import ConfigError, option, section
+from verl.utils.config import option, section
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """Sampling during validation."""
 
-    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all")
-    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass")
-    temperature: float = option(0.0, "softmax temperature; 0: greedy")
-    n: int = option(1, "responses per prompt")
+    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all", least=-1)
+    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass", above=0, most=1)
+    temperature: float = option(0.0, "softmax temperature; 0: greedy", least=0)
+    n: int = option(1, "responses per prompt", least=1)
     do_sample: bool = option(False, "false: greedy")
 
 
@@ -24,10 +24,10 @@ class MultiTurnConfig:
     """Tool calls and several assistant turns."""
 
     enable: bool = option(False, "use the tool-calling agent loop for samples that name no other")
-    max_assistant_turns: int = option(5, "assistant messages per sample")
-    max_parallel_calls: int = option(1, "tool calls taken from one assistant message")
-    max_tool_response_length: int = option(256, "characters kept of one tool response")
-    tool_timeout_s: float = option(60.0, "deadline for one tool call; the model is told when it passes")
+    max_assistant_turns: int = option(5, "assistant messages per sample", least=1)
+    max_parallel_calls: int = option(1, "tool calls taken from one assistant message", least=1)
+    max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)
+    tool_timeout_s: float = option(60.0, "deadline for one tool call; the model is told when it passes", above=0)
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
     format: str = option("hermes", "how tool calls are written in the model's text", choices=("hermes",))
 
@@ -36,22 +36,17 @@ class MultiTurnConfig:
 class AgentConfig:
     """Agent-loop workers."""
 
-    num_workers: int = option(1, "Ray actors that run agent loops (verl: 8)")
+    num_workers: int = option(1, "Ray actors that run agent loops (verl: 8)", least=1)
     default_agent_loop: str = option("single_turn_agent", "for samples that name none in the column agent_name")
     agent_loop_config_path: str | None = option(None, "YAML file with agent loops of your own")
     agent_loop_manager_class: str = option(
         "verl.experimental.agent_loop.manager:AgentLoopManager", "module:Class that runs the loops"
     )
-    max_concurrency: int = option(1024, "samples in flight per worker")
+    max_concurrency: int = option(1024, "samples in flight per worker", least=1)
     partial_rollout: bool = option(
         True, "continue a response that a weight update aborted, on the new weights; false: return it as aborted"
     )
-    num_cpus: float = option(0.1, "Ray CPUs of one worker")
-
-    def __post_init__(self) -> None:
-        for name in ("num_workers", "max_concurrency"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"agent.{name} must be positive, not {getattr(self, name)}")
+    num_cpus: float = option(0.1, "Ray CPUs of one worker", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +55,32 @@ class RolloutConfig:
 
     name: str = option("vllm", "rollout engine registered with RolloutReplicaRegistry")
     mode: str = option("async", "requests are served one by one", choices=("async",))
-    n: int = option(8, "responses per prompt (verl: 1)")
-    temperature: float = option(1.0, "softmax temperature; log-probs are computed at it, too")
-    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all")
-    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass")
+    n: int = option(8, "responses per prompt (verl: 1)", least=1)
+    temperature: float = option(1.0, "softmax temperature; log-probs are computed at it, too", least=0)
+    top_k: int = option(-1, "keep only the k likeliest tokens; -1: all", least=-1)
+    top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass", above=0, most=1)
     do_sample: bool = option(True, "false: greedy")
-    seed: int = option(0, "seed of the engine")
-    prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length")
-    response_length: int | None = option(None, "tokens; null: data.max_response_length")
+    seed: int = option(0, "seed of the engine", least=0, below=2**32)
+    prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length", least=1)
+    response_length: int | None = option(None, "tokens; null: data.max_response_length", least=1)
     dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))
-    gpu_memory_utilization: float = option(0.5, "share of device memory for weights and KV cache; on cpu: ignored")
-    cpu_kvcache_gib: float = option(1.0, "KV cache per replica on cpu, in GiB")
+    gpu_memory_utilization: float = option(
+        0.5, "share of device memory for weights and KV cache; on cpu: ignored", above=0, most=1
+    )
+    cpu_kvcache_gib: float = option(1.0, "KV cache per replica on cpu, in GiB", above=0)
     enforce_eager: bool = option(False, "never compile; on cpu: always eager")
     free_cache_engine: bool = option(True, "free weights and KV cache while the trainer works, where the engine can")
-    tensor_model_parallel_size: int = option(1, "ranks of one replica (verl: 2)")
+    tensor_model_parallel_size: int = option(1, "ranks of one replica (verl: 2)", least=1)
     num_replicas: int | None = option(
-        None, "replicas of the engine; null: as many as the ranks allow, on cpu one per rollout node"
+        None, "replicas of the engine; null: as many as the ranks allow, on cpu one per rollout node", least=1
     )
-    nnodes: int = option(1, "machines of the rollout engines with trainer.placement=separate; each has an arena")
-    n_gpus_per_node: int = option(8, "accelerators of each of them")
-    max_num_batched_tokens: int = option(8192, "tokens per engine step")
-    max_model_len: int | None = option(None, "longest sequence; null: prompt_length + response_length")
-    max_num_seqs: int = option(256, "sequences per engine step")
+    nnodes: int = option(
+        1, "machines of the rollout engines with trainer.placement=separate; each has an arena", least=1
+    )
+    n_gpus_per_node: int = option(8, "accelerators of each of them", least=1)
+    max_num_batched_tokens: int = option(8192, "tokens per engine step", least=1)
+    max_model_len: int | None = option(None, "longest sequence; null: prompt_length + response_length", least=1)
+    max_num_seqs: int = option(256, "sequences per engine step", least=1)
     enable_chunked_prefill: bool = option(True, "split long prompts over engine steps")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes; reset when weights change")
     load_format: str = option(
@@ -91,31 +90,24 @@ class RolloutConfig:
         True, "return the engine's log-probs and compare them with the trainer's (verl: false)"
     )
     ignore_eos: bool = option(False, "generate up to response_length")
-    num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu")
-    startup_timeout_s: float = option(300.0, "deadline for an engine to come up")
-    generate_timeout_s: float = option(600.0, "deadline for one response")
+    num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu", least=0)
+    startup_timeout_s: float = option(300.0, "deadline for an engine to come up", above=0)
+    generate_timeout_s: float = option(600.0, "deadline for one response", above=0)
     control_timeout_s: float = option(
-        300.0, "deadline for one control call to an engine: pause, load weights, resume, sleep, wake up"
+        300.0, "deadline for one control call to an engine: pause, load weights, resume, sleep, wake up", above=0
     )
     max_restarts: int = option(
-        2, "how often one batch is generated again after engines died and were restarted, before the run ends"
+        2, "how often one batch is generated again after engines died and were restarted, before the run ends", least=0
     )
     engine_kwargs: dict[str, Any] = option({}, "passed to the engine: engine_kwargs.vllm.<argument>")
     val_kwargs: SamplingConfig = section(SamplingConfig, "sampling during validation")
     log_prob_micro_batch_size_per_gpu: int | None = option(
-        None, "sequences per forward pass when the actor recomputes log-probs"
+        None, "sequences per forward pass when the actor recomputes log-probs", least=1
     )
     log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
-    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank")
+    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
     checkpoint_engine: dict[str, Any] = option(
         {}, "verl's place for the top-level section checkpoint_engine; means the same"
     )
-
-    def __post_init__(self) -> None:
-        for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "nnodes", "n_gpus_per_node"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"rollout.{name} must be positive, not {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ConfigError(f"rollout.temperature must not be negative, not {self.temperature}")

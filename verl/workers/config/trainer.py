@@ -35,27 +35,29 @@ class ActorRolloutRefConfig:
 class TrainerConfig:
     """The run: length, machines, logging, checkpoints."""
 
-    total_epochs: int = option(30, "passes over the training data")
+    total_epochs: int = option(30, "passes over the training data", least=1)
     total_training_steps: int | None = option(
-        None, "stop after this many steps; null: total_epochs, or 30 steps of a built-in data set"
+        None, "stop after this many steps; null: total_epochs, or 30 steps of a built-in data set", least=1
     )
     project_name: str = option("verl_sync", "name of the project in logs and paths")
     experiment_name: str = option("default", "name of the run in logs and paths")
     logger: list[str] = option(["console", "jsonl", "tensorboard"], f"any of {', '.join(LOGGERS)}")
-    nnodes: int = option(1, "machines of the trainer")
-    n_gpus_per_node: int = option(2, "trainer ranks per machine, on any device (verl: 8)")
+    nnodes: int = option(1, "machines of the trainer", least=1)
+    n_gpus_per_node: int = option(2, "trainer ranks per machine, on any device (verl: 8)", least=1)
     placement: str = option(
         "colocated",
         "rollout engines share the trainer's machines and devices, or have their own (rollout.nnodes)",
         choices=("colocated", "separate"),
     )
     device: str | None = option(None, "cpu, cuda or npu; null: what is there", choices=(None, *DEVICES))
-    seed: int = option(1, "seed of parameter initialisation, data order and sampling")
+    seed: int = option(1, "seed of parameter initialisation, data order and sampling", least=0, below=2**32)
     val_before_train: bool = option(True, "validate before the first step")
     val_only: bool = option(False, "validate and stop")
-    test_freq: int = option(10, "validate every so many steps, and at the end; -1: only at the end (verl: -1)")
-    save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never")
-    max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all")
+    test_freq: int = option(
+        10, "validate every so many steps, and at the end; -1: only at the end (verl: -1)", least=-1
+    )
+    save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never", least=-1)
+    max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all", least=1)
     resume_mode: str = option(
         "auto",
         "continue from the last checkpoint, never, or from resume_from_path",
@@ -63,23 +65,18 @@ class TrainerConfig:
     )
     resume_from_path: str | None = option(None, "a global_step_N directory")
     default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
-    critic_warmup: int = option(0, "first steps, in which only the critic learns")
+    critic_warmup: int = option(0, "first steps, in which only the critic learns", least=0)
     balance_batch: bool = option(True, "give every rank about the same number of tokens")
-    log_val_generations: int = option(0, "validation samples shown on the console")
+    log_val_generations: int = option(0, "validation samples shown on the console", least=0)
     rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
     validation_data_dir: str | None = option(None, "JSONL files with every validation sample")
-    num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank")
+    num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank", least=0)
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.logger) - set(LOGGERS)):
             raise ConfigError(f"trainer.logger: unknown {unknown}; known: {', '.join(LOGGERS)}")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
-        if self.critic_warmup < 0:
-            raise ConfigError(f"trainer.critic_warmup must not be negative, not {self.critic_warmup}")
-        for name in ("nnodes", "n_gpus_per_node"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"trainer.{name} must be positive, not {getattr(self, name)}")
 
     @property
     def output_dir(self) -> str:

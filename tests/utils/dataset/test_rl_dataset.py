@@ -125,3 +125,5 @@ def test_a_class_of_the_users_own_is_used_when_configured(write, tokenizer, tmp_
         build("Other")
     with pytest.raises(ConfigError, match="set data.custom_cls.name"):
         build(None)
+    with pytest.raises(ConfigError, match="custom_cls.name=Mine is set: set data.custom_cls.path"):
+        build_dataset([write(["a"])], tokenizer, DataConfig(custom_cls=CustomClassConfig(name="Mine")))

@@ -60,3 +60,8 @@ def test_a_missing_file_is_named():
 def test_keyword_arguments_without_a_function_are_refused():
     with pytest.raises(ConfigError, match="reward_kwargs is set, but custom_reward_function.path is not"):
         load_reward_function(CustomRewardFunctionConfig(reward_kwargs={"bonus": 1}))
+
+
+def test_a_name_without_a_file_is_refused():
+    with pytest.raises(ConfigError, match="name=my_score is set, but custom_reward_function.path is not"):
+        load_reward_function(CustomRewardFunctionConfig(name="my_score"))

@@ -216,6 +216,7 @@ def error_of_building(path, options):
     ("architecture", "options", "parts"),
     [
         ("qwen2", {"model": LORA | {"target_modules": ["q_prj"]}}, ["q_prj", "not found"]),
+        ("qwen2", {"model": LORA | {"lora_rank": 10**9}}, ["lora_rank=1000000000 is more than", "highest rank"]),
         ("qwen2", {"model": LORA | {"target_modules": ["embed_tokens"]}}, ["not model.embed_tokens"]),
         ("qwen2", {"model": LORA | {"target_modules": ["lm_head"]}}, ["not lm_head"]),
         ("qwen3_moe", {"model": LORA | {"target_modules": ["gate_proj"]}}, ["target_modules=['gate_proj']"]),

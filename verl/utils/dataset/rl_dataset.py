@@ -135,6 +135,8 @@ def build_dataset(
 ) -> torch.utils.data.Dataset[dict[str, Any]]:
     """`RLHFDataset`, or the class that `data.custom_cls` names, with the same arguments and items."""
     if config.custom_cls.path is None:
+        if config.custom_cls.name is not None:
+            raise ConfigError(f"data.custom_cls.name={config.custom_cls.name} is set: set data.custom_cls.path, too")
         return RLHFDataset(files, tokenizer, config, split=split)
     if config.custom_cls.name is None:
         raise ConfigError("data.custom_cls.path is set: set data.custom_cls.name to the class in it")

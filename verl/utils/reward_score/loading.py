@@ -12,6 +12,7 @@ from verl.utils.reward_score.default import default_compute_score
 from verl.utils.user_code import load_from_file
 
 KEY = "custom_reward_function"
+DEFAULT_NAME = "compute_score"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 RewardFunction = Callable[..., Any]
 """`(*, data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"`, called by keyword."""
@@ -39,6 +40,8 @@ def load_reward_function(config: RewardFunctionSettings) -> RewardFunction:
             raise ConfigError(
                 f"{KEY}.reward_kwargs is set, but {KEY}.path is not: there is no function to pass them to"
             )
+        if config.name != DEFAULT_NAME:
+            raise ConfigError(f"{KEY}.name={config.name} is set, but {KEY}.path is not: in which file is it?")
         return default_compute_score
     function = load_from_file(config.path, config.name, key=KEY)
     if not callable(function):

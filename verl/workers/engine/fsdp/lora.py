@@ -42,8 +42,9 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> None:
     """Put an adapter beside every linear layer that `config.target_modules` names, and freeze everything else.
 
-    `model` may be on the meta device. Raises ConfigError for targets that do not exist, are not linear layers, or share
-    their weight with another layer; BackendUnavailable without peft.
+    `model` is on the meta device, and so are the adapters. Raises ConfigError for targets that do not exist, are not
+    linear layers, or share their weight with another layer, and for a rank that no target has; BackendUnavailable
+    without peft.
     """
     try:
         from peft import inject_adapter_in_model
@@ -53,19 +54,19 @@ def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> None:
     key = f"{KEY}.target_modules={config.target_modules}"
     targets = _all_linear(model) if config.target_modules == "all-linear" else config.target_modules
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of tied layers and stacked experts, which are refused below
             inject_adapter_in_model(_peft_config(config, targets), model, low_cpu_mem_usage=True)
     except ValueError as exc:
         raise ConfigError(f"{key} does not fit {type(model).__name__}: {exc}") from exc
     tied = tied_aliases(model)
-    wrong = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and (type(module) is not Linear or f"{name}{BASE}weight" in tied)
-    ]
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    wrong = [name for name, layer in adapted.items() if type(layer) is not Linear or f"{name}{BASE}weight" in tied]
     if wrong:
         raise ConfigError(f"{key}: adapters are for linear layers with weights of their own, not {', '.join(wrong)}")
+    largest = max(min(layer.weight.shape) for layer in adapted.values())
+    if config.lora_rank > largest:
+        raise ConfigError(f"{KEY}.lora_rank={config.lora_rank} is more than {largest}, the highest rank of its layers")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 

@@ -774,6 +774,15 @@ async def test_every_sync_is_reported_the_aborted_ones_too(tmp_path: Path):
         assert report["total_s"] == pytest.approx(sum(report["phase_s"].values()))
 
 
+async def test_a_disk_that_is_full_takes_the_report_and_not_the_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async with Fleet(weights(0), tmp_path, report_path=Path("/dev/full")) as fleet:
+        await sync(fleet, 1)
+        assert_serves(fleet.replicas[0], 1)
+    assert "the report of version 1 is not in /dev/full: [Errno 28] No space left on device" in caplog.text
+
+
 async def test_a_trainer_rank_with_another_model_is_named_before_anything_moves(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, trainers=3) as fleet:
         fleet.sources[2].tensors["w"] = torch.zeros(65, 32)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import wraps
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -30,6 +31,7 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 def refuse(tmp_path, tiny_model, monkeypatch, capsys):
     """Runs the trainer with overrides that it must refuse; its message, one line per mistake."""
 
+    @wraps(ray.init)
     def start_ray(*_, **__):
         pytest.fail("Ray was started")
 
@@ -115,7 +117,7 @@ MISTAKES = [
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
     ([LORA, ADAPTERS], ["lora.merge=false", "rollout.name=hf does not", "rollout.name=vllm"]),
     ([LORA, ADAPTERS, MEGATRON], ["lora_rank=4", "strategy=fsdp2", "not megatron,"]),
-    ([LORA.replace("4", "513"), ADAPTERS, VLLM], ["lora_rank=513", "up to 512", "merge=true"]),
+    ([LORA.replace("4", "513"), ADAPTERS, VLLM], ["lora_rank=513 is more than 64, the highest rank"]),
     ([LORA, ADAPTERS, VLLM, EXPERTS], ["merge=false", "vLLM on cpu", "qwen3_moe, a mixture of experts", "merge=true"]),
     ([VLLM, "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=true"], ["enable_lora", "model.lora.merge"]),
     ([LORA, "actor_rollout_ref.model.target_modules=[q_prj]"], ["target_modules", "q_prj", "not found"]),
@@ -145,6 +147,17 @@ MISTAKES = [
     (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib", "no_such_module"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/step"], ["/no/step", "not a checkpoint"]),
     (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
+    (
+        ["trainer.resume_from_path=/no/step"],
+        ["needs trainer.resume_mode=resume_path, not auto"],
+    ),
+    (["trainer.rollout_data_dir=/proc/x"], ["trainer.rollout_data_dir=/proc/x is not writable"]),
+    (["trainer.validation_data_dir=/proc/x"], ["trainer.validation_data_dir=/proc/x is not writable"]),
+    (["checkpoint_engine.report_path=/proc/x/y"], ["the directory of checkpoint_engine.report_path=/proc/x is not"]),
+    (["checkpoint_engine.report_path=/tmp"], ["checkpoint_engine.report_path=/tmp is a directory"]),
+    (["ray_kwargs.timeline_json_file=/proc/x/y"], ["the directory of ray_kwargs.timeline_json_file=/proc/x is not"]),
+    (["ray_kwargs.ray_init.num_cpu=2"], ["ray_kwargs.ray_init.num_cpu", "Did you mean 'num_cpus'"]),
+    (["ray_kwargs.ray_init.address=127.0.0.1:1"], ["127.0.0.1:1", "no Ray can be reached there"]),
     (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path", "/no/reward.py"]),
 ]
 """Overrides, and what the message has to say."""

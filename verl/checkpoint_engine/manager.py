@@ -342,8 +342,13 @@ class CheckpointEngineManager:
             max(report.paused_s.values(), default=0.0),
         )
         if self._report_path is not None:
-            with self._report_path.open("ab") as file:
-                file.write(msgspec.json.encode(report) + b"\n")
+            try:
+                with self._report_path.open("ab") as file:
+                    file.write(msgspec.json.encode(report) + b"\n")
+            except OSError as exc:  # a full disk changes nothing about the version that is served
+                logger.error(  # noqa: TRY400 - told in one line
+                    "the report of version %d is not in %s: %s", report.version, self._report_path, exc
+                )
 
 
 def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:

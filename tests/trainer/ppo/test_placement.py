@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,11 @@ from verl.trainer.ppo.placement import (
 )
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
+from verl.workers.config.rollout import AgentConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 
-def config_of(placement: str, **rollout: int) -> PPOConfig:
+def config_of(placement: str, **rollout: Any) -> PPOConfig:
     base = PPOConfig()
     policy = replace(base.actor_rollout_ref, rollout=replace(base.actor_rollout_ref.rollout, **rollout))
     trainer = replace(base.trainer, placement=placement, n_gpus_per_node=4)
@@ -74,8 +76,8 @@ def machines(*sizes: tuple[float, float]) -> list[Machine]:
     ("nnodes", "placement", "device", "there", "missing"),
     [
         (1, "colocated", "cpu", [(2, 0)], None),
-        (2, "colocated", "cpu", [(2, 0), (1.6, 0)], None),
-        (2, "separate", "cpu", [(2, 0), (1.6, 0)], None),
+        (2, "colocated", "cpu", [(2, 0), (1.8, 0)], None),
+        (2, "separate", "cpu", [(2, 0), (1.8, 0)], None),
         (2, "colocated", "cuda", [(8, 4), (8, 8)], None),
         (2, "separate", "cuda", [(8, 4), (8, 8), (8, 1)], None),
         (2, "colocated", "cpu", [(2, 0)], r"needs 2 Ray nodes with 1.6 Ray CPUs each; .* has 1: 10.0.0.0: 2 CPUs"),
@@ -94,6 +96,28 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_there_and_what_is_n
         return
     with pytest.raises(ConfigError, match=missing):
         require_machines(config, device, machines(*there))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"num_cpus": 0.2}, None),
+        ({"num_cpus": 3.0}, r"rollout.num_cpus=3 is more than any machine has; .* has 2: 10.0.0.0: 2 CPUs"),
+        (
+            {"num_cpus": 0.9, "num_replicas": 3},
+            r"4 \* 0.4 \(trainer.num_cpus_per_rank\) .* = 4.45 Ray CPUs are more than 4;",
+        ),
+        ({"agent": AgentConfig(num_cpus=1000.0)}, "agent.num_cpus=1000 is more than any machine has"),
+        ({"agent": AgentConfig(num_workers=100)}, r"100 \* 0.1 \(actor_rollout_ref.rollout.agent.num_cpus\)"),
+    ],
+)
+def test_processes_for_which_ray_would_wait_for_ever_are_refused(rollout, message):
+    config = config_of("colocated", **rollout)
+    if message is None:
+        require_machines(config, "cpu", machines((2, 0), (2, 0)))
+        return
+    with pytest.raises(ConfigError, match=message):
+        require_machines(config, "cpu", machines((2, 0), (2, 0)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from ray._private import auto_init_hook
 from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
-from verl.trainer.ppo.ray_session import MARK, RaySession
+from verl.trainer.ppo.ray_session import MARK, RaySession, check_arguments
+from verl.utils.config import ConfigError
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
 
@@ -111,6 +113,26 @@ def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
     with pytest.raises(type(errors[-1]), match=str(errors[-1])[:20]):
         RaySession().start(arguments)
     assert init.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_cpu": 2}, "ray_kwargs.ray_init.num_cpu: ray.init does not take it. Did you mean 'num_cpus'?"),
+        ({"kwargs": 2}, "ray_kwargs.ray_init.kwargs: ray.init does not take it"),
+        ({"address": "127.0.0.1:1"}, "ray_init.address=127.0.0.1:1: no Ray can be reached there: .*refused"),
+        ({"address": "ray://127.0.0.1:1"}, "ray_init.address=ray://127.0.0.1:1: no Ray can be reached there"),
+    ],
+)
+def test_what_ray_would_refuse_or_wait_for_is_told_at_once(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(arguments)
+
+
+def test_what_ray_takes_is_let_through():
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        check_arguments({"num_cpus": 2, "_temp_dir": "/tmp/ray", "address": f"127.0.0.1:{somebody.getsockname()[1]}"})
+    check_arguments({"address": "auto"})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
+from verl.workers.config.model import LoRAConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions
 from verl.workers.rollout import registry as registry_module
 from verl.workers.rollout.engine import eos_token_ids
@@ -85,11 +86,11 @@ def test_looking_up_vllm_does_not_import_it():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def replica(engine: str, **config: object) -> RolloutReplica:
+def replica(engine: str, model: HFModelConfig | None = None, **config: object) -> RolloutReplica:
     return RolloutReplicaRegistry.get(engine)(
         replica_rank=0,
         config=RolloutConfig(**({"name": engine, "max_model_len": 16} | config)),  # type: ignore[arg-type]
-        model=HFModelConfig(path="/nowhere"),
+        model=model or HFModelConfig(path="/nowhere"),
     )
 
 
@@ -116,6 +117,12 @@ def test_transformers_cannot_be_spread_over_ranks():
 def test_bad_arguments_for_vllm_are_found_on_the_driver(arguments: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         replica("vllm", engine_kwargs={"vllm": arguments})
+
+
+@pytest.mark.vllm
+def test_a_rank_for_which_vllm_has_no_room_is_refused_where_adapters_are_sent_alone():
+    with pytest.raises(ConfigError, match=r"lora_rank=513: vLLM loads adapters of ranks up to 512; .*lora.merge=true"):
+        replica("vllm", HFModelConfig(path="/nowhere", lora_rank=513, lora=LoRAConfig(merge=False)))
 
 
 def test_arguments_for_an_engine_that_does_not_exist_are_refused():

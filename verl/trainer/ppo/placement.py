@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.rollout import Placement
+from verl.workers.weight_sync.node import NODE_CPUS
+
+ROUNDING = 1e-3
+"""Ray counts in ten-thousandths of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,12 @@ class Machine:
 
 
 def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
-    """Raises ConfigError, saying what is there and what is needed, if the trainer's ranks can never find a place."""
+    """Raises ConfigError, saying what is there and what is needed, if the run's processes can never find a place."""
+    _require_machines_of_trainer(config, device, machines)
+    _require_cpus(config, device, machines)
+
+
+def _require_machines_of_trainer(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     cpus = trainer.n_gpus_per_node * trainer.num_cpus_per_rank
     accelerators = 0 if device == "cpu" else trainer.n_gpus_per_node
@@ -45,9 +54,33 @@ def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]
     )
     if separate:
         needed += f", and trainer.placement=separate with rollout.nnodes={separate} as many more for the rollouts"
+    raise ConfigError(f"{needed}; {_told(machines)}")
+
+
+def _require_cpus(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
+    """Ray would let a process wait for ever that asks for more CPUs than are left when all others have theirs."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    nodes = rollout.nnodes if trainer.placement == "separate" else trainer.nnodes
+    wanted = [
+        (trainer.world_size, "trainer.num_cpus_per_rank", trainer.num_cpus_per_rank),
+        (num_replicas(config, device), "actor_rollout_ref.rollout.num_cpus", rollout.num_cpus),
+        (rollout.agent.num_workers, "actor_rollout_ref.rollout.agent.num_cpus", rollout.agent.num_cpus),
+        (nodes, "rollout node", NODE_CPUS),
+    ]
+    largest = max(one.cpus for one in machines)
+    for _, key, cpus in wanted:
+        if cpus > largest:
+            raise ConfigError(f"{key}={cpus:g} is more than any machine has; {_told(machines)}")
+    needed, there = sum(count * cpus for count, _, cpus in wanted), sum(one.cpus for one in machines)
+    if needed > there + ROUNDING:
+        terms = " + ".join(f"{count} * {cpus:g} ({key})" for count, key, cpus in wanted)
+        raise ConfigError(f"{terms} = {needed:g} Ray CPUs are more than {there:g}; {_told(machines)}")
+
+
+def _told(machines: Sequence[Machine]) -> str:
     present = "; ".join(f"{one.address}: {one.cpus:g} CPUs, {one.accelerators:g} devices" for one in machines)
-    raise ConfigError(
-        f"{needed}; the Ray cluster has {len(machines)}: {present}. Connect to one that is large enough with "
+    return (
+        f"the Ray cluster has {len(machines)}: {present}. Connect to one that is large enough with "
         "ray_kwargs.ray_init.address"
     )
 

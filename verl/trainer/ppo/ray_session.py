@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,10 +20,14 @@ import psutil
 import ray
 
 from verl.utils.afterwards import Afterwards
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.signals import uninterrupted
 
 logger = logging.getLogger(__name__)
+
+KEY = "ray_kwargs.ray_init"
+REACHED_WITHIN_S = 10.0
+"""Ray itself tries for minutes, and says something every five seconds."""
 
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
@@ -64,6 +70,21 @@ for _ in range(10):
 def starts_locally(arguments: Mapping[str, Any]) -> bool:
     """Whether `RaySession.start` with these arguments makes a Ray of this machine alone."""
     return not ray.is_initialized() and arguments.get("address", "local") == "local"
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what `ray.init` does not take, and for an address at which nobody listens."""
+    known = set(inspect.signature(ray.init).parameters) - {"kwargs"}
+    for name in arguments:
+        if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
+            raise ConfigError(f"{KEY}.{name}: ray.init does not take it.{did_you_mean(name, known)}")
+    address = str(arguments.get("address", "local"))
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_WITHIN_S).close()
+        except OSError as exc:
+            raise ConfigError(f"{KEY}.address={address}: no Ray can be reached there: {exc}") from exc
 
 
 class RaySession:
@@ -137,6 +158,8 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
     """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
     try:
         return ray.init(**arguments)
+    except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
+        raise ConfigError(f"{KEY}: {exc}") from exc
     except Exception as exc:
         if arguments["address"] != "local" or _TOO_SLOW not in str(exc):
             raise

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
-from verl.trainer.ppo.ray_session import starts_locally
+from verl.trainer.ppo.ray_session import check_arguments, starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
@@ -101,7 +101,9 @@ def _checked(config: PPOConfig) -> _Job:
     """Raises ConfigError or BackendUnavailable for all that this host can tell."""
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
-    output_dir = _writable(Path(config.trainer.output_dir))
+    check_arguments(config.ray_kwargs.ray_init)
+    output_dir = _writable("trainer.default_local_dir", config.trainer.output_dir)
+    _require_writable_files(config)
     checkpoints = CheckpointDirectory(config.trainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
@@ -303,14 +305,32 @@ def _require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
     resolve_backend(config.checkpoint_engine).check_host(config.checkpoint_engine)
 
 
-def _writable(output_dir: Path) -> Path:
-    """Raises ConfigError unless files can be created in `output_dir`, which is made if need be."""
+def _require_writable_files(config: PPOConfig) -> None:
+    """Raises ConfigError for what a run would find out when it has begun, or at its end."""
+    for key, directory in (
+        ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", config.trainer.validation_data_dir),
+    ):
+        if directory is not None:
+            _writable(key, directory)
+    for key, file in (
+        ("checkpoint_engine.report_path", config.checkpoint_engine.report_path),
+        ("ray_kwargs.timeline_json_file", config.ray_kwargs.timeline_json_file),
+    ):
+        if file is not None:
+            _writable(f"the directory of {key}", str(Path(file).parent))
+            if Path(file).is_dir():
+                raise ConfigError(f"{key}={file} is a directory, not a file")
+
+
+def _writable(what: str, directory: str) -> Path:
+    """Raises ConfigError unless files can be created in `directory`, which is made if need be."""
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=output_dir):
-            return output_dir
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory):
+            return Path(directory)
     except OSError as exc:
-        raise ConfigError(f"trainer.default_local_dir={output_dir} is not writable: {exc.strerror}") from exc
+        raise ConfigError(f"{what}={directory} is not writable: {exc.strerror}") from exc
 
 
 def _summarise(result: TrainingResult, output_dir: Path, seconds: float) -> None:

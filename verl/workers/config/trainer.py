@@ -77,6 +77,11 @@ class TrainerConfig:
             raise ConfigError(f"trainer.logger: unknown {unknown}; known: {', '.join(LOGGERS)}")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        if self.resume_from_path and self.resume_mode != "resume_path":
+            raise ConfigError(
+                f"trainer.resume_from_path={self.resume_from_path} needs trainer.resume_mode=resume_path, "
+                f"not {self.resume_mode}"
+            )
 
     @property
     def output_dir(self) -> str:

@@ -15,6 +15,9 @@ from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
 from verl.utils.lifetime import end_with_raylet
 
+NODE_CPUS = 0.05
+"""Ray CPUs of a rollout node, which works only during a sync."""
+
 
 class CheckpointEngineWorker:
     """One per rollout node, on that node. It stages, verifies and commits versions, and keeps the previous one.
@@ -71,9 +74,8 @@ def start_node(
     index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, options: dict[str, object]
 ) -> ActorHandle[Any]:
     """Start the worker of rollout node `index`; `options` (of `ray.remote`) say where."""
-    # A fraction of a core: it works only during a sync.
     actor: Any = ray.remote(CheckpointEngineWorker)
-    handle: ActorHandle[Any] = actor.options(**{"num_cpus": 0.05, **options}).remote(
+    handle: ActorHandle[Any] = actor.options(**{"num_cpus": NODE_CPUS, **options}).remote(
         index, config, job=job, shm_dir=str(shm_dir)
     )
     return handle

@@ -134,6 +134,14 @@ MISTAKES = [
     ),
     (["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"], ["32", "16 training samples"]),
     (["data.max_response_length=600"], ["max_response_length=600", "664", "max_position_embeddings=512"]),
+    (
+        ["actor_rollout_ref.rollout.max_model_len=100000"],
+        ["rollout.max_model_len=100000", "max_position_embeddings=512"],
+    ),
+    (
+        [VLLM, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"],
+        ["parallel_size=3 does not divide", "attention heads of"],
+    ),
     (["data.max_prompt_length=4"], ["16 of 16 train prompts", "max_prompt_length=4", "filter_overlong_prompts"]),
     (["actor_rollout_ref.model.override_config.hidden_sise=3"], ["hidden_sise", "hidden_size"]),
     (["actor_rollout_ref.rollout.temperature=0"], ["temperature=0", "above 0"]),

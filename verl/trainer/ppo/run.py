@@ -108,6 +108,7 @@ def _checked(config: PPOConfig) -> _Job:
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
+    _require_heads(config)
     adapters = _adapter_shapes(config, model_path)
     policy = replace(config.actor_rollout_ref.model, path=str(model_path))
     _require_engine(config, config.actor_rollout_ref.actor.strategy, policy, device)
@@ -262,7 +263,8 @@ def _scheduled_critic(config: PPOConfig, total_steps: int) -> CriticConfig:
 
 def _require_positions(config: PPOConfig) -> None:
     """The model has a position for every token of the longest sequence, unless its RoPE is stretched beyond them."""
-    data, model = config.data, load_hf_config(config.actor_rollout_ref.model)
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    model = load_hf_config(config.actor_rollout_ref.model)
     limit = getattr(model, "max_position_embeddings", None)
     stretched = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     needed = data.max_prompt_length + data.max_response_length
@@ -270,6 +272,22 @@ def _require_positions(config: PPOConfig) -> None:
         raise ConfigError(
             f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
             f"{needed} tokens, but {config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
+        )
+    if limit is not None and (rollout.max_model_len or 0) > limit and not stretched:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}, but "
+            f"{config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
+        )
+
+
+def _require_heads(config: PPOConfig) -> None:
+    """Every rank of a replica gets whole attention heads."""
+    policy = config.actor_rollout_ref
+    heads = getattr(load_hf_config(policy.model), "num_attention_heads", None)
+    if heads is not None and heads % policy.rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} does "
+            f"not divide the {heads} attention heads of {policy.model.path}"
         )
 
 

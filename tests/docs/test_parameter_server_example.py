@@ -15,7 +15,8 @@ def test_a_checkpoint_goes_to_all_ranks_and_then_to_one():
     done = subprocess.run(
         [*command, "examples/parameter_server.py"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        # Ranks share one stdout: each writes its lines at once, not a line and its end one after the other.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,
         timeout=150,

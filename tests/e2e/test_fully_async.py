@@ -25,7 +25,7 @@ PROMPTS = 2
 ON_POLICY = ("async_training.staleness_threshold=0", "async_training.trigger_parameter_sync_step=1")
 STALE = ("async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=1")
 LONG_RESPONSES = (
-    "data.max_response_length=100",
+    "data.max_response_length=200",
     "actor_rollout_ref.rollout.ignore_eos=true",
     "actor_rollout_ref.rollout.max_num_seqs=1",
 )
@@ -106,7 +106,7 @@ def test_responses_that_a_sync_interrupts_go_on_with_the_new_weights(stale):
     assert max(step["fully_async/partial/max_partial_span"] for step in metrics) >= 2
     assert all(0 <= step["training/staleness/min"] <= step["training/staleness/max"] <= 2 for step in metrics)
     assert max(step["training/staleness/max"] for step in metrics) >= 1
-    assert {step["response_length/min"] for step in metrics} == {100}  # the budget, no more and no less
+    assert {step["response_length/min"] for step in metrics} == {200}  # the budget, no more and no less
     assert all(step.get("fully_async/count/staleness_samples", 0) <= 2 * PROMPTS for step in metrics)
 
 

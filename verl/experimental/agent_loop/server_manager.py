@@ -91,8 +91,8 @@ class ServerManager:
             server = self._sticky.get(request_id)
             raise ReplicaTimeout(
                 f"request {request_id}: {server.name if server else 'the server'} did not finish within "
-                f"{self._timeout_s} s ({len(prompt_ids)} prompt tokens, {len(so_far.token_ids)} of "
-                f"{sampling.max_tokens} response tokens so far)"
+                f"rollout.generate_timeout_s={self._timeout_s:g} ({len(prompt_ids)} prompt tokens, "
+                f"{len(so_far.token_ids)} of {sampling.max_tokens} response tokens so far)"
             ) from exc
 
     async def _on_some_server(self, request_id: str, token_ids: list[int], sampling: SamplingOptions) -> TokenOutput:

@@ -186,7 +186,7 @@ class RolloutReplica(ABC):
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
         self._handle = actor.options(**self._actor_options()).remote(spec)
         try:
-            await self._call("start", timeout_s=self.config.startup_timeout_s)
+            await self._call("start", deadline="startup_timeout_s")
         except BaseException:
             self.kill()
             raise
@@ -236,10 +236,7 @@ class RolloutReplica(ABC):
 
     async def pause(self, mode: str) -> None:
         """See the port. `wait` may take as long as the longest response: `rollout.generate_timeout_s`."""
-        config = self.config
-        await self._call(
-            "pause", mode, timeout_s=config.generate_timeout_s if mode == "wait" else config.control_timeout_s
-        )
+        await self._call("pause", mode, deadline="generate_timeout_s" if mode == "wait" else "control_timeout_s")
 
     async def activate(self, arena_path: str, version: int) -> None:
         await self._call("activate", arena_path, version)
@@ -285,19 +282,25 @@ class RolloutReplica(ABC):
         """Allocate the KV cache again. Generation goes on with `resume_generation`."""
         await self._call("wake_cache")
 
-    async def _call(self, method: str, *args: object, timeout_s: float | None = None) -> Any:
-        """One control call. Errors of ours arrive as themselves; a dead server is ReplicaDied."""
-        timeout_s = self.config.control_timeout_s if timeout_s is None else timeout_s
+    async def _call(
+        self, method: str, *args: object, deadline: str = "control_timeout_s", timeout_s: float | None = None
+    ) -> Any:
+        """One control call, with the deadline of that key of the rollout section, or with `timeout_s`.
+
+        Errors of ours arrive as themselves; a dead server is ReplicaDied.
+        """
+        key = "" if timeout_s else f" (actor_rollout_ref.rollout.{deadline})"
+        timeout_s = timeout_s or getattr(self.config, deadline)
         try:
             return await asyncio.wait_for(_result(getattr(self.server_handle, method).remote(*args)), timeout_s)
         except TimeoutError as exc:
-            raise ReplicaTimeout(f"{self.name} did not answer {method} within {timeout_s} s") from exc
+            raise ReplicaTimeout(f"{self.name} did not answer {method} within {timeout_s:g} s{key}") from exc
         except RayActorError as exc:
             raise ReplicaDied(f"{self.name} died: {str(exc).strip().splitlines()[0]}") from exc
         except RayTaskError as exc:
             if isinstance(exc.cause, (RolloutError, CheckpointEngineError, ConfigError)):
                 raise exc.cause from exc
-            raise RolloutError(f"{self.name}: {method} failed: {exc}") from exc
+            raise RolloutError(f"{self.name}: {method} failed: {type(exc.cause).__name__}: {exc.cause}") from exc
 
 
 async def _result(ref: Awaitable[Any]) -> Any:

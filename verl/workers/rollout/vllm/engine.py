@@ -34,6 +34,7 @@ from verl.workers.rollout.records import (
 from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 from verl.workers.rollout.vllm.leftovers import Leftovers
+from verl.workers.rollout.vllm.refusals import told_in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class VLLMEngine:
             self._bind_threads()
         self._leftovers = Leftovers()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
-        with self._leftovers.finding_shared_memory():
+        with told_in_a_line(self._spec.name, self._spec.device), self._leftovers.finding_shared_memory():
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
             await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
         if self._spec.model.sends_adapters:

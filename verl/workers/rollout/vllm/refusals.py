@@ -1,0 +1,67 @@
+"""Why vLLM does not start, in a line.
+
+What fails in the server raises there. What fails in the engine core or a worker is logged by that process, and the
+server gets a RuntimeError that points to a "root cause above". vLLM raises ValueError for settings that it cannot use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from verl.utils.config import ConfigError
+from verl.workers.rollout.errors import RolloutError
+
+STREAMS = (1, 2)
+"""Of this process; vLLM's processes inherit them."""
+_LOGGED = re.compile(r" ERROR [^\]]*\] (?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): (?P<text>.*)$", re.MULTILINE)
+_CACHE_ON_CPU = re.compile("gpu_memory_utilization|kv-cache-memory-bytes")
+"""What messages about the memory of the KV cache tell people to change."""
+
+
+@contextmanager
+def told_in_a_line(name: str, device: str) -> Iterator[None]:
+    """Around the start of vLLM for replica `name`. Raises ConfigError for settings that vLLM refuses, and RolloutError
+    with what a process of it logged."""
+    begin = {file: file.stat().st_size for file in _log_files()}
+    try:
+        yield
+    except ValueError as exc:
+        raise _refused(name, device, _message(exc)) from exc
+    except RuntimeError as exc:
+        logged = next(filter(None, (_first_error(file, offset) for file, offset in begin.items())), None)
+        if logged is None:
+            raise RolloutError(f"{name}: vLLM did not start: {exc}") from exc
+        if logged["type"] == "ValueError":
+            raise _refused(name, device, logged["text"]) from exc
+        raise RolloutError(f"{name}: vLLM did not start: {logged['type']}: {logged['text']}") from exc
+
+
+def _log_files() -> list[Path]:
+    """Where the streams go, if that can be read again. What a worker of Ray's writes goes to files."""
+    targets = {Path(f"/proc/self/fd/{stream}").resolve() for stream in STREAMS}
+    return sorted(file for file in targets if file.is_file())
+
+
+def _first_error(file: Path, offset: int) -> re.Match[str] | None:
+    """The first that a process of vLLM logged after `offset`. Later ones are of processes that miss the first."""
+    with file.open("rb") as log:
+        log.seek(offset)
+        return _LOGGED.search(log.read().decode(errors="replace"))
+
+
+def _message(exc: ValueError) -> str:
+    if isinstance(exc, ValidationError):
+        return "; ".join(": ".join([*map(str, error["loc"]), error["msg"]]) for error in exc.errors())
+    return str(exc)
+
+
+def _refused(name: str, device: str, text: str) -> ConfigError:
+    remedy = ""
+    if device == "cpu" and _CACHE_ON_CPU.search(text):
+        remedy = " (on cpu: actor_rollout_ref.rollout.cpu_kvcache_gib)"
+    return ConfigError(f"{name}: vLLM refuses its settings: {text}{remedy}")

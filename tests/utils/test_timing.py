@@ -1,8 +1,9 @@
+import logging
 import time
 
 import pytest
 
-from verl.utils.timing import Span, SpanLog, marked_timer, read_spans, write_spans
+from verl.utils.timing import Patience, Span, SpanLog, marked_timer, read_spans, write_spans
 
 
 def test_the_same_name_accumulates_within_a_step():
@@ -22,6 +23,41 @@ def test_a_phase_that_fails_is_still_timed_and_recorded():
     assert (span.role, span.name, span.version) == ("trainer", "gen", 7)
     assert span.stop_s - span.start_s == pytest.approx(timings["gen"], abs=1e-4)
     assert before_s - 0.1 <= span.start_s <= time.time() + 0.1
+
+
+def test_a_phase_that_goes_on_is_told_whenever_its_time_has_doubled(caplog):
+    caplog.set_level(logging.INFO)
+    with Patience(least_s=0.5).during("gen", "step 1: gen"):
+        while len(caplog.messages) < 2:
+            time.sleep(0.01)
+    assert caplog.messages[:2] == ["step 1: gen has taken 0 s so far", "step 1: gen has taken 1 s so far"]
+
+
+def test_a_phase_that_was_always_slow_is_told_later(caplog):
+    caplog.set_level(logging.INFO)
+    patience = Patience(least_s=0.05, times=100)
+    with patience.during("gen", "step 1: gen"):
+        time.sleep(0.1)
+    caplog.clear()
+    with patience.during("gen", "step 2: gen"):
+        time.sleep(0.1)
+    assert not caplog.messages
+    with patience.during("update_actor", "step 2: update_actor"):
+        while not caplog.messages:
+            time.sleep(0.01)
+
+
+def test_a_phase_that_hangs_is_compared_with_those_before(caplog):
+    caplog.set_level(logging.INFO)
+    patience = Patience(least_s=0.05)
+    for step in range(2):
+        with pytest.raises(KeyError), patience.during("gen", f"step {step}: gen"):
+            time.sleep(0.01)
+            raise KeyError
+    with patience.during("gen", "step 2: gen"):
+        while not caplog.messages:
+            time.sleep(0.01)
+    assert caplog.messages[0] == "step 2: gen has taken 0 s so far, at most 0.0 s before"
 
 
 def test_requests_that_overlap_are_one_span():

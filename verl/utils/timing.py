@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 TIMELINE_FILE = "timeline.jsonl"
 MOST_SPANS = 100_000
@@ -69,6 +73,41 @@ class SpanLog:
         spans = list(self._spans)
         self._spans.clear()
         return spans
+
+
+class Patience:
+    """Says of a phase that it goes on, when it takes much longer than it did before. Used by one thread.
+
+    What is slow and what hangs look the same from outside; the second is ended by a deadline, many minutes later.
+    """
+
+    def __init__(self, least_s: float = 60.0, times: float = 2.0) -> None:
+        """A word after `least_s`, but not before `times` the longest so far; another one whenever that time doubles."""
+        self._least_s, self._times = least_s, times
+        self._longest_s: dict[str, float] = {}
+
+    @contextmanager
+    def during(self, name: str, what: str) -> Iterator[None]:
+        """The block, one of those called `name`; `what` is how people call it."""
+        longest_s = self._longest_s.get(name)
+        before = "" if longest_s is None else f", at most {longest_s:.1f} s before"
+        ended = threading.Event()
+
+        def tell() -> None:
+            wait_s = passed_s = max(self._least_s, self._times * (longest_s or 0.0))
+            while not ended.wait(wait_s):
+                logger.info("%s has taken %.0f s so far%s", what, passed_s, before)
+                wait_s, passed_s = passed_s, 2 * passed_s
+
+        start = time.perf_counter()
+        thread = threading.Thread(target=tell, name="patience", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._longest_s[name] = max(longest_s or 0.0, time.perf_counter() - start)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         with self.generating(step):
             while step < self.total_steps and not self.config.trainer.val_only:
                 step += 1
-                now = Step(step)
+                now = self.at(step)
                 with now.timed("step"):
                     with now.timed("gen"):
                         batch = self.take(now)
@@ -91,7 +91,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 now.metrics["fully_async/total_wait_time"] = now.seconds["gen"]
                 now.metrics["fully_async/trainer/idle_ratio"] = now.seconds["gen"] / now.seconds["step"]
                 self.report(now, batch)
-            last = Step(step)
+            last = self.at(step)
             self.end_sync(last, version=step)
             self.write_timeline(last)
         return self.result(step)

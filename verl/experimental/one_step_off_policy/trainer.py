@@ -54,7 +54,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         upcoming = self.start_next(batches)
         while upcoming is not None:
             step = upcoming.step
-            now = Step(step)
+            now = self.at(step)
             with now.timed("step"):
                 with now.timed("gen"):
                     batch = self.finish(upcoming, now)

@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from verl.trainer.ppo.wanted_replicas import WantedReplicas
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import TIMELINE_FILE, Span, SpanLog, marked_timer, write_spans
+from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
@@ -51,13 +51,20 @@ class Step:
     """What is measured during one training step."""
 
     number: int
+    patience: Patience
     metrics: Metrics = field(default_factory=dict)
     seconds: Metrics = field(default_factory=dict)
     spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
 
-    def timed(self, name: str) -> Any:
-        return marked_timer(name, self.seconds, self.spans, self.number)
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The block is phase `name` of the step, or the whole step."""
+        with ExitStack() as stack:
+            if name != "step":
+                stack.enter_context(self.patience.during(name, f"step {self.number}: {name}"))
+            stack.enter_context(marked_timer(name, self.seconds, self.spans, self.number))
+            yield
 
     def synced(self, report: SyncReport) -> None:
         """A sync has ended."""
@@ -111,6 +118,7 @@ class RayPPOTrainer:
         self.has_critic = needs_critic(config)
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
+        self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
@@ -131,13 +139,17 @@ class RayPPOTrainer:
             )
         return config
 
+    def at(self, step: int) -> Step:
+        """To measure `step` with."""
+        return Step(step, self._patience)
+
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
         start = self.load_checkpoint(resume_from) if resume_from else 0
         self.begin(start)
         step = start
         for step, prompts in self.batches(start):
-            now = Step(step)
+            now = self.at(step)
             with now.timed("step"):
                 with now.timed("gen"):
                     batch = self.generate(prompts, now)
@@ -196,13 +208,13 @@ class RayPPOTrainer:
 
     def result(self, step: int) -> TrainingResult:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
-            self.validate(Step(step))
-        self.write_timeline(Step(step), last=True)
+            self.validate(self.at(step))
+        self.write_timeline(self.at(step), last=True)
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
-        first = Step(start)
+        first = self.at(start)
         logger.info("loading version %d of the weights into the rollout engines", start)
         with first.timed("update_weights"):
             self.update_weights(first)

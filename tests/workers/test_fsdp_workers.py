@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -144,6 +146,29 @@ def group(ray_cluster, models):
     with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=spec, env_vars={"OMP_NUM_THREADS": "1"}) as workers:
         workers.init_model()
         yield workers
+
+
+TENSOR_PARALLEL = {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("engine", [{}, TENSOR_PARALLEL], ids=["fsdp2", "megatron"])
+def test_a_rank_that_does_not_answer_ends_a_step_at_the_deadline_of_its_collectives(ray_cluster, models, engine):
+    """Megatron's are those of groups that it makes itself."""
+    config = configuration(models("qwen3", True), **engine)
+    spec = RayClassWithInitArgs(
+        ActorRolloutRefWorker, dataclasses.replace(config, nccl_timeout=10.0), "actor", device="cpu"
+    )
+    pool = RayResourcePool([2], num_cpus_per_process=0.4)
+    with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=spec, env_vars={"OMP_NUM_THREADS": "1"}) as workers:
+        workers.init_model()
+        workers.compute_log_prob(batch(16))
+        stopped = workers.processes[1]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="Timed out waiting 10000ms") as failure:
+            workers.execute_all_async("compute_log_prob", batch(16)).get(timeout=60)
+    assert f"rank 1 (pid {stopped.pid} on {stopped.address}) does not answer: stopped, or out of reach?" in (
+        failure.value.__notes__
+    )
 
 
 def test_a_group_on_ray_computes_trains_saves_loads_and_exports(group, models, tmp_path):

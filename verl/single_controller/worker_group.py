@@ -236,17 +236,20 @@ class RayWorkerGroup:
             return self._death or closed
         cause = error.cause if isinstance(error, RayTaskError) else None
         if isinstance(cause, WorkerFailed):
-            dead = self._find_dead(rank)
+            dead, silent = self._ask_others(rank)
             if dead is None:
                 self._stragglers |= {ref: f"rank {other} in {method}" for ref, other in unfinished.items()}
-                return _original(cause)
+                original = _original(cause)
+                for other in silent:
+                    original.add_note(f"{self._where(other)} does not answer: stopped, or out of reach?")
+                return original
             rank, error = dead
         if isinstance(error, RayActorError):
             process = self._processes.get(rank)
             pid, node = (process.pid, process.address) if process else (None, None)
-            where = f"rank {rank}" + (f" (pid {pid} on {node})" if pid else "")
             self._death = WorkerDied(
-                f"worker group {self.name!r}: {where} died during {method}; its other ranks have been killed.\n{error}",
+                f"worker group {self.name!r}: {self._where(rank)} died during {method}; its other ranks have been "
+                f"killed.\n{error}",
                 group=self.name,
                 rank=rank,
                 pid=pid,
@@ -261,17 +264,24 @@ class RayWorkerGroup:
         self._destroy(wait=False)
         return self._death
 
-    def _find_dead(self, asking: int) -> tuple[int, BaseException] | None:
+    def _where(self, rank: int) -> str:
+        process = self._processes.get(rank)
+        return f"rank {rank}" + (f" (pid {process.pid} on {process.address})" if process else "")
+
+    def _ask_others(self, asking: int) -> tuple[tuple[int, BaseException] | None, list[int]]:
+        """A rank that is dead, with Ray's word for it, and those that do not answer. Ranks do while they compute."""
         others: dict[Ref, int] = {
             worker._verl_ping.remote(): rank for rank, worker in enumerate(self._workers) if rank != asking
         }
-        if others:
-            for ref in ray.wait(list(others), num_returns=len(others), timeout=LIVENESS_TIMEOUT_S)[0]:
-                try:
-                    ray.get(ref)
-                except RayActorError as error:
-                    return others[ref], error
-        return None
+        if not others:
+            return None, []
+        answers, silent = ray.wait(list(others), num_returns=len(others), timeout=LIVENESS_TIMEOUT_S)
+        for ref in answers:
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                return (others[ref], error), []
+        return None, [others[ref] for ref in silent]
 
     def _busy(self, timeout_s: float) -> list[str]:
         """What is still running of calls that failed, after at most `timeout_s`."""

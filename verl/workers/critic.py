@@ -77,6 +77,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         else:
             self._critic = FSDP2ValueEngine(fsdp_config=critic.fsdp, **options)
         self._critic.build()
+        self._limit_collectives()
 
     @property
     def critic(self) -> ValueEngine:

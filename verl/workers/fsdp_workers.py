@@ -17,7 +17,14 @@ from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.device import distributed_backend, local_device, peak_memory_gib, resolve_device, seed_everything
+from verl.utils.device import (
+    distributed_backend,
+    limit_collectives,
+    local_device,
+    peak_memory_gib,
+    resolve_device,
+    seed_everything,
+)
 from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers.actor_loss import ActorLoss
@@ -47,11 +54,10 @@ class ActorRolloutRefWorker(WeightPublisher):
         loss_fn: LossFunction | None = None,
         device: str | None = None,
         seed: int = 1,
-        timeout_s: float = 600.0,
     ) -> None:
         """`config.model.path` is a Hugging Face directory. `loss_fn` replaces `ActorLoss`; it must be picklable.
 
-        `device` is cpu, cuda, npu, or None for what is there. `timeout_s` bounds every collective of the group.
+        `device` is cpu, cuda, npu, or None for what is there. `config.nccl_timeout` bounds every collective.
         Raises ConfigError for what can be known to fail before a process group exists.
         """
         if config.model.external_lib:  # it may register the loss that the actor is about to look up
@@ -72,7 +78,7 @@ class ActorRolloutRefWorker(WeightPublisher):
             else 0
         )
         self._seed = seed
-        self._timeout_s = timeout_s
+        self._timeout = timedelta(seconds=config.nccl_timeout)
         self._owns_process_group = False
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
@@ -94,7 +100,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 init_method=f"tcp://{self.master_addr}:{self.master_port}",
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=self._timeout_s),
+                timeout=self._timeout,
             )
             self._owns_process_group = True
         seed_everything(self._seed + self.rank)
@@ -122,6 +128,12 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
+        self._limit_collectives()
+
+    def _limit_collectives(self) -> None:
+        """Also those of groups that an engine made; whoever builds one calls this."""
+        if self._owns_process_group:
+            limit_collectives(self._timeout)
 
     @property
     def actor(self) -> TrainEngine:

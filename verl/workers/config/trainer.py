@@ -29,6 +29,7 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
+    nccl_timeout: float = option(600.0, "deadline for a collective of the trainer ranks, on any device, in s", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

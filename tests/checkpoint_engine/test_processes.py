@@ -86,7 +86,7 @@ class Processes:
         self.node = self.start_node()
         self.replica = RecordingReplica()
         trainers = [RayTrainerRank(rank, handle, config) for rank, handle in enumerate(self.trainers)]
-        nodes = [RayRolloutNode(0, self.node)]
+        nodes = [RayRolloutNode(0, lambda: self.node)]
         self.manager = CheckpointEngineManager(config=config, trainers=trainers, nodes=nodes)
 
     def start_trainer(self, rank: int, **options: object) -> Any:

@@ -24,6 +24,7 @@ LONG_RESPONSES = (
 """One after the other, each of 400 tokens: half a minute of generation."""
 LONG_UPDATES = ("actor_rollout_ref.actor.ppo_epochs=10000",)
 ONE_RANK = "trainer.n_gpus_per_node=1"
+HYBRID = "verl.trainer.main_ppo"
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 
@@ -152,6 +153,47 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         (1, "committed"),
         (2, "committed"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "how", "seen"),
+    [
+        (HYBRID, "naive", signal.SIGKILL, "its process is gone"),
+        (HYBRID, "gloo", signal.SIGKILL, "its process is gone"),
+        (HYBRID, "nixl", signal.SIGSTOP, "not done within 3.0 s"),
+        (FULLY_ASYNC, "kimi_ckpt_engine", signal.SIGKILL, "its process is gone"),
+    ],
+    ids=["naive, killed", "gloo, killed", "nixl, stopped", "fully asynchronous"],
+)
+def test_a_rollout_node_that_is_lost_is_started_again_after_a_sync_has_failed_and_the_run_goes_on(
+    start, module, backend, how, seen, warm
+):
+    """The engines keep the version that they have until then."""
+    job = start(
+        ONE_RANK,
+        f"checkpoint_engine.backend={backend}",
+        f"trainer.placement={'colocated' if backend == 'naive' else 'separate'}",
+        "checkpoint_engine.deadlines.publish_s=3",
+        "checkpoint_engine.deadlines.commit_s=3",
+        "checkpoint_engine.retries=0",
+        "trainer.total_training_steps=2",
+        *(["async_training.trigger_parameter_sync_step=1"] if module == FULLY_ASYNC else []),
+        module=module,
+        warm=warm,
+    )
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    (node,) = job.find("ray::CheckpointEngineWorker")
+    node.send_signal(how)
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert "node-0 died or does not answer; starting it again" in job.stderr
+    reports = [json.loads(line) for line in (job.output_dir / "sync_reports.jsonl").read_text().splitlines()]
+    outcomes = [(report["version"], report["outcome"]) for report in reports]
+    assert outcomes[:2] == [(0, "committed"), (1, "aborted")]
+    assert outcomes[2:] in ([(1, "committed"), (2, "committed")], [(2, "committed")])
+    assert seen in reports[1]["error"]
+    metrics = read_metrics(job.output_dir / "metrics.jsonl")
+    assert max(step["training/rollout_probs_diff_mean"] for step in metrics) < 0.02
 
 
 @pytest.mark.parametrize("module", [ONE_STEP_OFF, FULLY_ASYNC])

@@ -173,5 +173,5 @@ def manager_on_ray(
     return CheckpointEngineManager(
         config=config,
         trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(group.workers)],
-        nodes=[RayRolloutNode(0, start_node(0, config, job=job, shm_dir=shm_dir, options={}))],
+        nodes=[RayRolloutNode(0, lambda: start_node(0, config, job=job, shm_dir=shm_dir, options={}))],
     )

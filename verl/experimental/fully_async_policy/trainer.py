@@ -191,7 +191,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         try:
             report, metrics = self.cluster.end_update(syncing)
         except SyncAborted as exc:
-            self.cluster.heal()
+            self.cluster.recover()
             logger.warning("syncing again after: %s", exc)
             report = self.cluster.update_weights(version)
             metrics = ray.get(self._rollouter.synced.remote())

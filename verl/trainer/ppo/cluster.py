@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -52,6 +53,8 @@ from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+NODE_TIMEOUT_S = 10.0
+"""A rollout node that does not say anything for so long is started again, after a sync has failed."""
 ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
 
 
@@ -83,7 +86,7 @@ class Cluster:
         self._loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
-        self._nodes: list[ActorHandle[Any]] = []
+        self._nodes: list[RayRolloutNode] = []
         self.manager: CheckpointEngineManager | None = None
         self._pool = ReplicaPool(
             replicas,
@@ -133,13 +136,13 @@ class Cluster:
         """One transaction; then bring back what it quarantined, where that works.
 
         While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
-        whatever way. A sync that failed is tried once more if it was because of replicas that could be restarted.
-        Raises SyncAborted.
+        whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
+        again. Raises SyncAborted.
         """
         try:
             report = self.run(self._update_weights(version, generating))
         except SyncAborted as exc:
-            if not self.heal():
+            if not self.recover():
                 raise
             logger.warning("syncing again after: %s", exc)
             report = self.run(self._update_weights(version, generating))
@@ -190,8 +193,7 @@ class Cluster:
         """
         self.run(self._manager.close())
         for node in self._nodes:
-            ray.kill(node)
-        self._nodes.clear()
+            node.kill()
         self._start_nodes(config)
         self._join(config)
 
@@ -206,6 +208,14 @@ class Cluster:
         The trainer is not needed for it. How many are back in service. Raises CheckpointEngineError if none is.
         """
         return self.run(self._pool.heal())
+
+    def recover(self) -> bool:
+        """After a sync that failed: start again what was lost. Whether there was anything, so that another may succeed.
+
+        Raises CheckpointEngineError if no replica is in service then.
+        """
+        replaced = self._replace_lost_nodes()
+        return self.heal() > 0 or replaced > 0
 
     def resize(self, count: int) -> None:
         """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
@@ -257,7 +267,7 @@ class Cluster:
         if self._actor is not None:
             self._actor.shutdown(grace_s=grace_s)
         for node in self._nodes:
-            ray.kill(node)
+            node.kill()
 
     def __enter__(self) -> Cluster:
         return self
@@ -356,14 +366,28 @@ class Cluster:
             await replica.init_hybrid(place)
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
-        job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        for index, node_id in enumerate(self._placement.nodes):
-            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
-            self._nodes.append(start_node(index, config, job=job, shm_dir=envs.shm_dir(), options=options))
+        self._nodes = []
+        for index in range(len(self._placement.nodes)):
+            self._nodes.append(RayRolloutNode(index, partial(self._start_node, index, config)))
 
-    def _node_ports(self) -> list[RayRolloutNode]:
-        return [RayRolloutNode(index, node) for index, node in enumerate(self._nodes)]
+    def _start_node(self, index: int, config: CheckpointEngineConfig) -> ActorHandle[Any]:
+        """Its arena has a name of its own: that of a node whose place it takes may be there for a moment yet."""
+        job = f"{os.getpid()}-{secrets.token_hex(4)}"
+        there = NodeAffinitySchedulingStrategy(self._placement.nodes[index], soft=False)
+        options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
+        return start_node(index, config, job=job, shm_dir=envs.shm_dir(), options=options)
+
+    def _replace_lost_nodes(self) -> int:
+        """Start rollout nodes again that died or do not answer. The next sync connects them and brings a version."""
+
+        async def ask() -> list[bool]:
+            return await asyncio.gather(*(node.answers(NODE_TIMEOUT_S) for node in self._nodes))
+
+        lost = [node for node, answers in zip(self._nodes, self.run(ask()), strict=True) if not answers]
+        for node in lost:
+            logger.warning("%s died or does not answer; starting it again", node.name)
+            node.restart()
+        return len(lost)
 
     def _check(self, arena_nbytes: int) -> None:
         """Ask every rollout node's machine before its engines start, which takes them half a minute."""
@@ -371,7 +395,7 @@ class Cluster:
         hosts = [machines[node]["NodeManagerAddress"] for node in self._placement.nodes]
         checks = {
             node.name: node.check(arena_nbytes, hosts.count(host))
-            for node, host in zip(self._node_ports(), hosts, strict=True)
+            for node, host in zip(self._nodes, hosts, strict=True)
         }
         timeout_s = self._config.checkpoint_engine.deadlines.prepare_s
         self.run(all_within(timeout_s, checks, version=None, phase="prepare"))
@@ -381,7 +405,7 @@ class Cluster:
         self.manager = CheckpointEngineManager(
             config=config,
             trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(self.actor.workers)],
-            nodes=self._node_ports(),
+            nodes=self._nodes,
             report_path=Path(config.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))

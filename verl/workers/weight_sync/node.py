@@ -36,6 +36,9 @@ class CheckpointEngineWorker:
         """Made on first use: what is raised in an actor's constructor reaches callers as the actor's death."""
         return self._make()
 
+    async def ping(self) -> None:
+        """Answers as long as the process lives."""
+
     async def check(self, arena_nbytes: int, arenas: int) -> None:
         await self._node.check(arena_nbytes, arenas)
 

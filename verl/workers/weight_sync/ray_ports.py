@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -32,7 +32,7 @@ class _RayMember:
                 raise exc.cause from exc
             raise TransportError(f"{method} failed: {exc}", member=self.name) from exc
         except RayActorError as exc:
-            raise TransportError(f"its process is gone: {exc}", member=self.name) from exc
+            raise TransportError(f"its process is gone: {str(exc).strip().splitlines()[0]}", member=self.name) from exc
         except RayError as exc:
             raise TransportError(f"{method} could not be called: {exc}", member=self.name) from exc
         except asyncio.CancelledError:
@@ -76,8 +76,27 @@ class RayTrainerRank(_RayMember):
 class RayRolloutNode(_RayMember):
     """A rollout node in a `CheckpointEngineWorker`."""
 
-    def __init__(self, index: int, handle: ActorHandle[Any]) -> None:
-        super().__init__(f"node-{index}", handle)
+    def __init__(self, index: int, start: Callable[[], ActorHandle[Any]]) -> None:
+        """`start` starts its process, here and whenever another one shall take its place."""
+        super().__init__(f"node-{index}", start())
+        self._start = start
+
+    def restart(self) -> None:
+        """Another process takes its place. It holds no version until a sync has connected it and brought one."""
+        self.kill()
+        self._handle = self._start()
+
+    def kill(self) -> None:
+        """End the process now; its arena goes with it."""
+        ray.kill(self._handle)
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the process is there and answers, which it does while it works."""
+        try:
+            await asyncio.wait_for(self._call("ping"), timeout_s)
+        except (TransportError, TimeoutError):
+            return False
+        return True
 
     async def check(self, arena_nbytes: int, arenas: int) -> None:
         await self._call("check", arena_nbytes, arenas)

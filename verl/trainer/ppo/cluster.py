@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.deadline import all_within
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.publishing import publisher_environment
@@ -39,6 +33,7 @@ from verl.trainer.ppo.placement import (
 )
 from verl.trainer.ppo.ray_session import RaySession
 from verl.trainer.ppo.replica_pool import ReplicaPool
+from verl.trainer.ppo.rollout_nodes import RolloutNodes
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
@@ -47,14 +42,11 @@ from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutC
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
-from verl.workers.weight_sync.node import start_node
-from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
+from verl.workers.weight_sync.ray_ports import RayTrainerRank
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-NODE_TIMEOUT_S = 10.0
-"""A rollout node that does not say anything for so long is started again, after a sync has failed."""
 ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
 
 
@@ -86,7 +78,7 @@ class Cluster:
         self._loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
-        self._nodes: list[RayRolloutNode] = []
+        self._nodes: RolloutNodes | None = None
         self.manager: CheckpointEngineManager | None = None
         self._pool = ReplicaPool(
             replicas,
@@ -103,7 +95,7 @@ class Cluster:
             self.actor.init_model()
             if critic is not None:
                 self.actor.init_critic()
-            self._check(arena_nbytes)
+            self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
             self._start_rollouts()
             self._join(config.checkpoint_engine)
         except BaseException as exc:
@@ -116,6 +108,11 @@ class Cluster:
         """The trainer ranks."""
         assert self._actor is not None  # __init__ makes it
         return self._actor
+
+    @property
+    def nodes(self) -> RolloutNodes:
+        assert self._nodes is not None  # __init__ makes them
+        return self._nodes
 
     @property
     def replicas(self) -> list[RolloutReplica]:
@@ -192,8 +189,7 @@ class Cluster:
         The engines keep their weights until the next `update_weights`.
         """
         self.run(self._manager.close())
-        for node in self._nodes:
-            node.kill()
+        self.nodes.kill()
         self._start_nodes(config)
         self._join(config)
 
@@ -214,7 +210,7 @@ class Cluster:
 
         Raises CheckpointEngineError if no replica is in service then.
         """
-        replaced = self._replace_lost_nodes()
+        replaced = self.run(self.nodes.restart_lost())
         return self.heal() > 0 or replaced > 0
 
     def resize(self, count: int) -> None:
@@ -257,7 +253,7 @@ class Cluster:
             if in_order or not self._ray.owned:
                 self._kill_all(grace_s=5.0 if in_order else 0.0)
             self._loop.close()
-            self.manager, self._actor, self._nodes = None, None, []
+            self.manager, self._actor, self._nodes = None, None, None
             self._ray.close()
 
     def _kill_all(self, grace_s: float) -> None:
@@ -266,8 +262,8 @@ class Cluster:
             replica.kill()
         if self._actor is not None:
             self._actor.shutdown(grace_s=grace_s)
-        for node in self._nodes:
-            node.kill()
+        if self._nodes is not None:
+            self._nodes.kill()
 
     def __enter__(self) -> Cluster:
         return self
@@ -366,46 +362,20 @@ class Cluster:
             await replica.init_hybrid(place)
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
-        self._nodes = []
-        for index in range(len(self._placement.nodes)):
-            self._nodes.append(RayRolloutNode(index, partial(self._start_node, index, config)))
-
-    def _start_node(self, index: int, config: CheckpointEngineConfig) -> ActorHandle[Any]:
-        """Its arena has a name of its own: that of a node whose place it takes may be there for a moment yet."""
-        job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        there = NodeAffinitySchedulingStrategy(self._placement.nodes[index], soft=False)
-        options = {"scheduling_strategy": there, "runtime_env": {"env_vars": _thread_limits()}}
-        return start_node(index, config, job=job, shm_dir=envs.shm_dir(), options=options)
-
-    def _replace_lost_nodes(self) -> int:
-        """Start rollout nodes again that died or do not answer. The next sync connects them and brings a version."""
-
-        async def ask() -> list[bool]:
-            return await asyncio.gather(*(node.answers(NODE_TIMEOUT_S) for node in self._nodes))
-
-        lost = [node for node, answers in zip(self._nodes, self.run(ask()), strict=True) if not answers]
-        for node in lost:
-            logger.warning("%s died or does not answer; starting it again", node.name)
-            node.restart()
-        return len(lost)
-
-    def _check(self, arena_nbytes: int) -> None:
-        """Ask every rollout node's machine before its engines start, which takes them half a minute."""
         machines = _ray_nodes()
-        hosts = [machines[node]["NodeManagerAddress"] for node in self._placement.nodes]
-        checks = {
-            node.name: node.check(arena_nbytes, hosts.count(host))
-            for node, host in zip(self._nodes, hosts, strict=True)
-        }
-        timeout_s = self._config.checkpoint_engine.deadlines.prepare_s
-        self.run(all_within(timeout_s, checks, version=None, phase="prepare"))
+        self._nodes = RolloutNodes(
+            config,
+            machines=self._placement.nodes,
+            hosts=[machines[node]["NodeManagerAddress"] for node in self._placement.nodes],
+            env_vars=_thread_limits(),
+        )
 
     def _join(self, config: CheckpointEngineConfig) -> None:
         output_dir = Path(self._config.trainer.output_dir)
         self.manager = CheckpointEngineManager(
             config=config,
             trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(self.actor.workers)],
-            nodes=self._nodes,
+            nodes=self.nodes.ports,
             report_path=Path(config.report_path or output_dir / "sync_reports.jsonl"),
         )
         self.run(self.manager.add_replicas(self.replicas))

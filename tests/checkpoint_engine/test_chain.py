@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingR
 from tests.checkpoint_engine.node_process import NodeProcess
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
+from verl.checkpoint_engine.backends.chain import part_nbytes_for
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
@@ -77,6 +79,45 @@ async def test_only_the_first_node_reads_the_bytes_of_owners(tmp_path: Path):
         await fleet.manager.update_weights(2)
     assert from_owners[0] >= sum(tensor.nbytes for tensor in tensors.values())
     assert from_owners[1:] == [0, 0]
+
+
+async def test_a_node_passes_on_what_it_has_while_the_rest_is_still_to_come(tmp_path: Path):
+    """Every part of a slot has short pieces, which lie at the end of their owners' regions."""
+    layers = {f"{index}.{name}": size for index in range(16) for name, size in (("w", 2**19), ("norm", 33))}
+    tensors = {name: torch.randn(size).view(-1, 1) for name, size in layers.items()}
+    payload = sum(tensor.nbytes for tensor in tensors.values())
+    async with chain_of(tensors, tmp_path, nodes=2, backend="memory-wire") as fleet:
+        await fleet.manager.update_weights(1)
+        first, second = (engine_of(node) for node in fleet.nodes)
+        arrived = {"node-0": 0, "node-1": 0}
+        passed_on, waited_for = threading.Event(), []
+
+        def at_first(target: int, nbytes: int) -> None:
+            arrived["node-0"] += nbytes
+            if arrived["node-0"] > payload * 3 // 4 and not waited_for:
+                waited_for.append(passed_on.wait(QUICK_S))
+
+        def at_second(target: int, nbytes: int) -> None:
+            if any(
+                start <= target < start + len(slot) for slot in second._slots.values() for start in [slot.ctypes.data]
+            ):
+                arrived["node-1"] += nbytes
+            if arrived["node-1"] > payload // 2:
+                passed_on.set()
+
+        first._wire.after_read, second._wire.after_read = at_first, at_second
+        await fleet.manager.update_weights(2)
+    assert waited_for == [True]
+
+
+@pytest.mark.parametrize(
+    ("slot_nbytes", "most_nbytes", "part_nbytes"),
+    [(0, 2**26, 2**20), (2**28, 2**26, 2**20), (2**30, 2**26, 2**22), (2**30, 2**21, 2**21), (2**40, 2**26, 2**26)],
+)
+def test_a_slot_is_cut_into_a_few_hundred_parts_of_at_most_a_bucket(
+    slot_nbytes: int, most_nbytes: int, part_nbytes: int
+):
+    assert part_nbytes_for(slot_nbytes, most_nbytes) == part_nbytes
 
 
 @pytest.mark.parametrize("backend", CHAINS)

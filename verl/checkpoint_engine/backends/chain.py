@@ -34,6 +34,12 @@ UPSTREAM = -1
 """Stands for the node before, where a wire or a bucket names an owner."""
 POLL_S = 0.001
 """Between two looks at the page of the node before."""
+PARTS = 256
+"""Into so many is a slot cut, unless they were too small or too large then. A hop delays a version by a few of them."""
+LEAST_PART_NBYTES = 2**20
+"""A read costs some hundred microseconds beside its bytes, and a part may be seen a millisecond late."""
+IN_FLIGHT = 2
+"""Parts, or the buckets that fill them. More share the network, and all of them are there later."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -78,6 +84,11 @@ class Page:
         self.bytes[self.HEADER : self.HEADER + len(wire)] = np.frombuffer(wire, np.uint8)
         self.words[1:] = slot, len(wire)
         self.words[0] = publication
+
+
+def part_nbytes_for(slot_nbytes: int, most_nbytes: int) -> int:
+    """How large the parts of a slot are, and the buckets that fill them. Pure."""
+    return min(max(-(-slot_nbytes // PARTS), LEAST_PART_NBYTES), most_nbytes)
 
 
 def publication_of(stamps: Int64s) -> int:
@@ -160,15 +171,21 @@ class ChainLink:
         self._missing[touched] -= 1
         self._page.parts[touched] = self._missing[touched] == 0
 
-    def _touched_by(self, bucket: Bucket) -> Int64s:
-        """The parts of the slot in which some bytes of `bucket` lie."""
+    def in_order(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """`buckets` in the order in which parts are complete early: short pieces, which fill many parts, come first."""
+        return sorted(buckets, key=lambda bucket: int(self._places_of(bucket)[0].min()))
+
+    def _places_of(self, bucket: Bucket) -> tuple[Int64s, Int64s]:
+        """Where in the slot the bytes of `bucket` lie: beginnings and ends."""
         if not bucket.scatter:
             starts = np.array([part.dst_offset for part in bucket.ranges], np.int64)
-            ends = starts + np.array([part.nbytes for part in bucket.ranges], np.int64)
-        else:
-            extents = extents_of(self._plan.layout, self._plan.boxes.take(np.asarray(bucket.scatter)))
-            starts = extents.offset
-            ends = starts + (extents.rows - 1) * extents.stride + extents.run_nbytes
+            return starts, starts + np.array([part.nbytes for part in bucket.ranges], np.int64)
+        extents = extents_of(self._plan.layout, self._plan.boxes.take(np.asarray(bucket.scatter)))
+        return extents.offset, extents.offset + (extents.rows - 1) * extents.stride + extents.run_nbytes
+
+    def _touched_by(self, bucket: Bucket) -> Int64s:
+        """The parts of the slot in which some bytes of `bucket` lie."""
+        starts, ends = self._places_of(bucket)
         first, last = starts // self._part_nbytes, (ends - 1) // self._part_nbytes
         touched = np.zeros(len(self.parts) + 1, np.int64)
         np.add.at(touched, first, 1)
@@ -186,9 +203,11 @@ class ChainLink:
     ) -> int:
         """Fill `reader.slot` and offer what is there to the next node; the bytes of tensors that were moved.
 
-        `loop` and `reader` are those for the owners; `buckets` is what they hold. Raises TransportError.
+        `loop` and `reader` are those for the owners; `buckets` is what they hold, `in_order`. Raises TransportError.
         """
         loop.on_bucket = self._arrived
+        loop.max_in_flight = IN_FLIGHT
+        loop.interleave = False  # they are in order
         if self.upstream is None:
             self._offer(publication, reader.slot, slots, buckets)
             return loop.run(buckets)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.checkpoint_engine.arena import NodeArena
-from verl.checkpoint_engine.backends.chain import ChainLink, publication_of
+from verl.checkpoint_engine.backends.chain import ChainLink, part_nbytes_for, publication_of
 from verl.checkpoint_engine.backends.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
 from verl.checkpoint_engine.backends.wires import OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
@@ -117,10 +117,12 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _prepare_node(self, plan: SyncPlan) -> str:
         """Decide in which buckets bytes arrive; the address under which other nodes reach this one, if they do."""
         nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
-        self._expect(self._messages(nbytes))
         if self.config.topology != "chain":
+            self._expect(self._messages(nbytes))
             return ""
+        nbytes = part_nbytes_for(plan.layout.nbytes, nbytes)
         self._link = ChainLink(plan, self.open_wire(None), nbytes)
+        self._expect(self._link.in_order(self._messages(nbytes)))
         return self._link.address
 
     def _messages(self, nbytes: int) -> list[Bucket]:

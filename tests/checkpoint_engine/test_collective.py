@@ -97,13 +97,14 @@ async def test_another_attempt_of_the_same_sync_connects_anew(tmp_path: Path):
         assert fleet.nodes[0].calls.count("connect") == 2
 
 
-async def test_with_many_owners_a_node_has_a_thread_for_each_and_few_devices(tmp_path: Path):
+async def test_with_many_owners_a_node_has_two_threads_for_each_at_most_and_few_devices(tmp_path: Path):
     assert soon(no_group_is_left)
     async with fleet_of(tmp_path, trainers=12, retries=0) as fleet:
         for version in range(2):
             await fleet.manager.update_weights(version)
             assert all(torch.equal(replica.weights["w"], TENSORS["w"]) for replica in fleet.replicas)
-        assert native_threads("pt_gloo_runloop") == 12 * (1 + 2)  # one per group, on its owner and on two nodes
+        # One per pair: an owner has one, the first node two of each owner, the last node one.
+        assert native_threads("pt_gloo_runloop") == 12 * (1 + 2 + 1)
         assert native_threads("gloo_tcp_loop") == 12 * 1 + 2 * MAX_LANES  # one per device
     assert soon(lambda: not native_threads("gloo_tcp_loop"))
 

@@ -123,15 +123,9 @@ def test_hosts_without_a_trainer_rank_or_without_a_node_are_named(trainers, node
 
 
 @pytest.mark.parametrize(
-    ("num_owners", "num_nodes", "devices", "threads"),
-    [
-        (1, 1, [None], 2),
-        (8, 1, [None] * 8, 2),
-        (9, 1, [0, 1, 2, 3, 4, 5, 6, 7, 0], 1),
-        (10, 4, [0, 1, 2, 3, 4, 5, 6, 7, 0, 1], 1),
-        (9, 5, [None] * 9, 1),
-    ],
+    ("num_owners", "devices", "threads"),
+    [(1, [None], 2), (8, [None] * 8, 2), (9, [0, 1, 2, 3, 4, 5, 6, 7, 0], 1)],
 )
-def test_many_owners_share_the_lanes_to_few_nodes(num_owners, num_nodes, devices, threads):
-    lanes = [lane_of(owner, num_owners=num_owners, num_nodes=num_nodes) for owner in range(num_owners)]
+def test_many_owners_share_lanes(num_owners, devices, threads):
+    lanes = [lane_of(owner, num_owners=num_owners) for owner in range(num_owners)]
     assert lanes == [Lane(device=device, threads=threads) for device in devices]

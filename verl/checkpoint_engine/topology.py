@@ -12,8 +12,6 @@ from verl.checkpoint_engine.types import Member
 
 MAX_LANES = 8
 """Owners from which a node receives at the same time."""
-MAX_MESH_NODES = 4
-"""Up to so many nodes, connecting every pair of a group takes fewer file descriptors than a gloo device per group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +83,11 @@ class Lane:
     """That start operations: with two, the next bucket of an owner is under way while one ends."""
 
 
-def lane_of(owner: int, *, num_owners: int, num_nodes: int) -> Lane:
-    """The lane of the owner's group: the same on each of its members, which have to agree.
-
-    Only groups that connect all of their pairs at once can share a device: worth it for many owners and few nodes.
-    """
+def lane_of(owner: int, *, num_owners: int) -> Lane:
+    """The lane of the owner's group: the same on each of its members, which have to agree."""
     if num_owners <= MAX_LANES:
         return Lane(device=None, threads=2)
-    return Lane(device=owner % MAX_LANES if num_nodes <= MAX_MESH_NODES else None, threads=1)
+    return Lane(device=owner % MAX_LANES, threads=1)
 
 
 def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:

@@ -16,7 +16,8 @@ import torch
 
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.addresses import own_address
-from verl.checkpoint_engine.backends.communicators import Flight, Gloo, Hccl, Nccl
+from verl.checkpoint_engine.backends.communicators import Flight, Hccl, Nccl
+from verl.checkpoint_engine.backends.gloo_chain import GlooChain
 from verl.checkpoint_engine.backends.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
 from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
@@ -133,7 +134,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 class GlooEngine(CollectiveEngine):
     name = "gloo"
     options_class = GlooOptions
-    communicator_class = Gloo
+    communicator_class = GlooChain
     capabilities = Capabilities(
         staged=True,
         one_sided=False,

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import BroadcastOptions, Store
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.checkpoint_engine.topology import MAX_LANES, Lane
+from verl.checkpoint_engine.topology import Lane
 
 
 class Flight(Protocol):
@@ -26,14 +26,19 @@ class Flight(Protocol):
         """Whether the bytes have left, or arrived. Raises RuntimeError if they will not."""
 
 
-class Communicator(Protocol):
-    """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
-
+class GroupMaker(Protocol):
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         """A group of `size` members; its operations give up after `timeout_s`. Raises RuntimeError."""
 
+
+class Communicator(GroupMaker, Protocol):
+    """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
+
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
         """Begin to send `memory` (host, uint8), or to receive into it, from rank 0 of `group`. Borrowed until done."""
+
+    def leave(self, group: Any) -> None:
+        """Let go of `group`, which is not used any more. May return only when its last operation has ended."""
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
         """How many broadcasts a node has under way in all its groups together."""
@@ -42,26 +47,16 @@ class Communicator(Protocol):
         """Let go of what groups share. They keep what they have of it."""
 
 
-def _post(group: Any, memory: torch.Tensor) -> dist.Work:
+def post(group: Any, memory: torch.Tensor) -> dist.Work:
+    """Begin a broadcast from rank 0."""
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     work: dist.Work = group.broadcast([memory], options)
     return work
 
 
-@dataclass
-class _HostFlight:
-    work: dist.Work
-
-    def is_done(self) -> bool:
-        if not self.work.is_completed():
-            return False
-        self.work.wait()  # returns at once; raises what went wrong
-        return True
-
-
 class Gloo:
-    """torch's gloo over TCP, from and into host memory without a copy."""
+    """torch's own gloo groups over TCP. For broadcasts see `gloo_chain.py`."""
 
     def __init__(self, options: GlooOptions) -> None:
         if not dist.is_available() or not dist.is_gloo_available():
@@ -86,15 +81,6 @@ class Gloo:
         if number not in self._devices:
             self._devices[number] = gloo.create_device(hostname=self._address, lazy_init=False)
         return self._devices[number]
-
-    def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
-        return _HostFlight(_post(group, memory))
-
-    def max_in_flight(self, per_owner: int, owners: int) -> int:
-        return per_owner * min(owners, MAX_LANES)
-
-    def release(self) -> None:
-        self._devices.clear()
 
 
 @dataclass
@@ -137,7 +123,10 @@ class _OverDevice:
             staging = self._staging(len(memory))
             if sending:
                 staging[: len(memory)].copy_(memory)
-            return _DeviceFlight(self, _post(group, staging[: len(memory)]), memory, staging, sending)
+            return _DeviceFlight(self, post(group, staging[: len(memory)]), memory, staging, sending)
+
+    def leave(self, group: Any) -> None:
+        """It goes with its last reference."""
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
         """Each has a bucket in device memory. Nodes post in the same order, so that groups do not wait crosswise."""

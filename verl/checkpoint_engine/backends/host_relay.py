@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from verl.checkpoint_engine.arena import SlotView
-from verl.checkpoint_engine.backends.communicators import Flight, Gloo
+from verl.checkpoint_engine.backends.communicators import Flight
+from verl.checkpoint_engine.backends.gloo_chain import GlooChain
 from verl.checkpoint_engine.backends.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
 from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
@@ -39,7 +40,9 @@ class HostRelay:
         self._member = member
         self._deadlines = config.deadlines
         self._bucket_nbytes = min(config.bucket_nbytes, options.bucket_megabytes * 2**20)
-        self._groups = OwnerGroups(member=member, config=config, options=options, communicator=Gloo(options), stop=stop)
+        self._groups = OwnerGroups(
+            member=member, config=config, options=options, communicator=GlooChain(options), stop=stop
+        )
         self._bounce = torch.empty(0, dtype=torch.uint8)
         self._plan: SyncPlan | None = None
 

@@ -31,7 +31,8 @@ import torch
 
 from verl import envs
 from verl.checkpoint_engine.backends.addresses import own_address, reached_at
-from verl.checkpoint_engine.backends.communicators import Flight, Gloo
+from verl.checkpoint_engine.backends.communicators import Flight
+from verl.checkpoint_engine.backends.gloo_chain import GlooChain
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.backends.owner_groups import Broadcasts, OwnerGroups
@@ -127,7 +128,7 @@ class KimiCkptEngine(OneSidedEngine):
             member=self.member,
             config=self.config,
             options=gloo,
-            communicator=Gloo(gloo),
+            communicator=GlooChain(gloo),
             stop=self._stop,
             role="node",
         )

@@ -124,7 +124,7 @@ class OwnerGroups:
         for owner in sorted(self.messages):
             names = topology.group_of(self.name_of(owner))
             own = PrefixStore(names[0], store)
-            lane = lane_of(owner, num_owners=len(topology.trainers), num_nodes=len(names) - 1)
+            lane = lane_of(owner, num_owners=len(topology.trainers))
             rank = names.index(self._member.name)
             groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
         # Connections are made on first use; a stage should find them made.
@@ -148,7 +148,7 @@ class OwnerGroups:
 
     def leave(self) -> None:
         """Leave all groups. Idempotent."""
-        self._groups.clear()
+        self._let_go_of(self._groups)
         self._communicator.release()
         self._members = None
 
@@ -172,8 +172,12 @@ class OwnerGroups:
             # A group is gone only when its last operation has ended, at the latest after the stage's deadline.
             # Nobody waits for that here.
             given_up, self._groups = self._groups, {}
-            threading.Thread(target=given_up.clear, name="weight-sync-given-up", daemon=True).start()
+            threading.Thread(target=self._let_go_of, args=(given_up,), name="weight-sync-given-up", daemon=True).start()
             raise
+
+    def _let_go_of(self, groups: dict[int, Any]) -> None:
+        while groups:
+            self._communicator.leave(groups.popitem()[1])
 
     @contextmanager
     def _blaming(self, members: Members) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from verl import envs
-from verl.checkpoint_engine.backends.communicators import Communicator, Gloo, Hccl, Nccl
+from verl.checkpoint_engine.backends.communicators import Gloo, GroupMaker, Hccl, Nccl
 from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
@@ -32,7 +32,7 @@ LOOK_S = 0.02
 """Between two looks for what else went wrong, where waiting costs next to nothing."""
 
 
-def communicator_for(kind: str) -> Communicator:
+def communicator_for(kind: str) -> GroupMaker:
     """What makes process groups for devices of `kind`. Raises BackendUnavailable."""
     if kind == "cuda":
         return Nccl(NcclOptions())
@@ -82,7 +82,7 @@ class Group:
     @classmethod
     def connect(
         cls,
-        communicator: Communicator,
+        communicator: GroupMaker,
         store: TCPStore,
         *,
         rank: int,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from verl.checkpoint_engine.backends.communicators import Communicator
+from verl.checkpoint_engine.backends.communicators import GroupMaker
 from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, open_store
@@ -54,7 +54,7 @@ class Undertakings:
         self._keep_groups = keep_groups
         self._timeout_s = timeout_s
         self._store: Store | None = None
-        self._communicator: Communicator | None = None
+        self._communicator: GroupMaker | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
         self._failed = False
 

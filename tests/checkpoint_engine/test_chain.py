@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.node_process import NodeProcess
 from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
-from tests.checkpoint_engine.node_process import NodeProcess
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.backends.chain import part_nbytes_for

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.namespaces import NotPermitted, joined_hosts
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, arenas_in
 from tests.checkpoint_engine.member_processes import MemberProcess, Source, Spoil, SpoiledCommunicator, weights
-from tests.checkpoint_engine.namespaces import NotPermitted, joined_hosts
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
     BackendUnavailable,

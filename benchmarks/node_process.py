@@ -15,8 +15,17 @@ from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.participants import RolloutNode
 
 
-def serve(pipe: Connection, index: int, config: CheckpointEngineConfig, job: str, shm_dir: Path) -> None:
+def serve(
+    pipe: Connection,
+    index: int,
+    config: CheckpointEngineConfig,
+    job: str,
+    shm_dir: Path,
+    enter: Callable[[], None] | None,
+) -> None:
     """The node's process: answer calls until the pipe closes."""
+    if enter is not None:
+        enter()
     node = RolloutNode(index, config, job=job, shm_dir=shm_dir)
     with asyncio.Runner() as runner:
         while True:
@@ -33,9 +42,18 @@ def serve(pipe: Connection, index: int, config: CheckpointEngineConfig, job: str
 class NodeProcess:
     """A `NodePort`. `end` it."""
 
-    def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path) -> None:
+    def __init__(
+        self,
+        index: int,
+        config: CheckpointEngineConfig,
+        *,
+        job: str,
+        shm_dir: Path,
+        enter: Callable[[], None] | None = None,
+    ) -> None:
+        """`enter` is called first in the process."""
         self.name = f"node-{index}"
-        self._arguments = (index, config, job, shm_dir)
+        self._arguments = (index, config, job, shm_dir, enter)
         self._start()
 
     def _start(self) -> None:

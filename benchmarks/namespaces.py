@@ -82,7 +82,8 @@ def joined_hosts(count: int = 2, *, gbit_per_s: float | None = None) -> Iterator
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix="-hosts"))
         hosts = tuple(Host(f"{stem}-{number}", f"10.77.0.{number + 1}", names.name) for number in range(count))
-        names.writelines(f"{host.address} {host.namespace}\n" for host in hosts)
+        for mapped in ("", "::ffff:"):  # torch asks for the names of the latter, too
+            names.writelines(f"{mapped}{host.address} {host.namespace}\n" for host in hosts)
         names.write("127.0.0.1 localhost\n")
         names.flush()
         for namespace in (stem, *(host.namespace for host in hosts)):

@@ -27,6 +27,7 @@ import xxhash
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.namespaces import Host
 from benchmarks.processes import fresh_processes
 from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
@@ -120,18 +121,24 @@ def _empty_model(specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def gathering(job: Job) -> Iterator[dict[str, Way]]:
-    """The two ways that gather, in processes that end with the block."""
+def gathering(job: Job, hosts: Sequence[Host] | None = None) -> Iterator[dict[str, Way]]:
+    """The two ways that gather, in processes that end with the block.
+
+    `hosts`: one for all ranks, then one for each node. By default all are here.
+    """
     path = envs.shm_dir() / f"verl-benchmark-{os.getpid()}.safetensors"
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
     context = fresh_processes()
     pipes: list[Connection] = []
     processes = []
+    meeting = (hosts[0].address if hosts else "127.0.0.1", 0)
     for index in range(job.trainers + job.nodes):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, job, index, store.port, path), daemon=True)
+        place = hosts[max(index - job.trainers + 1, 0)] if hosts else None
+        process = context.Process(target=_serve, args=(theirs, job, index, meeting, path, place), daemon=True)
         process.start()
         theirs.close()
+        if not pipes:
+            meeting = (meeting[0], ours.recv())
         pipes.append(ours)
         processes.append(process)
 
@@ -211,9 +218,14 @@ _WAYS: dict[str, Callable[[_Process], None]] = {
 }
 
 
-def _serve(pipe: Connection, job: Job, index: int, port: int, path: Path) -> None:
+def _serve(pipe: Connection, job: Job, index: int, meeting: tuple[str, int], path: Path, place: Host | None) -> None:
+    """`meeting`: where process 0 opens the store, on any port, which it tells first."""
+    if place is not None:
+        place.enter()
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+    store = TCPStore(*meeting, is_master=index == 0, timeout=TIMEOUT, wait_for_workers=False)
+    if index == 0:
+        pipe.send(store.port)
     members = job.trainers + job.nodes
     dist.init_process_group("gloo", store=store, rank=index, world_size=members, timeout=TIMEOUT)
     process = _Process(

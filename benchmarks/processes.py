@@ -5,7 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
-IMPORTS = ["benchmarks.peers", "benchmarks.raw_gloo", "benchmarks.raw_one_sided", "benchmarks.parameter_server"]
+IMPORTS = [
+    "benchmarks.node_process",
+    "benchmarks.parameter_server",
+    "benchmarks.peers",
+    "benchmarks.raw_gloo",
+    "benchmarks.raw_one_sided",
+]
 
 
 def fresh_processes() -> Any:

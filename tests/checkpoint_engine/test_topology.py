@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.topology import Lane, across_hosts, broadcast, chain, direct, lane_of, p2p_broadcast
+from verl.checkpoint_engine.topology import (
+    Lane,
+    across_hosts,
+    best_of,
+    broadcast,
+    chain,
+    direct,
+    lane_of,
+    p2p_broadcast,
+)
 from verl.checkpoint_engine.types import Member
 
 
@@ -129,3 +138,20 @@ def test_hosts_without_a_trainer_rank_or_without_a_node_are_named(trainers, node
 def test_many_owners_share_lanes(num_owners, devices, threads):
     lanes = [lane_of(owner, num_owners=num_owners) for owner in range(num_owners)]
     assert lanes == [Lane(device=device, threads=threads) for device in devices]
+
+
+@pytest.mark.parametrize(
+    ("topologies", "trainers", "nodes", "best"),
+    [
+        (("direct", "chain"), "a", "b", "direct"),
+        (("direct", "chain"), "aa", "bc", "chain"),
+        (("direct", "chain"), "ab", "cd", "direct"),
+        (("direct", "chain"), "ab", "cde", "chain"),
+        (("direct", "chain"), "a", "aaa", "direct"),
+        (("direct", "chain"), "a", "ab", "direct"),
+        (("direct", "chain"), "a", "bbb", "direct"),
+        (("broadcast",), "a", "bcd", "broadcast"),
+    ],
+)
+def test_more_hosts_of_nodes_than_of_trainers_make_a_chain(topologies, trainers, nodes, best):
+    assert best_of(topologies, trainer_hosts=trainers, node_hosts=nodes) == best

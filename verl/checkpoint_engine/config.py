@@ -148,7 +148,8 @@ class CheckpointEngineConfig:
     block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB", least=4)
     topology: str = option(
         "auto",
-        "who sends to whom: auto leaves it to the backend; chain: each rollout node serves the next (nixl, mooncake)",
+        "who sends to whom; chain: each rollout node serves the next (nixl, mooncake); auto: the backend's own, and "
+        "chain where there are more hosts of rollout nodes than of trainer ranks",
         choices=("auto", "direct", "broadcast", "chain", "p2p_broadcast"),
     )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -117,6 +117,16 @@ def p2p_broadcast(
     audience = {trainer.name: receivers for trainer in trainers}
     audience |= {name: tuple(node.name for node in ordered if node.name != name) for name in receivers}
     return Topology(tuple(trainers), tuple(ordered), audience)
+
+
+def best_of(topologies: Sequence[str], *, trainer_hosts: Collection[str], node_hosts: Collection[str]) -> str:
+    """Which of a backend's `topologies` suits members on these hosts: what `checkpoint_engine.topology=auto` means.
+
+    Its first one, by default. Where rollout nodes are on more other hosts than trainer ranks are on, the latter would
+    send every byte more often than a node's network takes to receive it once: there a chain, if the backend has it.
+    """
+    elsewhere = set(node_hosts) - set(trainer_hosts)
+    return "chain" if "chain" in topologies and len(elsewhere) > len(set(trainer_hosts)) else topologies[0]
 
 
 TOPOLOGIES: dict[str, Callable[[Sequence[Member], Sequence[Member]], Topology]] = {

@@ -1,7 +1,7 @@
 """`gloo`, `nccl`, `hccl`: every trainer rank broadcasts the pieces that it owns to all rollout nodes.
 
-    owner r ──┬─> node 0      one process group per owner, the owner being rank 0: several senders, no funnel;
-              └─> node 1      nodes sit in the groups of all owners
+    owner r ──> node 0, node 1 ...   one process group per owner, the owner being rank 0: several senders, no funnel;
+                                     nodes sit in the groups of all owners
 
 See `owner_groups.py` for the groups, headers and what a failure leads to.
 """

@@ -19,6 +19,8 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.publishing import publisher_environment
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.topology import best_of
 from verl.checkpoint_engine.transaction import Boundary
 from verl.checkpoint_engine.types import SyncReport
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -91,13 +93,14 @@ class Cluster:
             require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference, critic)
             self._placement = self._place_rollouts()
-            self._start_nodes(config.checkpoint_engine)  # while the trainer ranks build their model
+            engine_config = self._with_topology(config.checkpoint_engine)
+            self._start_nodes(engine_config)  # while the trainer ranks build their model
             self.actor.init_model()
             if critic is not None:
                 self.actor.init_critic()
             self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
             self._start_rollouts()
-            self._join(config.checkpoint_engine)
+            self._join(engine_config)
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
@@ -190,8 +193,9 @@ class Cluster:
         """
         self.run(self._manager.close())
         self.nodes.kill()
-        self._start_nodes(config)
-        self._join(config)
+        engine_config = self._with_topology(config)
+        self._start_nodes(engine_config)
+        self._join(engine_config)
 
     def free_rollout_memory(self) -> None:
         """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
@@ -361,13 +365,23 @@ class Cluster:
         else:
             await replica.init_hybrid(place)
 
-    def _start_nodes(self, config: CheckpointEngineConfig) -> None:
+    def _with_topology(self, config: CheckpointEngineConfig) -> CheckpointEngineConfig:
+        """`config` with `topology=auto` replaced by the one for where everybody is."""
+        topologies = resolve_backend(config).capabilities.topologies
+        if config.topology != "auto":
+            return config
+        trainer_hosts = {process.address for process in self.actor.processes.values()}
+        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=self._node_hosts())
+        logger.info("weights travel by topology=%s", topology)
+        return replace(config, topology=topology)
+
+    def _node_hosts(self) -> list[str]:
         machines = _ray_nodes()
+        return [machines[node]["NodeManagerAddress"] for node in self._placement.nodes]
+
+    def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         self._nodes = RolloutNodes(
-            config,
-            machines=self._placement.nodes,
-            hosts=[machines[node]["NodeManagerAddress"] for node in self._placement.nodes],
-            env_vars=_thread_limits(),
+            config, machines=self._placement.nodes, hosts=self._node_hosts(), env_vars=_thread_limits()
         )
 
     def _join(self, config: CheckpointEngineConfig) -> None:

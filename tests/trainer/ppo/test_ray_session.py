@@ -115,6 +115,14 @@ def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
     assert init.calls == calls
 
 
+@pytest.mark.parametrize(("address", "told"), [("10.0.0.1:6379", True), ("local", False)])
+def test_a_ray_that_cannot_be_joined_may_want_a_token(starting, address, told):
+    starting(ConnectionError("Failed to connect"))
+    with pytest.raises(ConfigError, match="Failed to connect") as raised:
+        RaySession().start({"address": address})
+    assert ("RAY_AUTH_TOKEN" in str(raised.value)) == told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -32,6 +32,11 @@ REACHED_WITHIN_S = 10.0
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
 
+_TOKEN_HINT = (
+    ". If there is one, it may ask for a token, which `ray get-auth-token` shows there: set RAY_AUTH_MODE=token and "
+    "RAY_AUTH_TOKEN here"
+)
+
 MARK = "VERL_RAY_STARTED_BY"
 """In the environment of whatever is started while Ray starts: by whom."""
 
@@ -156,16 +161,32 @@ class RaySession:
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
     """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
+    joins = arguments["address"] != "local"
+    if joins:
+        _show_token()
     try:
         return ray.init(**arguments)
     except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
-        raise ConfigError(f"{KEY}: {exc}") from exc
+        hint = _TOKEN_HINT if joins and isinstance(exc, ConnectionError) else ""
+        raise ConfigError(f"{KEY}: {exc}{hint}") from exc
     except Exception as exc:
-        if arguments["address"] != "local" or _TOO_SLOW not in str(exc):
+        if joins or _TOO_SLOW not in str(exc):
             raise
         logger.warning("Ray was too slow to start; starting it once more")
         _kill_with_descendants(set(psutil.Process().children()) - strangers)
     return ray.init(**arguments)
+
+
+def _show_token() -> None:
+    """Show the cluster the token of this machine, if there is one.
+
+    Ray makes one with the first Ray of its own that it starts here, and `ray start --head` asks for it from then on;
+    `ray.init` does not show it unless it is told to (Ray 2.60), and is refused for 20 s. A cluster that asks for none
+    does not mind.
+    """
+    setup: Any = importlib.import_module("ray._private.authentication.authentication_token_setup")
+    setup.logger.setLevel(logging.ERROR)  # it tells what it does on standard error
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _never_by_itself() -> None:

@@ -55,7 +55,11 @@ def is_of_session(pid):
     return command[0].startswith("ray::") and any(name.startswith(session + "/") for name in files(pid))
 
 def files(pid):
-    return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:  # closed meanwhile: an agent that starts opens and closes many
+            pass
 
 for _ in range(10):
     found = False

@@ -9,12 +9,17 @@ from multiprocessing.connection import Connection
 from benchmarks.namespaces import Host
 from benchmarks.processes import fresh_processes
 
+PORT = 29000
+"""Nobody else is on that host."""
 CHUNK_NBYTES = 2**20
 TIMEOUT_S = 60.0
 
 
 def gbit_per_s(sender: Host, receiver: Host, nbytes: int) -> float:
-    """Of `nbytes` from one host to the other, timed at the receiver from the first bytes to the last."""
+    """Of `nbytes` from one host to the other, timed at the receiver from the first bytes to the last.
+
+    Raises ConnectionError if they do not arrive.
+    """
     context = fresh_processes()
     ours, theirs = context.Pipe()
     processes = [
@@ -27,16 +32,14 @@ def gbit_per_s(sender: Host, receiver: Host, nbytes: int) -> float:
         ours.recv()  # it listens
         processes[1].start()
         seconds: float = ours.recv()
+    except EOFError as exc:
+        raise ConnectionError(f"{nbytes} bytes do not get from {sender.address} to {receiver.address}") from exc
     finally:
         ours.close()
         for process in processes:
             if process.pid is not None:
                 process.join(TIMEOUT_S)
     return 8 * nbytes / seconds / 1e9
-
-
-PORT = 29000
-"""Nobody else is on that host."""
 
 
 def _receive(pipe: Connection, here: Host, nbytes: int) -> None:

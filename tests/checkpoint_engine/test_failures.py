@@ -22,13 +22,16 @@ from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, Transport
 OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "naive": ("naive", {}),
     "gloo": ("gloo", {"interface": "lo"}),
+    "gloo-chain": ("gloo", {"interface": "lo"}),
     "nixl": ("nixl", {}),
     "nixl-tcp": ("nixl", {"ucx_tls": "tcp"}),
     "mooncake": ("mooncake", {"host": "127.0.0.1"}),
     "kimi_ckpt_engine": ("kimi_ckpt_engine", {"host": "127.0.0.1"}),
 }
-NODES = {"kimi_ckpt_engine": 2}
+NODES = {"kimi_ckpt_engine": 2, "gloo-chain": 3}
 """Where one would not pass anything on to another."""
+STAGES_ONLY = ("gloo-chain", "nixl-tcp")
+"""Other phases are as without a chain, or with another transport."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
@@ -87,8 +90,8 @@ def cases() -> Iterator[Any]:
         ):
             if backend == "naive" and when == "stage" and how != FLIP:
                 continue  # it has none: publishing writes to the slot
-            if backend == "nixl-tcp" and when != "stage":
-                continue  # the transport makes no difference
+            if backend in STAGES_ONLY and when != "stage":
+                continue
             if name not in ("naive", "gloo") and (how, when) == (STOP, "publish"):
                 continue  # transports take no part in publishing: as with `gloo`, and it takes until the deadline
             case = Case(backend=backend, who=who, how=how, when=when)

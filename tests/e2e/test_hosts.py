@@ -103,7 +103,7 @@ def test_a_run_across_hosts_reaches_every_engine_along_a_chain(backend: str, tin
                 run.wait()
         received = [host.received_nbytes - start for host, start in zip(hosts, before, strict=True)]
     assert run.returncode == 0, output
-    assert "weights travel by topology=chain" in output
+    assert "checkpoint_engine.topology=chain" in output
     reports = [json.loads(line) for line in (tmp_path / "sync_reports.jsonl").read_text().splitlines()]
     assert [report["outcome"] for report in reports] == ["committed"] * (STEPS + 1)
     assert reports[-1]["replicas_updated"] == ["replica-0", "replica-1"]

@@ -372,7 +372,8 @@ class Cluster:
             return config
         trainer_hosts = {process.address for process in self.actor.processes.values()}
         topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=self._node_hosts())
-        logger.info("weights travel by topology=%s", topology)
+        if topology != topologies[0]:
+            logger.info("weights go from rollout node to rollout node: checkpoint_engine.topology=%s", topology)
         return replace(config, topology=topology)
 
     def _node_hosts(self) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -73,31 +73,24 @@ async def measure(settings: Settings) -> dict[str, Any]:
     nbytes = sum(spec.nbytes for spec in specs)
     _require_memory(settings, nbytes)
     machine = describe_machine()
-    fleets, unavailable = [], {}
+    configs, unavailable = {}, {}
+    for name in settings.ways:
+        config = CheckpointEngineConfig.from_mapping(WAYS[name])
+        try:
+            resolve_backend(config)
+            configs[name] = config
+        except BackendUnavailable as exc:
+            unavailable[name] = str(exc)
+    fleets = []
     for count in settings.nodes:
         job = Job(specs=specs, source_dtype="bfloat16", trainers=settings.trainers, nodes=count)
         try:
             with joined_hosts(1 + count, gbit_per_s=settings.gbit_per_s) as hosts:
-                progress(f"nodes: {count}; measuring plain TCP")
-                ceiling = gbit_per_s(hosts[0], hosts[1], nbytes)
-                ways: dict[str, Any] = {}
-                for name in settings.ways:
-                    progress(f"nodes: {count}; measuring {name}")
-                    config = CheckpointEngineConfig.from_mapping(WAYS[name])
-                    try:
-                        resolve_backend(config)
-                    except BackendUnavailable as exc:
-                        unavailable[name] = str(exc)
-                        continue
-                    samples = await _measure(config, job, hosts, settings.repeats, nbytes)
-                    ways[name] = {"samples": samples, "summary": _medians(samples)}
-                progress(f"nodes: {count}; measuring {BASELINE}")
-                ways[BASELINE] = _measure_baseline(job, hosts, settings.repeats, nbytes)
+                fleets.append(await _measure_fleet(configs, job, hosts, settings.repeats, nbytes))
         except NotPermitted as exc:
             raise ConfigError(
                 f"several hosts cannot be made of this machine: {exc}; it takes root and iproute2"
             ) from exc
-        fleets.append({"nodes": count, "tcp_gbit_per_s": ceiling, "ways": ways})
     return {
         "benchmark": "hosts",
         "settings": asdict(settings),
@@ -106,6 +99,22 @@ async def measure(settings: Settings) -> dict[str, Any]:
         "fleets": fleets,
         "unavailable": unavailable,
     }
+
+
+async def _measure_fleet(
+    configs: Mapping[str, CheckpointEngineConfig], job: Job, hosts: Sequence[Host], repeats: int, nbytes: int
+) -> dict[str, Any]:
+    """Every way beside plain TCP, with one number of nodes."""
+    progress(f"nodes: {job.nodes}; measuring plain TCP")
+    ceiling = gbit_per_s(hosts[0], hosts[1], nbytes)
+    ways: dict[str, Any] = {}
+    for name, config in configs.items():
+        progress(f"nodes: {job.nodes}; measuring {name}")
+        samples = await _measure(config, job, hosts, repeats, nbytes)
+        ways[name] = {"samples": samples, "summary": _medians(samples)}
+    progress(f"nodes: {job.nodes}; measuring {BASELINE}")
+    ways[BASELINE] = _measure_baseline(job, hosts, repeats, nbytes)
+    return {"nodes": job.nodes, "tcp_gbit_per_s": ceiling, "ways": ways}
 
 
 async def _measure(

@@ -16,7 +16,8 @@ import pytest
 
 from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.trainers import CONFIG, LocalTrainer
-from verl.checkpoint_engine.backends.collective import Gloo, GlooEngine
+from verl.checkpoint_engine.backends.collective import GlooEngine
+from verl.checkpoint_engine.backends.gloo_chain import GlooChain
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.workers.rollout import RolloutReplica, SamplingOptions, TokenOutput
@@ -31,7 +32,7 @@ FIRST_VERSION = 10_000
 SAMPLING = SamplingOptions(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
-class HeldGloo(Gloo):
+class HeldGloo(GlooChain):
     def broadcast(self, group: Any, memory: Any, *, sending: bool) -> Any:
         return HeldFlight(super().broadcast(group, memory, sending=sending))
 

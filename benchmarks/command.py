@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.utils.config import did_you_mean
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,6 +24,13 @@ def make_parser(name: str, description: str, files: str = "result.json and plot.
         "--output", type=Path, default=default, help=f"folder for {files} (default: benchmarks/results/<time>)"
     )
     return parser
+
+
+def require_known(parser: argparse.ArgumentParser, option: str, names: Iterable[str], known: Collection[str]) -> None:
+    """End with the parser's error for the first of `names` that is not `known`."""
+    for name in names:
+        if name not in known:
+            parser.error(f"{option}: unknown {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
 
 
 def run(

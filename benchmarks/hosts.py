@@ -1,6 +1,6 @@
 """How long a version takes from a trainer's host to rollout nodes on other hosts, over links of a given speed.
 
-    python -m benchmarks.hosts --gbit-per-s 1 --size-gib 0.25 --nodes 1,3,5
+    python -m benchmarks.hosts --gbit-per-s 1 --size-gib 0.25 --nodes 1 3 5
 
 The hosts are network namespaces of this machine on a bridge, each link limited in both directions: what counts on a
 cluster, the bytes on each link and who waits for whom, is real; the processors are shared. Needs root and iproute2.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import hosts_report
-from benchmarks.command import make_parser, progress, run
+from benchmarks.command import make_parser, progress, require_known, run
 from benchmarks.comparison import BASELINE
 from benchmarks.machine import available_nbytes, describe_machine
 from benchmarks.namespaces import MAX_HOSTS, Host, NotPermitted, joined_hosts
@@ -38,7 +38,6 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.utils.config import did_you_mean
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written once."""
@@ -56,11 +55,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    ways: tuple[str, ...]
+    ways: list[str]
     gbit_per_s: float
     size_gib: float
     trainers: int
-    nodes: tuple[int, ...]
+    nodes: list[int]
     repeats: int
 
 
@@ -185,17 +184,21 @@ def _require_memory(settings: Settings, nbytes: int) -> None:
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     parser = make_parser("hosts", __doc__)
     add = parser.add_argument
-    add("--ways", type=_names, default=tuple(WAYS), help=f"some of {','.join(WAYS)} (default: all)")
+    add("--ways", nargs="+", default=list(WAYS), help=f"some of {', '.join(WAYS)} (default: all)")
     add("--gbit-per-s", type=float, default=1.0, help="of each host's link, in each direction (default: %(default)s)")
     add("--size-gib", type=float, default=0.25, help="model size in bfloat16 (default: %(default)s)")
     add("--trainers", type=int, default=2, help="trainer ranks, all on one host (default: %(default)s)")
-    add("--nodes", type=_counts, default=(1, 3, 5), help="rollout nodes, one per host; several runs (default: 1,3,5)")
+    add(
+        "--nodes",
+        nargs="+",
+        type=int,
+        default=[1, 3, 5],
+        help="rollout nodes, a host each (default: 1, then 3, then 5)",
+    )
     add("--repeats", type=int, default=3, help="measured versions, after the warm-up (default: %(default)s)")
     values = vars(parser.parse_args(arguments))
     output = values.pop("output")
-    for name in values["ways"]:
-        if name not in WAYS:
-            parser.error(f"--ways: unknown {name!r}.{did_you_mean(name, WAYS)} Known: {', '.join(WAYS)}")
+    require_known(parser, "--ways", values["ways"], WAYS)
     if not values["size_gib"] * 2**30 >= MIN_NBYTES:
         parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
     if not 0.01 <= values["gbit_per_s"] <= 1000:
@@ -205,15 +208,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
             parser.error(f"--{name} must be at least 1, not {values[name]}")
     if not all(1 <= count < MAX_HOSTS for count in values["nodes"]):
         parser.error(f"--nodes must be from 1 to {MAX_HOSTS - 1}")
-    return Settings(**values), output
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({int(count) for count in text.split(",")}))
+    return Settings(**values | {"nodes": sorted(set(values["nodes"]))}), output
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks import strategies_report
-from benchmarks.command import make_parser, progress, run
+from benchmarks.command import make_parser, progress, require_known, run
 from benchmarks.comparison import CONTENDERS
 from benchmarks.engine_rank import MEGATRON, RANKS, STRATEGIES, EngineRank
 from benchmarks.machine import available_nbytes, describe_machine
@@ -44,7 +44,6 @@ from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import TensorSpec
-from verl.utils.config import did_you_mean
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.registry import TrainEngineRegistry
@@ -199,10 +198,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     add("--repeats", type=int, default=5, help="measured rounds, after the warm-up (default: %(default)s)")
     values = vars(parser.parse_args(arguments))
     output = values.pop("output")
-    for name in values["strategies"]:
-        if name not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
-            parser.error(f"--strategies: unknown {name!r}.{did_you_mean(name, STRATEGIES)} Known: {known}")
+    require_known(parser, "--strategies", values["strategies"], STRATEGIES)
     if not values["size_mib"] >= MIN_MIB:
         parser.error(f"--size-mib must be at least {MIN_MIB}, not {values['size_mib']}")
     if values["repeats"] < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -128,6 +129,15 @@ def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
+
+
+def open_descriptors() -> list[str]:
+    """What the file descriptors of this process refer to, without those that other threads close at this moment."""
+    targets = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(path))
+    return targets
 
 
 def send_signal(pid: int, number: int) -> None:

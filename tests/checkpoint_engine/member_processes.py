@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, Through, arenas_in, send_signal
+from tests.checkpoint_engine.fakes import (
+    RecordingReplica,
+    RowShardedSource,
+    Through,
+    arenas_in,
+    open_descriptors,
+    send_signal,
+)
 from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
@@ -47,7 +54,7 @@ class _Member:
 
 def resources() -> dict[str, int]:
     """What of this process somebody else could run out of."""
-    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    descriptors = open_descriptors()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "sockets": sum(target.startswith("socket:") for target in descriptors),

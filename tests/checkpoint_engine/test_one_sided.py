@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, soon
+from tests.checkpoint_engine.fakes import Fleet, open_descriptors, soon
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.backends.wires import Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -331,7 +331,7 @@ async def test_nothing_is_left_open_when_a_fleet_closes(backend: str, options: d
 
 def resources() -> tuple[int, int, int]:
     """Threads, sockets and mapped shared-memory files of this process."""
-    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    descriptors = open_descriptors()
     sockets = sum(target.startswith("socket:") for target in descriptors)
     slots = sum("slot-" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return len(os.listdir("/proc/self/task")), sockets, slots

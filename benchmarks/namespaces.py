@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-INTERFACE = "net0"
+INTERFACE, BRIDGE = "net0", "bridge0"
 MAX_HOSTS = 200
 QUEUE = ("burst", "1mb", "latency", "30ms")
 """Of a link with a limit: what may go at once, and how long a packet may wait before it is dropped."""
@@ -34,6 +34,10 @@ class Host:
     address: str
     names: str
     """File in the form of /etc/hosts."""
+    switch: str
+    """Namespace in which all links end."""
+    port: str
+    """Where its own does."""
 
     def enter(self) -> None:
         """Before the process has threads, which would stay where they are. Its host name becomes the namespace's."""
@@ -51,6 +55,15 @@ class Host:
         # They also look up names of addresses. Without a name server's address they know at once that there is none.
         _check(libc.mount(b"/dev/null", b"/etc/resolv.conf", None, MS_BIND, None))
         _check(libc.mount(self.names.encode(), b"/etc/hosts", None, MS_BIND, None))
+
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Meanwhile every packet from and to it is lost, and nobody is told."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "nomaster")
+        try:
+            yield
+        finally:
+            _run("ip", "-n", self.switch, "link", "set", self.port, "master", BRIDGE)
 
     @property
     def received_nbytes(self) -> int:
@@ -81,7 +94,10 @@ def joined_hosts(count: int = 2, *, gbit_per_s: float | None = None) -> Iterator
     stem = f"vs{os.getpid()}-{next(_counter)}"
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix="-hosts"))
-        hosts = tuple(Host(f"{stem}-{number}", f"10.77.0.{number + 1}", names.name) for number in range(count))
+        hosts = tuple(
+            Host(f"{stem}-{number}", f"10.77.0.{number + 1}", names.name, stem, f"port{number}")
+            for number in range(count)
+        )
         for mapped in ("", "::ffff:"):  # torch asks for the names of the latter, too
             names.writelines(f"{mapped}{host.address} {host.namespace}\n" for host in hosts)
         names.write("127.0.0.1 localhost\n")
@@ -93,27 +109,28 @@ def joined_hosts(count: int = 2, *, gbit_per_s: float | None = None) -> Iterator
                 raise NotPermitted(f"network namespaces cannot be made: {exc.stderr.strip()}") from exc
             stack.callback(_run, "ip", "netns", "del", namespace)
         try:
-            _wire(stem, hosts, gbit_per_s)
+            _wire(hosts, gbit_per_s)
         except subprocess.CalledProcessError as exc:
             raise NotPermitted(f"{' '.join(exc.cmd)}: {exc.stderr.strip()}") from exc
         yield hosts
 
 
-def _wire(switch: str, hosts: tuple[Host, ...], gbit_per_s: float | None) -> None:
-    _run("ip", "-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
-    _run("ip", "-n", switch, "link", "set", "bridge0", "up")
-    for number, host in enumerate(hosts):
-        port, own = f"port{number}", ("ip", "-n", host.namespace)
-        ends = ("netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)
+def _wire(hosts: tuple[Host, ...], gbit_per_s: float | None) -> None:
+    switch = hosts[0].switch
+    _run("ip", "-n", switch, "link", "add", "name", BRIDGE, "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", BRIDGE, "up")
+    for host in hosts:
+        own = ("ip", "-n", host.namespace)
+        ends = ("netns", host.namespace, "type", "veth", "peer", "name", host.port, "netns", switch)
         _run("ip", "link", "add", INTERFACE, *ends)
-        _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+        _run("ip", "-n", switch, "link", "set", host.port, "master", BRIDGE, "up")
         _run(*own, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):
             _run(*own, "link", "set", interface, "up")
         _run(*own, "route", "add", "default", "dev", INTERFACE)
         if gbit_per_s is not None:
             rate = ("rate", f"{round(gbit_per_s * 1000)}mbit")
-            for namespace, device in ((host.namespace, INTERFACE), (switch, port)):
+            for namespace, device in ((host.namespace, INTERFACE), (switch, host.port)):
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate, *QUEUE)
 
 

@@ -175,18 +175,21 @@ def assert_named(case: Case, error: SyncAborted) -> None:
 async def assert_nothing_leaks(fleet: ProcessFleet, before: dict[str, dict[str, int]]) -> None:
     """Each member holds no more than after the first sync; what a broken connection held may take a moment to go."""
     end_s = time.monotonic() + 5
-    allowed = POOLED.get(fleet.config.backend, 0)
-    while True:
-        now = await fleet.resources()
-        more = {
-            name: (now[name], before[name])
-            for name in now
-            if any(now[name][kind] > count + allowed * (kind != "slots") for kind, count in before[name].items())
-        }
-        if not more:
-            return
+    while more := grown(before, await fleet.resources(), fleet.config.backend):
         assert time.monotonic() < end_s, more
         await asyncio.sleep(0.05)
+
+
+def grown(
+    before: dict[str, dict[str, int]], now: dict[str, dict[str, int]], backend: str
+) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """Members that hold more than they did, and than their library may keep: what they hold, and what they held."""
+    allowed = POOLED.get(backend, 0)
+    return {
+        name: (now[name], before[name])
+        for name in now
+        if any(now[name][kind] > count + allowed * (kind != "slots") for kind, count in before[name].items())
+    }
 
 
 def processes_of(shm_dir: Path) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 from benchmarks.namespaces import Host, NotPermitted, joined_hosts
 from tests.checkpoint_engine.backends import BACKENDS, using
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet, Rank, weights
+from tests.checkpoint_engine.test_failures import grown
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
 
 TCP_ONLY = {"nixl": {"ucx_tls": "tcp"}}
 """UCX sees through namespaces: it would find that both ends share memory."""
@@ -48,15 +52,15 @@ class FleetOnHosts(ProcessFleet):
 
 
 @contextlib.contextmanager
-def hosts_or_skip(count: int) -> Iterator[tuple[Host, ...]]:
+def hosts_or_skip(count: int, *, gbit_per_s: float | None = None) -> Iterator[tuple[Host, ...]]:
     try:
-        with joined_hosts(count) as hosts:
+        with joined_hosts(count, gbit_per_s=gbit_per_s) as hosts:
             yield hosts
     except NotPermitted as exc:
         pytest.skip(str(exc))
 
 
-def config_of(backend: str, **more: str) -> CheckpointEngineConfig:
+def config_of(backend: str, **more: Any) -> CheckpointEngineConfig:
     options = {name: values for name, values in TCP_ONLY.items() if name == backend}
     return CheckpointEngineConfig.from_mapping({"backend": backend, "engine_kwargs": options, "retries": 0, **more})
 
@@ -93,3 +97,75 @@ async def test_the_trainers_host_sends_every_byte_once_however_many_nodes(
             after = [hosts[0].sent_nbytes, *(host.received_nbytes for host in hosts[1:])]
             for moved in (end - begin for begin, end in zip(before, after, strict=True)):
                 assert payload_nbytes(2) < moved < 1.2 * payload_nbytes(2)
+
+
+DEADLINES = {"prepare_s": 3.0, "publish_s": 3.0, "stage_s": 3.0, "verify_s": 3.0, "commit_s": 1.0}
+SLACK_S = 4.0
+SLOW_GBIT_PER_S = 0.3
+"""A version of 16 MiB takes half a second: time to cut a link while it is on its way."""
+RETRANSMITTED_S = 30.0
+"""Until TCP has tried again on connections that were given up, and they could be closed."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "nodes"),
+    [
+        using("gloo", "auto", 2),
+        using("nixl", "auto", 1),
+        using("nixl", "chain", 2),
+        using("mooncake", "auto", 1),
+        using("kimi_ckpt_engine", "auto", 2),
+    ],
+)
+async def test_a_host_that_is_cut_off_while_it_stages_fails_syncs_in_time_until_it_is_back(
+    backend: str, topology: str, nodes: int, tmp_path: Path
+) -> None:
+    config = config_of(backend, topology=topology, update_weights_bucket_megabytes=1, deadlines=DEADLINES)
+    with hosts_or_skip(1 + nodes, gbit_per_s=SLOW_GBIT_PER_S) as hosts:
+        async with FleetOnHosts(hosts, config, tmp_path) as fleet:
+            await fleet.sync(0)
+            await fleet.sync(1)
+            before, last = await fleet.resources(), hosts[-1]
+            syncing = asyncio.create_task(fleet.sync(2))
+            await under_way(last, syncing)
+            with last.cut_off():
+                error = await failure_in_time(syncing)
+                assert isinstance(error, SyncAborted)
+                assert isinstance(error.__cause__, TransportTimeout)
+                assert (error.version, error.phase) == (2, "stage")
+                assert any(name in str(error) for name in ("trainer-0", f"node-{nodes - 1}"))
+                fleet.assert_serves(1)
+                error = await failure_in_time(fleet.sync(3))
+                assert isinstance(error.__cause__ or error, TransportError)
+                assert error.phase in ("prepare", "stage")
+                fleet.assert_serves(1)
+            assert fleet.dead() == []
+            await assert_syncs_go_on_and_nothing_leaks(fleet, before)
+
+
+async def under_way(host: Host, syncing: asyncio.Task[None]) -> None:
+    begin = host.received_nbytes
+    while host.received_nbytes - begin < payload_nbytes(2) / 3:
+        assert not syncing.done()
+        await asyncio.sleep(0.01)
+
+
+async def failure_in_time(sync: Awaitable[None]) -> CheckpointEngineError:
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointEngineError) as raised:
+        await sync
+    assert time.monotonic() - start_s < max(DEADLINES.values()) + SLACK_S
+    return raised.value
+
+
+async def assert_syncs_go_on_and_nothing_leaks(fleet: FleetOnHosts, before: dict[str, dict[str, int]]) -> None:
+    end_s, version = time.monotonic() + RETRANSMITTED_S, 4
+    while True:
+        await fleet.sync(version)
+        fleet.assert_serves(version)
+        leaked = grown(before, await fleet.resources(), fleet.config.backend)
+        if not leaked:
+            return
+        assert time.monotonic() < end_s, leaked
+        version += 1
+        await asyncio.sleep(0.5)

@@ -120,20 +120,24 @@ class OwnerGroups:
 
     def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
         """One group per owner that has anything to send to this member, or that this member is; all in use once."""
-        groups = {}
-        for owner in sorted(self.messages):
-            names = topology.group_of(self.name_of(owner))
-            own = PrefixStore(names[0], store)
-            lane = lane_of(owner, num_owners=len(topology.trainers))
-            rank = names.index(self._member.name)
-            groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
-        # Connections are made on first use; a stage should find them made.
-        greetings = [
-            self._communicator.broadcast(group, torch.zeros(1, dtype=torch.uint8), sending=self.is_sender(owner))
-            for owner, group in groups.items()
-        ]
-        while not all(greeting.is_done() for greeting in greetings):
-            time.sleep(POLL_S)
+        groups: dict[int, Any] = {}
+        try:
+            for owner in sorted(self.messages):
+                names = topology.group_of(self.name_of(owner))
+                own = PrefixStore(names[0], store)
+                lane = lane_of(owner, num_owners=len(topology.trainers))
+                rank = names.index(self._member.name)
+                groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
+            # Connections are made on first use; a stage should find them made.
+            greetings = [
+                self._communicator.broadcast(group, torch.zeros(1, dtype=torch.uint8), sending=self.is_sender(owner))
+                for owner, group in groups.items()
+            ]
+            while not all(greeting.is_done() for greeting in greetings):
+                time.sleep(POLL_S)
+        except BaseException:
+            self._give_up(groups)
+            raise
         return groups
 
     def is_sender(self, owner: int) -> bool:
@@ -169,11 +173,14 @@ class OwnerGroups:
             with self._members.taking_part(), self._blaming(self._members), failures("a broadcast", version):
                 yield
         except BaseException:
-            # A group is gone only when its last operation has ended, at the latest after the stage's deadline.
-            # Nobody waits for that here.
             given_up, self._groups = self._groups, {}
-            threading.Thread(target=self._let_go_of, args=(given_up,), name="weight-sync-given-up", daemon=True).start()
+            self._give_up(given_up)
             raise
+
+    def _give_up(self, groups: dict[int, Any]) -> None:
+        """Leave `groups`, of which one is broken: it is gone only when its last operation has ended, at the latest
+        after the stage's deadline. Nobody waits for that here."""
+        threading.Thread(target=self._let_go_of, args=(groups,), name="weight-sync-given-up", daemon=True).start()
 
     def _let_go_of(self, groups: dict[int, Any]) -> None:
         while groups:

@@ -22,7 +22,12 @@ QUIET_S = 5 * PULSE_S
 
 
 class Attempt:
-    """Work on a daemon thread, which is left behind if it never ends."""
+    """Work on a daemon thread, which is left behind if it never ends.
+
+    What the work had (stores, groups) goes as soon as its error is dropped. An error keeps all that its traceback's
+    frames have, and that must not be the error again: whenever Python's collector came, a thread of the trainer would
+    then wait for a broken group's last operation.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.done = threading.Event()
@@ -37,11 +42,17 @@ class Attempt:
         except BaseException as exc:  # noqa: BLE001 - raised by `result`, where it belongs
             self._error = exc
         self.done.set()
+        del self
 
     def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
+        """Once, when it is done."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._result
+        finally:
+            del error
 
 
 class Members:

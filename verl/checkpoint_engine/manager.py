@@ -180,6 +180,14 @@ class CheckpointEngineManager:
             if failures:
                 raise next(iter(failures.values()))
 
+    async def remove_nodes(self, nodes: Iterable[NodePort]) -> None:
+        """Leave rollout nodes out of the syncs to come, for instance because their host is gone; nothing is asked of
+        them. Remove the replicas on them first. The next sync plans and connects anew."""
+        async with self._lock:
+            leaving = {node.name for node in nodes}
+            self._nodes = [node for node in self._nodes if node.name not in leaving]
+            self._plan = None
+
     async def _join(self, node: NodePort) -> None:
         """Bring the version in service to `node` alone."""
         held, deadlines = self._held, self._config.deadlines

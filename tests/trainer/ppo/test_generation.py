@@ -8,10 +8,11 @@ PROMPTS = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=obj
 
 
 class Rollouts:
-    """Fails as often as it is told to."""
+    """Fails as often as it is told to; `dead_workers` are found when it is next given servers."""
 
-    def __init__(self, failures):
+    def __init__(self, failures, dead_workers=0):
         self.failures = failures
+        self.dead_workers = dead_workers
         self.batches = 0
         self.servers = ["first"]
 
@@ -23,6 +24,8 @@ class Rollouts:
 
     def set_servers(self, server_handles):
         self.servers = server_handles
+        restarted, self.dead_workers = self.dead_workers, 0
+        return restarted
 
 
 class Engines:
@@ -31,13 +34,12 @@ class Engines:
     def __init__(self, *dead):
         self.dead = list(dead)
         self.server_handles = ["first"]
-        self.restarts = 0
+        self.changes = 0
 
     def heal(self):
         healed = self.dead.pop(0) if self.dead else 0
-        self.restarts += healed
+        self.changes += healed
         self.server_handles = ["second"] if healed else self.server_handles
-        return healed
 
 
 def test_a_batch_whose_engine_died_is_generated_again_on_the_restarted_one():
@@ -63,9 +65,25 @@ def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_
     generation = HealingRollouts(rollouts, engines, max_restarts=2).start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
         generation.future.result(timeout=10)
-    assert engines.heal() == 1
+    engines.heal()
     assert generation.result() is PROMPTS
     assert rollouts.batches == 2
+
+
+def test_a_batch_whose_worker_died_is_generated_again():
+    rollouts = Rollouts(failures=1, dead_workers=1)
+    assert HealingRollouts(rollouts, Engines(0), max_restarts=2).generate_sequences(PROMPTS) is PROMPTS
+    assert rollouts.batches == 2
+
+
+def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_its_worker_by_then():
+    rollouts = Rollouts(failures=1, dead_workers=1)
+    healing = HealingRollouts(rollouts, Engines(0), max_restarts=2)
+    generation = healing.start(PROMPTS)
+    with pytest.raises(RuntimeError, match="first"):
+        generation.future.result(timeout=10)
+    assert healing.set_servers(["first"]) == 1
+    assert generation.result() is PROMPTS
 
 
 def test_what_was_generated_in_the_background_is_not_generated_again():

@@ -77,7 +77,7 @@ class Pool(ReplicaPool):
         await self.fleet.manager.close()
 
     async def grow_or_shrink_to(self, count):
-        await self.resize(count, ("host", "host"))
+        await self.resize(count, {0: "host", 1: "host"})
 
     async def settled(self):
         await until(lambda: not self._tasks)
@@ -113,7 +113,9 @@ def test_replicas_go_to_the_nodes_that_have_the_fewest(tmp_path):
             assert [(one.node_index, one.placement.local_index) for one in pool.made] == [(1, 1), (0, 2), (1, 3)]
 
     pool_places = [Placement(node_index=0, local_index=0, node_id="a"), Placement(node_index=1, node_id="b")]
-    assert place_another(("a", "b"), pool_places) == Placement(node_index=0, local_index=1, local_count=2, node_id="a")
+    assert place_another({0: "a", 1: "b"}, pool_places) == Placement(
+        node_index=0, local_index=1, local_count=2, node_id="a"
+    )
     asyncio.run(scenario())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops, loop_factory
@@ -21,6 +22,8 @@ from verl.protocol import DataProto
 from verl.workers.config import PPOConfig
 
 COUNTS = ("retries", "continuations")
+
+logger = logging.getLogger(__name__)
 
 
 class AgentLoopManager:
@@ -34,21 +37,14 @@ class AgentLoopManager:
         """
         self.check_config(config)
         self._config = config
+        self._tokenizer_path = str(tokenizer_path)
         rollout = config.actor_rollout_ref.rollout
         self._loops = known_loops(rollout.agent.agent_loop_config_path)
-        actor: Any = ray.remote(AgentLoopWorker)
-        self._workers: list[Any] = [
-            actor.options(num_cpus=rollout.agent.num_cpus, max_restarts=0).remote(
-                config=config,
-                servers=list(server_handles),
-                tokenizer_path=str(tokenizer_path),
-                loops=self._loops,
-                rank=rank,
-            )
-            for rank in range(rollout.agent.num_workers)
-        ]
+        self._servers = list(server_handles)
+        ranks = range(rollout.agent.num_workers)
+        self._workers = [self._start(rank) for rank in ranks]
         try:
-            self._call_all("ready", timeout_s=rollout.startup_timeout_s)
+            self._await_started(ranks)
         except BaseException:
             self.close()
             raise
@@ -95,10 +91,19 @@ class AgentLoopManager:
         """The actors; see `AgentLoopWorker.generate_sequences`."""
         return list(self._workers)
 
-    def set_servers(self, server_handles: Sequence[Any]) -> None:
-        """Use these servers from the next batch on."""
-        servers = list(server_handles)
-        self._call_all("set_servers", servers, timeout_s=self._config.actor_rollout_ref.rollout.control_timeout_s)
+    def set_servers(self, server_handles: Sequence[Any]) -> int:
+        """Use these servers from the next batch on. How many workers died, or do not answer, and are started again."""
+        self._servers = list(server_handles)
+        asked = {worker.set_servers.remote(self._servers): rank for rank, worker in enumerate(self._workers)}
+        timeout_s = self._config.actor_rollout_ref.rollout.control_timeout_s
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        lost = sorted(asked[one] for one in (*silent, *filter(_is_of_dead_actor, answered)))
+        for rank in lost:
+            logger.warning("agent-loop-worker-%d died or does not answer; starting it again", rank)
+            ray.kill(self._workers[rank], no_restart=True)
+            self._workers[rank] = self._start(rank)
+        self._await_started(lost)
+        return len(lost)
 
     def close(self) -> None:
         """End the worker actors. Idempotent."""
@@ -111,6 +116,26 @@ class AgentLoopManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _start(self, rank: int) -> Any:
+        actor: Any = ray.remote(AgentLoopWorker)
+        return actor.options(num_cpus=self._config.actor_rollout_ref.rollout.agent.num_cpus, max_restarts=0).remote(
+            config=self._config,
+            servers=self._servers,
+            tokenizer_path=self._tokenizer_path,
+            loops=self._loops,
+            rank=rank,
+        )
+
+    def _await_started(self, ranks: Sequence[int]) -> None:
+        started = {self._workers[rank].ready.remote(): rank for rank in ranks}
+        timeout_s = self._config.actor_rollout_ref.rollout.startup_timeout_s
+        try:
+            ray.get(list(started), timeout=timeout_s)
+        except GetTimeoutError as exc:
+            _, silent = ray.wait(list(started), num_returns=len(started), timeout=0)
+            late = ", ".join(f"agent-loop-worker-{started[one]}" for one in silent)
+            raise AgentLoopTimeout(f"ready: no answer within {timeout_s} s from {late}") from exc
 
     def _check_loops(self, names: set[str]) -> None:
         for name in sorted(names):
@@ -141,14 +166,13 @@ class AgentLoopManager:
         turns = rollout.multi_turn.max_assistant_turns
         return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
 
-    def _call_all(self, method: str, *args: object, timeout_s: float) -> None:
-        references = [getattr(worker, method).remote(*args) for worker in self._workers]
-        try:
-            ray.get(references, timeout=timeout_s)
-        except GetTimeoutError as exc:
-            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            late = [f"agent-loop-worker-{rank}" for rank, one in enumerate(references) if one not in done]
-            raise AgentLoopTimeout(f"{method}: no answer within {timeout_s} s from {', '.join(late)}") from exc
+
+def _is_of_dead_actor(answer: Any) -> bool:
+    try:
+        ray.get(answer)
+    except RayActorError:
+        return True
+    return False
 
 
 def _summary(metrics: dict[str, list[Any]]) -> dict[str, float]:

@@ -7,6 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from verl.protocol import DataProto
 from verl.utils.lifetime import end_with_raylet
 
@@ -70,5 +73,7 @@ class MessageQueue:
 
 
 def options_of_actor() -> dict[str, Any]:
-    """Ray's, for the two actors of this package: they wait more than they compute."""
-    return {"num_cpus": 0, "max_restarts": 0}
+    """Ray's, for the two actors of this package: they wait more than they compute. Without the driver's machine the run
+    ends anyway; without another one it need not."""
+    beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": beside_driver}

@@ -95,9 +95,10 @@ class Rollouter:
                 self._dataloader.state_dict(), self._drawn, tuple(self._in_flight.values()), tuple(queued)
             )
 
-    async def set_max_in_flight(self, limit: int) -> None:
-        """Generate at most so many prompts at once from now on: there are more or fewer engines."""
-        self._max_in_flight = limit
+    async def follow(self, workers: Sequence[Any], max_in_flight: int) -> None:
+        """Have these workers generate so many prompts at once from now on: some died, engines came or went."""
+        self._workers = itertools.cycle(workers)
+        self._max_in_flight = max_in_flight
         async with self._changed:
             self._changed.notify_all()
 

@@ -26,11 +26,11 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.types import SyncReport
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, Sample, options_of_actor
 from verl.experimental.fully_async_policy.rollouter import Rollouter, RollouterState
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.cluster import FAILED_SYNCS
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Step, TrainingResult
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
@@ -48,6 +48,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
     _rollouter: Any = None
     _queue: Any
     _running: Any
+    _changes: int
+    """Of the rollouts, when that began."""
     _syncing: Future[tuple[SyncReport, Metrics]] | None = None
     _resumed: RollouterState | None = None
 
@@ -99,7 +101,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def follow_replicas(self) -> None:
         super().follow_replicas()
         if self._rollouter is not None:
-            self._rollouter.set_max_in_flight.remote(self.max_in_flight)
+            self._rollouter.follow.remote(self.rollouts.workers, self.max_in_flight)
 
     @property
     def max_in_flight(self) -> int:
@@ -129,11 +131,15 @@ class FullyAsyncTrainer(RayPPOTrainer):
         try:
             if self._resumed is not None:
                 ray.get(self._rollouter.restore.remote(self._resumed))
-            self._running = self._rollouter.run.remote()
+            self._run()
             yield
         finally:
             for actor in (self._rollouter, self._queue):
                 ray.kill(actor, no_restart=True)
+
+    def _run(self) -> None:
+        self._changes = self.rollouts.changes
+        self._running = self._rollouter.run.remote()
 
     def take(self, now: Step) -> DataProto:
         """The samples of this step, in the order of their prompts. Raises what the rollouter raises."""
@@ -157,11 +163,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
         try:
             ray.get(self._running)
         except RayTaskError:
-            if not self.cluster.heal():
+            if not self.rollouts.heal(self._changes):
                 raise
             self.follow_replicas()
             logger.warning("generating what was in flight again")
-            self._running = self._rollouter.run.remote()
+            self._run()
             return [self._running]
         return []
 
@@ -190,7 +196,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         syncing, self._syncing = self._syncing, None
         try:
             report, metrics = self.cluster.end_update(syncing)
-        except SyncAborted as exc:
+        except FAILED_SYNCS as exc:
             self.cluster.recover()
             logger.warning("syncing again after: %s", exc)
             report = self.cluster.update_weights(version)

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import SyncAborted
+from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.publishing import publisher_environment
 from verl.checkpoint_engine.registry import resolve_backend
@@ -49,6 +49,8 @@ from verl.workers.weight_sync.ray_ports import RayTrainerRank
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+FAILED_SYNCS = (SyncAborted, TransportError)
+"""A sync that did not succeed, or could not begin."""
 ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
 
 
@@ -93,6 +95,7 @@ class Cluster:
             require_machines(config, device, self._machines())
             self._start_trainer(model_path, with_reference, critic)
             self._placement = self._place_rollouts()
+            self._node_machines = dict(enumerate(self._placement.nodes))
             engine_config = self._with_topology(config.checkpoint_engine)
             self._start_nodes(engine_config)  # while the trainer ranks build their model
             self.actor.init_model()
@@ -127,6 +130,11 @@ class Cluster:
         return self._pool.restarts
 
     @property
+    def changes(self) -> int:
+        """How many replicas were restarted or given up."""
+        return self._pool.restarts + self._pool.given_up
+
+    @property
     def server_handles(self) -> list[ActorHandle[Any]]:
         """Servers of the replicas in service."""
         in_service = {replica.name for replica in self._manager.replicas}
@@ -137,11 +145,11 @@ class Cluster:
 
         While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
         whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
-        again. Raises SyncAborted.
+        again, or without which the run can go on. Raises `FAILED_SYNCS`.
         """
         try:
             report = self.run(self._update_weights(version, generating))
-        except SyncAborted as exc:
+        except FAILED_SYNCS as exc:
             if not self.recover():
                 raise
             logger.warning("syncing again after: %s", exc)
@@ -180,7 +188,7 @@ class Cluster:
         return updating
 
     def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
-        """Wait for it; then bring back what it quarantined, where that works. Raises SyncAborted."""
+        """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
         result = updating.result()
         if self._manager.quarantined:
             self.heal()
@@ -202,20 +210,45 @@ class Cluster:
         if any(replica.can_sleep for replica in self.replicas):
             self.run(self._manager.sleep_replicas())
 
-    def heal(self) -> int:
+    def heal(self) -> None:
         """Restart the replicas that died or are quarantined, and load the current version from their nodes' arenas.
 
-        The trainer is not needed for it. How many are back in service. Raises CheckpointEngineError if none is.
+        The trainer is not needed for it. Those on machines that are gone leave the run. Raises CheckpointEngineError if
+        none is in service then.
         """
-        return self.run(self._pool.heal())
+        self.run(self._give_up_lost_machines())
+        self.run(self._pool.heal())
 
     def recover(self) -> bool:
         """After a sync that failed: start again what was lost. Whether there was anything, so that another may succeed.
 
         Raises CheckpointEngineError if no replica is in service then.
         """
-        replaced = self.run(self.nodes.restart_lost())
-        return self.heal() > 0 or replaced > 0
+        changes, nodes = self.changes, len(self._node_machines)
+        self.run(self._give_up_lost_machines())
+        restarted = self.run(self.nodes.restart_lost())
+        self.heal()
+        return restarted > 0 or self.changes > changes or len(self._node_machines) < nodes
+
+    async def _give_up_lost_machines(self) -> None:
+        """Rollout nodes and replicas on machines that Ray does not have any more leave the run.
+
+        Raises CheckpointEngineError if no rollout node would be left.
+        """
+        alive = _ray_nodes()
+        lost = [index for index, machine in self._node_machines.items() if machine not in alive]
+        if not lost:
+            return
+        addresses = ", ".join(sorted({self.nodes.hosts[index] for index in lost}))
+        if len(lost) == len(self._node_machines):
+            raise CheckpointEngineError(f"every machine with a rollout node is lost: {addresses}")
+        for index in lost:
+            del self._node_machines[index]
+        replicas = await self._pool.give_up(lost)
+        nodes = self.nodes.give_up(lost)
+        await self._manager.remove_nodes(nodes)
+        names = ", ".join([*(node.name for node in nodes), *replicas])
+        logger.warning("%s is lost; the run goes on without %s", addresses, names)
 
     def resize(self, count: int) -> None:
         """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
@@ -226,7 +259,7 @@ class Cluster:
         """
         if self._config.trainer.placement == "colocated" and self._device != "cpu":
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
-        self.run(self._pool.resize(count, self._placement.nodes))
+        self.run(self._pool.resize(count, self._node_machines))
 
     def begin_take_spans(self) -> Future[list[Span]]:
         """Ask the rollout engines what they did since the last call; one that does not answer is left out.
@@ -371,18 +404,19 @@ class Cluster:
         if config.topology != "auto":
             return config
         trainer_hosts = {process.address for process in self.actor.processes.values()}
-        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=self._node_hosts())
+        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=list(self._node_hosts().values()))
         if topology != topologies[0]:
             logger.info("weights go from rollout node to rollout node: checkpoint_engine.topology=%s", topology)
         return replace(config, topology=topology)
 
-    def _node_hosts(self) -> list[str]:
+    def _node_hosts(self) -> dict[int, str]:
+        """The address of each rollout node's machine."""
         machines = _ray_nodes()
-        return [machines[node]["NodeManagerAddress"] for node in self._placement.nodes]
+        return {index: machines[machine]["NodeManagerAddress"] for index, machine in self._node_machines.items()}
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         self._nodes = RolloutNodes(
-            config, machines=self._placement.nodes, hosts=self._node_hosts(), env_vars=_thread_limits()
+            config, machines=self._node_machines, hosts=self._node_hosts(), env_vars=_thread_limits()
         )
 
     def _join(self, config: CheckpointEngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever generates, and generation that outlives the death of a rollout engine."""
+"""What the trainer asks of whoever generates, and generation that outlives the death of who does it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Rollouts(Protocol):
         `meta_info["validate"]` of the prompts selects validation sampling.
         """
 
-    def set_servers(self, server_handles: Sequence[Any]) -> None:
-        """Use these servers from the next batch on."""
+    def set_servers(self, server_handles: Sequence[Any]) -> int:
+        """Use these servers from the next batch on. Workers that died are started again: how many."""
 
     @property
     def workers(self) -> list[Any]:
@@ -39,11 +39,11 @@ class Engines(Protocol):
         """Servers of the engines in service."""
 
     @property
-    def restarts(self) -> int:
-        """Engines that have been restarted so far, by whomever."""
+    def changes(self) -> int:
+        """How many engines have been restarted or given up so far, by whomever."""
 
-    def heal(self) -> int:
-        """Restart what died; how many are back in service. Raises if none is in service."""
+    def heal(self) -> None:
+        """Restart what died; give up what cannot be started again. Raises if none is in service then."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Generation:
 
 
 class HealingRollouts:
-    """`Rollouts` that has dead engines restarted and then generates the batch again, whole.
+    """`Rollouts` that has dead engines and workers restarted and then generates the batch again, whole.
 
     While another engine lives, the agent loops send the dead one's requests there, and nobody gets to see a failure.
     """
@@ -70,12 +70,13 @@ class HealingRollouts:
         self._rollouts = rollouts
         self._engines = engines
         self._max_restarts = max_restarts
+        self._restarted_workers = 0
         self._background = ThreadPoolExecutor(1, thread_name_prefix="generation")
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Raises what the last attempt raised, or at once if no engine had died: it was not for that reason then."""
+        """Raises what the last attempt raised, or at once if nothing had died: it was not for that reason then."""
         attempt = partial(self._rollouts.generate_sequences, prompts)
-        return self._healing(prompts, attempt, self._engines.restarts)
+        return self._healing(prompts, attempt, self.changes)
 
     @property
     def workers(self) -> list[Any]:
@@ -85,21 +86,33 @@ class HealingRollouts:
     def start(self, prompts: DataProto) -> Generation:
         """Generate in the background, one batch at a time. Only the batch's `result` heals, on the caller's thread."""
         future = self._background.submit(self._rollouts.generate_sequences, prompts)
-        return Generation(future, partial(self._healing, prompts, future.result, self._engines.restarts))
+        return Generation(future, partial(self._healing, prompts, future.result, self.changes))
 
-    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], restarts: int) -> DataProto:
-        """`restarts`: of the engines, when the attempt began. A sync may have healed them since."""
+    @property
+    def changes(self) -> int:
+        """How many engines and workers have been restarted or given up so far, by whomever."""
+        return self._engines.changes + self._restarted_workers
+
+    def heal(self, since: int) -> bool:
+        """Restart what died. Whether anything has changed since `changes` was `since`: then another attempt may do."""
+        self._engines.heal()
+        self.set_servers(self._engines.server_handles)
+        return self.changes > since
+
+    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], changes: int) -> DataProto:
+        """`changes`: when the attempt began. A sync may have healed what died since."""
         for _ in range(self._max_restarts):
             try:
                 return attempt()
             except Exception:
-                if not self._engines.heal() and self._engines.restarts == restarts:
+                if not self.heal(changes):
                     raise
-                restarts = self._engines.restarts
-                self._rollouts.set_servers(self._engines.server_handles)
+                changes = self.changes
                 logger.warning("generating the batch of %d samples again", len(prompts))
             attempt = partial(self._rollouts.generate_sequences, prompts)
         return attempt()
 
-    def set_servers(self, server_handles: Sequence[Any]) -> None:
-        self._rollouts.set_servers(server_handles)
+    def set_servers(self, server_handles: Sequence[Any]) -> int:
+        restarted = self._rollouts.set_servers(server_handles)
+        self._restarted_workers += restarted
+        return restarted

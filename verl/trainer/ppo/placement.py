@@ -135,13 +135,13 @@ def place_rollouts(
     return RolloutPlacement(nodes, _deal(nodes, replicas))
 
 
-def place_another(nodes: Sequence[str], present: Sequence[Placement]) -> Placement:
+def place_another(nodes: Mapping[int, str], present: Sequence[Placement]) -> Placement:
     """Where one more replica with devices of its own, or none, goes: to the rollout node with the fewest `present`.
 
-    `nodes` as in `RolloutPlacement`. The cores of its machine are divided anew for this one only.
+    `nodes`: the Ray node of each rollout node, by index. The cores of its machine are divided anew for this one only.
     """
     on_node = Counter(place.node_index for place in present)
-    index = min(range(len(nodes)), key=lambda node: on_node[node])
+    index = min(nodes, key=lambda node: on_node[node])
     taken = {place.local_index for place in present if place.node_id == nodes[index]}
     return Placement(
         node_index=index,

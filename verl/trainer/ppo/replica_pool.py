@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import ray
 
@@ -22,7 +22,7 @@ FAILURES = (CheckpointEngineError, RolloutError, ConfigError, ray.exceptions.Ray
 
 
 class ReplicaPool:
-    """Coroutines run on one event loop, that of the manager; `replicas` and `restarts` may be read from other threads.
+    """Coroutines run on one event loop, that of the manager; attributes may be read from other threads.
 
     A replica that is added launches its engine, registers itself with the manager, which loads the version in service
     into it, and only then becomes one of `replicas`. One that is removed finishes what it generates and ends.
@@ -40,6 +40,8 @@ class ReplicaPool:
         self.replicas = list(replicas)
         self.restarts = 0
         """Replicas that were restarted because they died or left service."""
+        self.given_up = 0
+        """Replicas that left the run because their machine is gone."""
         self._make = make
         self._launch = launch
         self._manager = manager
@@ -52,7 +54,7 @@ class ReplicaPool:
         """Whatever may have a process."""
         return [*self.replicas, *self._joining, *self._leaving]
 
-    async def resize(self, count: int, nodes: Sequence[str]) -> None:
+    async def resize(self, count: int, nodes: Mapping[int, str]) -> None:
         """Begin to bring the number of replicas to `count`; does not wait for engines. `nodes` as for `place_another`.
 
         A replica that cannot be started is logged and left out. Raises ValueError for a count below 1.
@@ -87,6 +89,19 @@ class ReplicaPool:
         if not self._manager().replicas:
             raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
         return healed
+
+    async def give_up(self, nodes: Collection[int]) -> list[str]:
+        """Those of the rollout nodes `nodes` leave the run, whatever they are doing; their names."""
+        lost = [replica for replica in self.replicas if replica.node_index in nodes]
+        lost += [replica for replica, place in self._joining.items() if place.node_index in nodes]
+        for replica in lost:
+            if replica in self._joining:
+                self._tasks[replica].cancel()
+            replica.kill()
+        self.replicas = [replica for replica in self.replicas if replica not in lost]
+        self.given_up += len(lost)
+        await self._manager().remove_replicas(lost)
+        return [replica.name for replica in lost]
 
     async def shutdown(self) -> None:
         """End every engine in order."""

@@ -155,6 +155,30 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
     ]
 
 
+@pytest.mark.parametrize("module", [HYBRID, FULLY_ASYNC])
+def test_an_agent_loop_worker_that_is_killed_is_replaced_and_the_run_goes_on(start, module, warm):
+    job = start(
+        ONE_RANK,
+        "trainer.placement=separate",
+        "checkpoint_engine.backend=gloo",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "data.max_response_length=64",
+        *LONG_RESPONSES[1:],
+        module=module,
+        warm=warm,
+    )
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(0.3)
+    (worker,) = job.find("ray::AgentLoopWorker")
+    worker.kill()
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert "agent-loop-worker-0 died or does not answer; starting it again" in job.stderr
+    assert re.search("generating .* again", job.stderr)
+    assert [step["rollout/restarts"] for step in read_metrics(job.output_dir / "metrics.jsonl")] == [0.0]
+
+
 @pytest.mark.parametrize(
     ("module", "backend", "how", "seen"),
     [

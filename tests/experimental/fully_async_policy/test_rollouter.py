@@ -65,7 +65,6 @@ class Job:
         self.rollouter = Rollouter(
             config=config,
             dataset=[{"raw_prompt": str(index)} for index in range(PROMPTS)],
-            workers=[Remote(self.loops)],
             queue=Remote(self.queue),
             total_prompts=PROMPTS,
             limit=self.limit,
@@ -74,7 +73,7 @@ class Job:
 
     @asynccontextmanager
     async def running(self):
-        task = asyncio.create_task(self.rollouter.run())
+        task = asyncio.create_task(self.rollouter.run([Remote(self.loops)]))
         yield task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -157,7 +156,7 @@ async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_is_genera
     job = Job(staleness_threshold=3)
     job.loops.failing = {5}
     with pytest.raises(ValueError, match="prompt 5 failed"):
-        await job.rollouter.run()
+        await job.rollouter.run([Remote(job.loops)])
     await job.rollouter.drain()  # nobody waits for what has failed
     await job.rollouter.synced()
     trained = []

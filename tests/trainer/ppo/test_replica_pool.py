@@ -180,6 +180,27 @@ def test_a_replica_that_is_not_wanted_any_more_before_it_is_up_is_given_up(tmp_p
     asyncio.run(scenario())
 
 
+def test_replicas_whose_rollout_node_is_gone_leave_at_once(tmp_path):
+    async def scenario():
+        async with Pool(tmp_path) as pool:
+            await pool.grow_or_shrink_to(2)
+            await pool.settled()
+            pool.prepare = lambda engine: engine.may_start.clear()
+            await pool.grow_or_shrink_to(4)  # the last of them to the second node
+            await asyncio.sleep(0)
+            assert await pool.give_up({1}) == ["replica-1", "replica-3"]
+            pool.made[1].may_start.set()
+            await pool.settled()
+            assert pool.names == ["replica-0", "replica-2"]
+            assert pool.everyone == pool.replicas
+            assert [pool.made[0].log[-1], pool.made[2].log[-1]] == ["kill", "kill"]
+            assert (pool.restarts, pool.given_up) == (0, 2)
+            assert (await pool.fleet.manager.update_weights(1)).replicas_updated == ("replica-0", "replica-2")
+            assert place_another({0: "host"}, [one.placement for one in pool.replicas]).node_index == 0
+
+    asyncio.run(scenario())
+
+
 def test_closing_ends_also_what_is_about_to_join(tmp_path):
     async def scenario():
         async with Pool(tmp_path) as pool:

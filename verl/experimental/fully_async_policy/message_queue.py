@@ -75,5 +75,5 @@ class MessageQueue:
 def options_of_actor() -> dict[str, Any]:
     """Ray's, for the two actors of this package: they wait more than they compute. Without the driver's machine the run
     ends anyway; without another one it need not."""
-    beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": beside_driver}

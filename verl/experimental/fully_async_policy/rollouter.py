@@ -41,14 +41,13 @@ class RollouterState:
 
 
 class Rollouter:
-    """A Ray actor. The driver is its only caller; `workers` are the agent loops' actors, `queue` a `MessageQueue`."""
+    """A Ray actor. The driver is its only caller; `queue` is a `MessageQueue`."""
 
     def __init__(
         self,
         *,
         config: PPOConfig,
         dataset: Dataset[dict[str, Any]],
-        workers: Sequence[Any],
         queue: Any,
         total_prompts: int,
         limit: int,
@@ -59,7 +58,7 @@ class Rollouter:
         self._config = config
         self._dataloader = build_dataloader(dataset, config.data, batch_size=1, shuffle=config.data.shuffle)
         self._rows = self._epochs()
-        self._workers = itertools.cycle(workers)
+        self._workers: Iterator[Any] = iter(())
         self._queue = queue
         self._total_prompts = total_prompts
         self._max_in_flight = max_in_flight
@@ -95,16 +94,18 @@ class Rollouter:
                 self._dataloader.state_dict(), self._drawn, tuple(self._in_flight.values()), tuple(queued)
             )
 
-    async def follow(self, workers: Sequence[Any], max_in_flight: int) -> None:
-        """Have these workers generate so many prompts at once from now on: some died, engines came or went."""
-        self._workers = itertools.cycle(workers)
-        self._max_in_flight = max_in_flight
+    async def set_max_in_flight(self, limit: int) -> None:
+        """Generate at most so many prompts at once from now on: there are more or fewer engines."""
+        self._max_in_flight = limit
         async with self._changed:
             self._changed.notify_all()
 
-    async def run(self) -> None:
-        """Until every prompt of the run is in the queue. Raises the first failure of a sample; called again, it begins
-        with what was in flight then."""
+    async def run(self, workers: Sequence[Any]) -> None:
+        """Until `workers`, the agent loops' actors, have brought every prompt of the run into the queue.
+
+        Raises the first failure of a sample; called again, it begins with what was in flight then.
+        """
+        self._workers = itertools.cycle(workers)
         async with self._handing_over:
             unfinished = list(self._in_flight.values())
         self._running = True

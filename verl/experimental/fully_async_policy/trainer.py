@@ -101,7 +101,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def follow_replicas(self) -> None:
         super().follow_replicas()
         if self._rollouter is not None:
-            self._rollouter.follow.remote(self.rollouts.workers, self.max_in_flight)
+            self._rollouter.set_max_in_flight.remote(self.max_in_flight)
 
     @property
     def max_in_flight(self) -> int:
@@ -121,7 +121,6 @@ class FullyAsyncTrainer(RayPPOTrainer):
             .remote(
                 config=config,
                 dataset=self.train_dataloader.dataset,
-                workers=self.rollouts.workers,
                 queue=self._queue,
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=limit,
@@ -139,7 +138,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def _run(self) -> None:
         self._changes = self.rollouts.changes
-        self._running = self._rollouter.run.remote()
+        self._running = self._rollouter.run.remote(self.rollouts.workers)
 
     def take(self, now: Step) -> DataProto:
         """The samples of this step, in the order of their prompts. Raises what the rollouter raises."""

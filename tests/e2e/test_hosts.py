@@ -5,13 +5,15 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.namespaces import Host, NotPermitted, joined_hosts
@@ -27,6 +29,8 @@ PORT = 6379
 RAY_S = 60.0
 RUN_S = 240.0
 STEPS = 2
+MISSED_SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 1000, "failure_threshold": 3}
+"""Of Ray's health checks, which take a minute otherwise."""
 
 
 @contextlib.contextmanager
@@ -55,7 +59,7 @@ def ray_on(hosts: tuple[Host, ...], environment: dict[str, str]) -> Iterator[str
         yield f"{hosts[0].address}:{PORT}"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     process.terminate()
     try:
         process.wait(30)
@@ -64,30 +68,60 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("backend", [using("mooncake")])
-def test_a_run_across_hosts_reaches_every_engine_along_a_chain(backend: str, tiny_model: Path, tmp_path: Path):
+@dataclass
+class Run:
+    """`main_ppo` on three hosts, its driver on the first of them; the rollouts on two without trainer ranks."""
+
+    hosts: tuple[Host, ...]
+    driver: subprocess.Popen[str]
+    output_dir: Path
+
+    def output(self) -> str:
+        """All that it has said when it has ended, in order."""
+        output, _ = self.driver.communicate(timeout=RUN_S)
+        assert self.driver.returncode == 0, output
+        return output
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.output_dir / "sync_reports.jsonl").read_text().splitlines()]
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return list(read_metrics(self.output_dir / "metrics.jsonl"))
+
+    def hosts_with(self, process: str) -> list[Host]:
+        """Those on which a Ray process of that name lives."""
+        found = [
+            one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0].startswith(process)
+        ]
+        places = {os.stat(f"/proc/{one.pid}/ns/net").st_ino for one in found}
+        return [host for host in self.hosts if os.stat(f"/run/netns/{host.namespace}").st_ino in places]
+
+
+@contextlib.contextmanager
+def running(model: Path, output_dir: Path, *overrides: str, ray: Mapping[str, str] | None = None) -> Iterator[Run]:
+    """`ray`: of its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    overrides = [
+    settings = [
         *QUICK,
-        f"actor_rollout_ref.model.path={tiny_model}",
+        f"actor_rollout_ref.model.path={model}",
         "trainer.placement=separate",
         "trainer.n_gpus_per_node=2",
         "trainer.num_cpus_per_rank=0.5",
         "actor_rollout_ref.rollout.nnodes=2",
-        f"checkpoint_engine.backend={backend}",
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.default_local_dir={tmp_path}",
+        f"trainer.default_local_dir={output_dir}",
+        *overrides,
     ]
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(joined_hosts(3))
         except NotPermitted as exc:
             pytest.skip(str(exc))
-        address = stack.enter_context(ray_on(hosts, environment))
-        before = [host.received_nbytes for host in hosts]
-        run = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, f"ray_kwargs.ray_init.address={address}"],
+        address = stack.enter_context(ray_on(hosts, environment | dict(ray or {})))
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *settings, f"ray_kwargs.ray_init.address={address}"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -95,19 +129,45 @@ def test_a_run_across_hosts_reaches_every_engine_along_a_chain(backend: str, tin
             text=True,
             preexec_fn=hosts[0].enter,
         )
-        try:
-            output, _ = run.communicate(timeout=RUN_S)
-        finally:
-            if run.poll() is None:
-                run.send_signal(signal.SIGKILL)
-                run.wait()
-        received = [host.received_nbytes - start for host, start in zip(hosts, before, strict=True)]
-    assert run.returncode == 0, output
-    assert "checkpoint_engine.topology=chain" in output
-    reports = [json.loads(line) for line in (tmp_path / "sync_reports.jsonl").read_text().splitlines()]
-    assert [report["outcome"] for report in reports] == ["committed"] * (STEPS + 1)
-    assert reports[-1]["replicas_updated"] == ["replica-0", "replica-1"]
-    assert list(read_metrics(tmp_path / "metrics.jsonl"))[-1]["training/rollout_probs_diff_max"] < 1e-3
+        stack.callback(end, driver)
+        yield Run(hosts, driver, output_dir)
+    assert soon(lambda: not list(envs.shm_dir().glob(f"verl-{driver.pid}-*")))
+
+
+@pytest.mark.parametrize("backend", [using("mooncake")])
+def test_a_run_across_hosts_reaches_every_engine_along_a_chain(backend: str, tiny_model: Path, tmp_path: Path):
+    overrides = f"checkpoint_engine.backend={backend}", f"trainer.total_training_steps={STEPS}"
+    with running(tiny_model, tmp_path, *overrides) as run:
+        before = [host.received_nbytes for host in run.hosts]
+        assert "checkpoint_engine.topology=chain" in run.output()
+        received = [host.received_nbytes - start for host, start in zip(run.hosts, before, strict=True)]
+    assert [report["outcome"] for report in run.reports] == ["committed"] * (STEPS + 1)
+    assert run.reports[-1]["replicas_updated"] == ["replica-0", "replica-1"]
+    assert run.metrics[-1]["training/rollout_probs_diff_max"] < 1e-3
     # Ray chose the host of the trainer ranks. Each of the other two has a rollout node, which needs half of the bytes.
-    assert sorted(received)[1] > sum(report["nbytes_needed"] for report in reports) / 2
-    assert soon(lambda: not list(envs.shm_dir().glob(f"verl-{run.pid}-*")))
+    assert sorted(received)[1] > sum(report["nbytes_needed"] for report in run.reports) / 2
+
+
+def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tmp_path: Path):
+    steps = 4
+    overrides = (
+        "checkpoint_engine.backend=gloo",
+        "actor_rollout_ref.actor.ppo_epochs=20",  # a second: the run is not over before the host is cut off
+        "checkpoint_engine.deadlines.publish_s=5",
+        "checkpoint_engine.deadlines.prepare_s=5",
+        f"trainer.total_training_steps={steps}",
+    )
+    checks = {f"RAY_health_check_{name}": str(value) for name, value in MISSED_SOON.items()}
+    with running(tiny_model, tmp_path, *overrides, ray=checks) as run:
+        assert soon((tmp_path / "sync_reports.jsonl").exists, RUN_S)
+        lost = run.hosts_with("ray::CheckpointEngineWorker")[-1]
+        assert lost is not run.hosts[0]
+        with lost.cut_off():
+            output = run.output()
+    assert f"{lost.address} is lost; the run goes on without node-" in output
+    committed = [report for report in run.reports if report["outcome"] == "committed"]
+    assert [report["version"] for report in committed] == list(range(steps + 1))
+    assert len(committed[0]["replicas_updated"]) == 2
+    assert len(committed[-1]["replicas_updated"]) == 1
+    assert [len(run.metrics), run.metrics[-1]["rollout/replicas"]] == [steps, 1.0]
+    assert run.metrics[-1]["training/rollout_probs_diff_max"] < 1e-3

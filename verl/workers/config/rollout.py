@@ -97,7 +97,9 @@ class RolloutConfig:
         300.0, "deadline for one control call to an engine: pause, load weights, resume, sleep, wake up", above=0
     )
     max_restarts: int = option(
-        2, "how often one batch is generated again after engines died and were restarted, before the run ends", least=0
+        2,
+        "how often one batch is generated again after engines or workers died and were restarted, before the run ends",
+        least=0,
     )
     engine_kwargs: dict[str, Any] = option({}, "passed to the engine: engine_kwargs.vllm.<argument>")
     val_kwargs: SamplingConfig = section(SamplingConfig, "sampling during validation")

@@ -111,8 +111,11 @@ class Spoil:
         def flip(address: int) -> None:
             ctypes.c_uint8.from_address(address + 5).value ^= 1
 
+        self.arm_with(flip if number is None else lambda _: send_signal(pid, number))
+
+    def arm_with(self, action: Callable[[int], None]) -> None:
         self._left = self.LANDINGS
-        self._action = flip if number is None else lambda _: send_signal(pid, number)
+        self._action = action
 
     def landed(self, address: int, nbytes: int) -> None:
         if nbytes < 2**16 or not self._left:

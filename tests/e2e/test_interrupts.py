@@ -179,6 +179,27 @@ def test_an_agent_loop_worker_that_is_killed_is_replaced_and_the_run_goes_on(sta
     assert [step["rollout/restarts"] for step in read_metrics(job.output_dir / "metrics.jsonl")] == [0.0]
 
 
+def test_a_fully_asynchronous_run_ends_when_its_workers_die_more_often_than_is_allowed(start, warm):
+    job = start(
+        ONE_RANK,
+        "trainer.placement=separate",
+        "checkpoint_engine.backend=gloo",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "actor_rollout_ref.rollout.max_restarts=0",
+        *LONG_RESPONSES,
+        module=FULLY_ASYNC,
+        warm=warm,
+    )
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    time.sleep(0.3)
+    (worker,) = job.find("ray::AgentLoopWorker")
+    worker.kill()
+    assert job.wait() == 1
+    assert job.left() == []
+    assert "ActorDiedError" in job.stderr
+    assert "starting it again" not in job.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "backend", "how", "seen"),
     [

@@ -143,10 +143,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def take(self, now: Step) -> DataProto:
         """The samples of this step, in the order of their prompts. Raises what the rollouter raises."""
         taking = self._queue.take.remote(_required(self.config))
-        running = [self._running]
+        running, restarts = [self._running], 0
         while taking not in (ready := ray.wait([taking, *running], num_returns=1, timeout=LOOK_S)[0]):
             if ready:
-                running = self._heal_unless_done()
+                running = self._heal_unless_done(restarts)
+                restarts += 1
             if self._syncing is not None and self._syncing.done():  # the rollouter may be waiting for one that failed
                 self.end_sync(now, version=now.number - 1)
         samples: list[Sample] = sorted(ray.get(taking), key=lambda sample: sample.index)
@@ -157,12 +158,16 @@ class FullyAsyncTrainer(RayPPOTrainer):
         now.metrics |= partial_metrics(batch) | processing_metrics(samples)
         return batch
 
-    def _heal_unless_done(self) -> list[Any]:
-        """What to wait for after the rollouter has stopped: nothing if it had no more to do. Raises why it failed."""
+    def _heal_unless_done(self, restarts: int) -> list[Any]:
+        """What to wait for after the rollouter has stopped: nothing if it had no more to do. Raises why it failed.
+
+        `restarts`: how often it has been healed for the samples of this step; something may kill whoever generates it.
+        """
         try:
             ray.get(self._running)
         except RayTaskError:
-            if not self.rollouts.heal(self._changes):
+            allowed = self.config.actor_rollout_ref.rollout.max_restarts
+            if restarts >= allowed or not self.rollouts.heal(self._changes):
                 raise
             self.follow_replicas()
             logger.warning("generating what was in flight again")

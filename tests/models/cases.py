@@ -27,8 +27,6 @@ NUM_PROMPT, NUM_RESPONSE = WINDOW + 5, WINDOW + 2
 """Longer than a window, both."""
 EXTRA = ("mtp.",)
 """Tensors of a file that are no part of the causal LM: kept, and not trained."""
-ENGINE_FLOAT32 = ("A_log", ".D", ".dt_bias", "_bias", ".lambdas", "recurrent_param")
-"""Ends of names of tensors that a rollout engine may want in float32 at any dtype: vectors and decays, no matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +86,14 @@ def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
 def sent(engine: FSDPEngine, dtype: str) -> Tensors:
     """What the rollouts get, whole."""
     return assemble([shown_by(engine.weight_source(dtype))])
+
+
+def may_stay_wide(model: Any, name: str) -> bool:
+    """Whether engines may want it in float32 at any dtype: buffers, and vectors that no layer calls weight or bias."""
+    tensors = dict(model.named_parameters())
+    if name not in tensors:
+        return True
+    return tensors[name].squeeze().dim() < 2 and name.rpartition(".")[2] not in ("weight", "bias")
 
 
 def differences(found: Tensors, expected: Tensors) -> list[str]:

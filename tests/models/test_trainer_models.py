@@ -83,13 +83,13 @@ def test_the_weight_source_has_the_bytes_of_the_checkpoint(built):
         assert differences(sent, {name: tensor for name, tensor in file.items() if name not in kept}) == []
 
 
-def test_the_weight_source_casts_all_but_what_stays_in_float32(built, cell, tmp_path):
+def test_the_weight_source_casts_all_but_what_stays_in_float32(built, cell, references, tmp_path):
     if built is not None:
         write_checkpoint(ARCHITECTURES[cell[1]], tmp_path, dtype=torch.bfloat16)
         whole, rounded = cases.file_tensors(built.directory), cases.file_tensors(tmp_path)
         sent = cases.sent(built.engine, "bfloat16")
         for name, tensor in sent.items():
-            if tensor.dtype == torch.float32 and name.endswith(cases.ENGINE_FLOAT32) and name in rounded:
+            if tensor.dtype == torch.float32 and cases.may_stay_wide(references(cell[1]), name):
                 rounded[name] = whole[name]
         kept = {name for name in rounded if name.startswith(cases.EXTRA)} - sent.keys()
         assert differences(sent, {name: tensor for name, tensor in rounded.items() if name not in kept}) == []

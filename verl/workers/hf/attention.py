@@ -13,21 +13,24 @@ IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "f
 def attention_implementation(config: PretrainedConfig, asked: str | None = None) -> str | None:
     """What to ask transformers for: `asked`, or None for its own choice, which is torch's fused attention (`sdpa`).
 
-    That leaves out attention sinks and soft-capped scores. transformers knows the models with sinks, and computes or
-    refuses them itself; scores that a config caps are computed by `eager`.
+    That leaves out attention sinks, soft-capped scores and the scale of ALiBi biases. transformers knows the models
+    with sinks, and computes or refuses them itself; scores that a config caps or biases are computed by `eager`.
 
     Raises ConfigError for an implementation that is unknown or would compute something else.
     """
     if asked is not None and asked not in IMPLEMENTATIONS:
         raise ConfigError(f"{KEY}={asked}: unknown; there are {', '.join(IMPLEMENTATIONS)}")
+    text = config.get_text_config().to_dict()
     caps = [
         f"{name}={value}"
-        for name, value in config.get_text_config().to_dict().items()
+        for name, value in text.items()
         if value and "attn" in name and ("softcap" in name or "logit_cap" in name)
     ]
-    if asked == "sdpa" and caps:
+    biases = [f"{name}={value}" for name, value in text.items() if value and name == "alibi"]
+    changed = biases or (caps if asked in (None, "sdpa") else [])
+    if asked not in (None, "eager") and changed:
         raise ConfigError(
-            f"{KEY}=sdpa leaves out the soft-capping of scores that the model's config asks for ({caps[0]}); leave the "
-            "key out, or set eager"
+            f"{KEY}={asked} does not compute scores as the model's config says ({changed[0]}); leave the key out, or "
+            "set eager"
         )
-    return asked or ("eager" if caps else None)
+    return asked or ("eager" if changed else None)

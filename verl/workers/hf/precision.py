@@ -51,8 +51,7 @@ def names_kept_wide(shapes: Mapping[str, tuple[int, ...]], checkpoint: HFCheckpo
 
 def names_kept_by_transformers(model: PreTrainedModel, conversion: Conversion) -> frozenset[str]:
     """Tensors of the checkpoint that transformers keeps in float32, whatever dtype a model is loaded in."""
-    modules: set[str] = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    modules |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    modules: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in modules]
     return frozenset(
         name

@@ -1,9 +1,16 @@
-"""From a micro-batch to what a model says about its responses: log-probs, or values."""
+"""From a micro-batch to what a model says about its responses: log-probs, or values.
+
+Rows are moved so that each begins in the first column, and padding follows it. What follows a token cannot change what
+a causal model says about it, so no layer has to know about padding. Padding on the left is known to attention, and not
+to most states, convolutions and biases that depend on distances.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +19,6 @@ from torch.nn import functional
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-from verl.workers.engine.micro_batches import sequence_widths
 
 
 def response_log_probs(
@@ -23,45 +29,93 @@ def response_log_probs(
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
     Columns that are padding in every row are not computed; logits exist only for the response.
     """
-    batch = tensors_of(micro_batch)
-    responses = batch["responses"]
-    num_prompt = batch["input_ids"].shape[1] - responses.shape[1]
-    left, right = _widths(micro_batch)
-    # The logits at one position predict the next token.
-    kept = torch.arange(left - 1, left + right - 1, device=responses.device)
-    logits = model(**_inputs(batch, num_prompt, left, right), logits_to_keep=kept).logits
+    rows = _Rows.of(micro_batch)
+    with _only_at(rows.predicting, model) as applied:
+        logits = model(**rows.inputs, use_cache=False).logits
+    if not applied:
+        logits = _at(rows.predicting, logits)
     if temperature != 1.0:
         logits = logits.float() / temperature
-    padding = batch["attention_mask"][:, num_prompt : num_prompt + right] == 0
-    rest = (0, responses.shape[1] - right)
-    log_prob = logprobs_from_logits(logits, responses[:, :right])
-    log_prob = functional.pad(log_prob.masked_fill(padding, 0.0), rest)
+    log_prob = rows.finished(logprobs_from_logits(logits, rows.responses))
     if not calculate_entropy:
         return log_prob, None
-    return log_prob, functional.pad(entropy_from_logits(logits).masked_fill(padding, 0.0), rest)
+    return log_prob, rows.finished(entropy_from_logits(logits))
 
 
 def response_values(model: nn.Module, micro_batch: DataProto) -> torch.Tensor:
     """What a value head expects of each response token's state, before the token: float32 [b, R], 0 on padding."""
-    batch = tensors_of(micro_batch)
-    responses = batch["responses"]
-    num_prompt = batch["input_ids"].shape[1] - responses.shape[1]
-    left, right = _widths(micro_batch)
+    rows = _Rows.of(micro_batch)
     with warnings.catch_warnings():
         # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        outputs = model(**_inputs(batch, num_prompt, left, right)).logits[:, left - 1 : left + right - 1, 0].float()
-    padding = batch["attention_mask"][:, num_prompt : num_prompt + right] == 0
-    return functional.pad(outputs.masked_fill(padding, 0.0), (0, responses.shape[1] - right))
+        values = model(**rows.inputs, use_cache=False).logits
+    return rows.finished(_at(rows.predicting, values)[..., 0].float())
 
 
-def _widths(micro_batch: DataProto) -> tuple[int, int]:
-    """Columns left and right of the border between prompt and response that are not padding in every row."""
-    widths = sequence_widths(micro_batch)
-    return max(1, *(left for left, _ in widths)), max(1, *(right for _, right in widths))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """A micro-batch whose rows begin in the first column, without the columns that are padding in all of them."""
+
+    inputs: dict[str, Any]
+    """What models are called with: [b, S]."""
+    predicting: torch.Tensor
+    """[b, r]: the column in `inputs` whose logits predict each token of a response."""
+    responses: torch.Tensor
+    """[b, r]"""
+    padding: torch.Tensor
+    """[b, r]: where there is no token."""
+    num_response: int
+    """R, which is at least r."""
+
+    @classmethod
+    def of(cls, micro_batch: DataProto) -> _Rows:
+        batch = tensors_of(micro_batch)
+        mask = batch["attention_mask"].bool()
+        num_columns, num_response = mask.shape[1], batch["responses"].shape[1]
+        num_prompt = num_columns - num_response
+        columns = torch.arange(num_columns, device=mask.device)
+        # A row has a token in front of its response, whatever the mask says: something has to predict the first one.
+        first = torch.where(mask[:, :num_prompt], columns[:num_prompt], num_prompt - 1).amin(1)
+        last = torch.where(mask, columns, num_prompt).amax(1)
+        width = int((last + 1 - first).max())
+        right = int((last + 1).max()) - num_prompt
+        source = first[:, None] + columns[:width]
+        inside = source < num_columns
+        source = source.clamp(max=num_columns - 1)
+        inputs = {name: batch[name].gather(1, source) for name in ("input_ids", "position_ids")}
+        return cls(
+            inputs=inputs | {"attention_mask": batch["attention_mask"].gather(1, source) * inside},
+            # A row that is shorter than others has no columns for what it has no tokens for.
+            predicting=(num_prompt - 1 - first[:, None] + columns[:right]).clamp(max=width - 1),
+            responses=batch["responses"][:, :right],
+            padding=~mask[:, num_prompt : num_prompt + right],
+            num_response=num_response,
+        )
+
+    def finished(self, values: torch.Tensor) -> torch.Tensor:
+        """[b, R] from [b, r]"""
+        return functional.pad(values.masked_fill(self.padding, 0.0), (0, self.num_response - values.shape[1]))
 
 
-def _inputs(batch: Mapping[str, torch.Tensor], num_prompt: int, left: int, right: int) -> dict[str, Any]:
-    columns = slice(num_prompt - left, num_prompt + right)
-    names = ("input_ids", "attention_mask", "position_ids")
-    return {name: batch[name][:, columns] for name in names} | {"use_cache": False}
+@contextmanager
+def _only_at(positions: torch.Tensor, model: nn.Module) -> Iterator[list[bool]]:
+    """The model computes logits for `positions` [b, r] alone. What is yielded is empty if it went past its head."""
+    applied: list[bool] = []
+
+    def narrow(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        applied.append(True)
+        return (_at(positions, args[0]), *args[1:])
+
+    transformer: Any = model
+    head = transformer.get_output_embeddings()
+    handle = None if head is None else head.register_forward_pre_hook(narrow)
+    try:
+        yield applied
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _at(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[b, r, ...] from [b, S, ...]"""
+    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))

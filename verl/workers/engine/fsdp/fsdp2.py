@@ -31,9 +31,7 @@ class FSDP2Sharding:
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy(),
         }
-        names = set(model._no_split_modules or ())
-        layers = [module for module in model.modules() if type(module).__name__ in names]
-        sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in layers]
+        sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in _layers(model)]
         fully_shard(model, **options)
         if config.forward_prefetch:
             for layer, following in pairwise(sharded):
@@ -56,6 +54,14 @@ class FSDP2Sharding:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What transformers does not split, without what lies inside of another."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 class FSDP2Engine(FSDPEngine):

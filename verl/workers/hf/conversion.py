@@ -105,7 +105,8 @@ def conversion_of(model: PreTrainedModel, shapes: Shapes, *, may_lack: Collectio
     first_name = first_names(model)
     loading = _Loading(model, own)
     loading.collect(shapes)
-    made, misshapen, incomplete = loading.convert()
+    made, impossible, incomplete = loading.convert()
+    misshapen = list(impossible.values())
     pieces: dict[str, tuple[Piece, ...]] = {}
     names: dict[str, list[str]] = {}
     for name, tensor in sorted(made.items(), key=lambda item: item[0] in first_name):
@@ -114,7 +115,7 @@ def conversion_of(model: PreTrainedModel, shapes: Shapes, *, may_lack: Collectio
             misshapen.append(_shape_problem(target, own[target], tensor))
         names.setdefault(target, []).append(tensor.pieces[0].origin if tensor.pieces else "")
         pieces.setdefault(target, tensor.pieces)
-    lacking = {first_name.get(name, name) for name in own} - pieces.keys() - set(may_lack)
+    lacking = {first_name.get(name, name) for name in own} - pieces.keys() - set(may_lack) - impossible.keys()
     missing = incomplete | loading.checkpoint_names(
         lacking - {name for name in lacking if loading.may_be_computed(name)}
     )
@@ -206,10 +207,10 @@ class _Loading:
             module = child
         return False
 
-    def convert(self) -> tuple[dict[str, Rearranged], list[str], set[str]]:
-        """(tensors of the model, what is wrong with shapes, names that are not there)"""
+    def convert(self) -> tuple[dict[str, Rearranged], dict[str, str], set[str]]:
+        """(tensors of the model, sentences about those that cannot be made, names that are not there)"""
         made: dict[str, Rearranged] = {}
-        problems: list[str] = []
+        problems: dict[str, str] = {}
         missing: set[str] = set()
         for target, group in self._collected.items():
             if gaps := self._gaps(target, group):
@@ -219,7 +220,7 @@ class _Loading:
                 converted = group.transform.convert(target, model=self._model, config=self._model.config)
             except (ValueError, IndexError, KeyError, AttributeError, RuntimeError) as exc:
                 sources = ", ".join(key for keys in group.keys.values() for key in keys[:2])
-                problems.append(f"{target} cannot be made of {sources}, ...: {exc}")
+                problems[target] = f"{target} cannot be made of {sources}, ...: {exc}"
                 continue
             made |= {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         return made, problems, missing
@@ -230,6 +231,9 @@ class _Loading:
             return set()
         numbered = [keys for pattern, keys in group.keys.items() if "*" in pattern]
         expected = {member for keys in numbered for member in _series(keys, max(len(other) for other in numbered))}
+        usual = self._reverted(target) if numbered else set()
+        if usual & self._shapes.keys():
+            expected |= usual
         if gaps := expected - self._shapes.keys():
             return gaps
         absent = [pattern for pattern in group.transform.source_patterns if pattern not in group.keys]
@@ -246,13 +250,16 @@ class _Loading:
         """The names that a checkpoint should have for these tensors of the model, those that it has left out."""
         names: set[str] = set()
         for target in targets:
-            symbolic: Any = {target: Rearranged.of(target, self._own[target])}
-            try:
-                found = revert_weight_conversion(self._model, symbolic).keys() - self._shapes.keys()
-            except (ValueError, IndexError, KeyError, AttributeError, RuntimeError):
-                found = set()
-            names |= found or {target}
+            names |= self._reverted(target) - self._shapes.keys() or {target}
         return names
+
+    def _reverted(self, target: str) -> set[str]:
+        """The names under which transformers would save it; none if it cannot tell from the shape alone."""
+        symbolic: Any = {target: Rearranged.of(target, self._own[target])}
+        try:
+            return set(revert_weight_conversion(self._model, symbolic))
+        except (ValueError, IndexError, KeyError, AttributeError, RuntimeError):
+            return set()
 
 
 def _series(keys: list[str], count: int) -> set[str]:

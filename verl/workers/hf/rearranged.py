@@ -7,6 +7,7 @@ is read or copied. What is not a rearrangement of boxes (arithmetic, interleavin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,11 +238,12 @@ _METHODS = frozenset({"chunk", "split", "unbind", "narrow", "permute", "transpos
 def _cat(tensors: Sequence[Rearranged], dim: int = 0) -> Rearranged:
     first = tensors[0]
     dim %= first.ndim
-    others = {tuple(tensor.shape[:dim] + tensor.shape[dim + 1 :]) for tensor in tensors}
-    if len(others) > 1:
-        raise ValueError(
-            f"tensors of shapes {', '.join(str(tuple(tensor.shape)) for tensor in tensors)} are put together"
-        )
+    shapes = [tuple(tensor.shape[:dim] + tensor.shape[dim + 1 :]) for tensor in tensors]
+    usual, _ = Counter(shapes).most_common(1)[0]
+    odd = [tensor.pieces[0] for tensor, shape in zip(tensors, shapes, strict=True) if shape != usual and tensor.pieces]
+    if odd:
+        wrong = ", ".join(f"{piece.origin} {piece.origin_box.shape}" for piece in odd)
+        raise ValueError(f"these have another shape than the others: {wrong}")
     pieces: list[Piece] = []
     length = 0
     for tensor in tensors:

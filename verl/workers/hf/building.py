@@ -56,6 +56,8 @@ def require_buffers(model: nn.Module, reference: PreTrainedModel, loaded: Collec
             if buffer is not None:
                 missing = float("nan") if buffer.is_floating_point() else UNTOUCHED
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype).fill_(missing)
+    for parameter in reference.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to do for those
     initializer: Any = reference
     initializer.initialize_weights()
     expected = dict(reference.named_buffers())

@@ -25,6 +25,8 @@ Tensors = dict[str, torch.Tensor]
 
 NUM_PROMPT, NUM_RESPONSE = WINDOW + 5, WINDOW + 2
 """Longer than a window, both."""
+PACKS = "fsdp2"
+"""The strategy that is tried with packed sequences; another one has a row for each."""
 EXTRA = ("mtp.",)
 """Tensors of a file that are no part of the causal LM: kept, and not trained."""
 
@@ -46,7 +48,7 @@ class Built:
 def build(directory: Path, strategy: str) -> Built:
     """Needs a default process group. Any error but a refusal goes to the caller."""
     try:
-        engine = make_engine(directory, strategy=strategy)
+        engine = make_engine(directory, strategy=strategy, model={"use_remove_padding": strategy == PACKS})
     except (ConfigError, PlanError) as refusal:
         return Built(directory=directory, strategy=strategy, engine=None, refusal=refusal)
     return Built(directory=directory, strategy=strategy, engine=engine, refusal=None)

@@ -68,7 +68,7 @@ def test_parameters_and_buffers_equal_those_of_transformers(built, cell, referen
         assert differences(cases.parameters_and_buffers(built.model), expected) == []
 
 
-def test_log_probs_equal_the_eager_reference_with_padding_left_and_right(built, cell, references):
+def test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_padded(built, cell, references):
     if built is not None:
         data = cases.padded_batch()
         found, expected = cases.log_probs(built.engine, data), cases.reference_log_probs(references(cell[1]), data)

@@ -31,6 +31,16 @@ def test_every_sequence_is_in_one_group_and_no_group_exceeds_the_limits(widths, 
         assert max_sequences is None or len(group) <= max_sequences
 
 
+@given(widths=WIDTHS, max_tokens=st.integers(1, 100))
+def test_of_packed_sequences_only_tokens_count(widths, max_tokens):
+    groups = partition(widths, MicroBatchLimits(max_tokens=max_tokens), packed=True)
+    assert sorted(index for group in groups for index in group) == list(range(len(widths)))
+    sizes = [sum(sum(widths[index]) for index in group) for group in groups]
+    assert all(size <= max_tokens or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
+    first = (sum(widths[group[0]]) for group in groups[1:])
+    assert all(size + following > max_tokens for size, following in zip(sizes, first, strict=False))
+
+
 @given(widths=WIDTHS, count=st.integers(0, 30))
 def test_groups_are_split_until_there_are_as_many_as_asked_for(widths, count):
     groups = partition(widths, MicroBatchLimits(max_sequences=7))

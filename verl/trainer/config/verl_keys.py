@@ -13,7 +13,6 @@ _STAYS = "what a rank holds of the model stays on its device"
 _CORRECTION = "algorithm.rollout_correction"
 
 VERL_KEYS: dict[str, str] = {
-    f"{_POLICY}.model.use_remove_padding": f"the nearest is {_POLICY}.actor.use_dynamic_bsz, which packs by tokens",
     f"{_MEGATRON}.virtual_pipeline_model_parallel_size": "every stage is one run of layers",
     f"{_MEGATRON}.context_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
     f"{_MEGATRON}.use_dist_checkpointing": "checkpoints are torch's distributed ones, which any layout of ranks loads",

@@ -34,6 +34,10 @@ class CriticModelConfig:
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
+    use_remove_padding: bool = option(
+        True,
+        "compute no padding: sequences share a row (fsdp and fsdp2, with models that keep them apart there)",
+    )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
 
@@ -73,5 +77,6 @@ class CriticConfig:
             trust_remote_code=self.model.trust_remote_code,
             external_lib=self.model.external_lib,
             override_config=self.model.override_config,
+            use_remove_padding=self.model.use_remove_padding,
             enable_gradient_checkpointing=self.model.enable_gradient_checkpointing,
         )

@@ -43,6 +43,10 @@ class HFModelConfig:
         True,
         "compare what trainer ranks hold after their start with the model's files, and buffers with transformers'",
     )
+    use_remove_padding: bool = option(
+        True,
+        "compute no padding: sequences share a row (fsdp and fsdp2, with models that keep them apart there)",
+    )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ class MicroBatchLimits:
 
     max_sequences: int | None = None
     max_tokens: int | None = None
-    """Computed tokens: sequences x trimmed width. Padding inside a micro-batch counts, as it costs the same."""
+    """Computed tokens: of packed sequences all, else sequences x trimmed width, as padding costs the same."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_tokens"):
@@ -41,25 +41,27 @@ def sequence_widths(data: DataProto) -> list[tuple[int, int]]:
     return list(zip(left.tolist(), right.tolist(), strict=True))
 
 
-def partition(widths: Sequence[tuple[int, int]], limits: MicroBatchLimits) -> list[list[int]]:
+def partition(widths: Sequence[tuple[int, int]], limits: MicroBatchLimits, *, packed: bool = False) -> list[list[int]]:
     """Indices of `widths` in groups within `limits`, sequences of like width together so that little padding is left.
 
-    A sequence that exceeds `max_tokens` alone gets a group of its own.
+    `packed`: the sequences of a group are computed without padding. A sequence that exceeds `max_tokens` alone gets a
+    group of its own.
     """
     groups: list[list[int]] = []
-    left = right = 0
+    left = right = tokens = 0
     for index in sorted(range(len(widths)), key=lambda i: (-sum(widths[i]), i)):
         new_left, new_right = max(left, widths[index][0]), max(right, widths[index][1])
         num_sequences = len(groups[-1]) + 1 if groups else 1
+        num_tokens = tokens + sum(widths[index]) if packed else num_sequences * (new_left + new_right)
         fits = (limits.max_sequences is None or num_sequences <= limits.max_sequences) and (
-            limits.max_tokens is None or num_sequences * (new_left + new_right) <= limits.max_tokens
+            limits.max_tokens is None or num_tokens <= limits.max_tokens
         )
         if groups and fits:
             groups[-1].append(index)
-            left, right = new_left, new_right
+            left, right, tokens = new_left, new_right, tokens + sum(widths[index])
         else:
             groups.append([index])
-            left, right = widths[index]
+            (left, right), tokens = widths[index], sum(widths[index])
     return groups
 
 

@@ -25,12 +25,14 @@ from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
+from verl.workers.hf.packing import keeps_sequences_apart
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
     from verl.workers.engine.fsdp.lora import Adapters
     from verl.workers.engine.fsdp.sharding import Sharding
-    from verl.workers.engine.micro_batches import MicroBatchLimits
+    from verl.workers.hf.packing import keeps_sequences_apart
+from verl.workers.engine.micro_batches import MicroBatchLimits
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class FSDPEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self._adapters: Adapters | None = None
         self._built_model: BuiltModel | None = None
+        self._packs = False
+        """Whether the sequences of a micro-batch go through the model in one row."""
         self.before_step: Callable[[], None] = lambda: None
 
     def build(self) -> None:
@@ -80,6 +84,7 @@ class FSDPEngine:
             seed=self._seed,
         )
         self.model, self._adapters, self._built_model = built.module, built.adapters, built
+        self._packs = self._model_config.use_remove_padding and self._keeps_sequences_apart()
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -224,8 +229,25 @@ class FSDPEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What losses are made of, float32 [b, R]."""
         return response_log_probs(
-            self._built(), micro_batch, temperature=temperature, calculate_entropy=calculate_entropy
+            self._built(),
+            micro_batch,
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
+            pack=self._packs,
         )
+
+    def _keeps_sequences_apart(self) -> bool:
+        model = self._built()
+        model.train(False)
+        apart = keeps_sequences_apart(model, self.device)
+        self.sharding.reshard(model)
+        if not apart and dist.get_rank() == 0:
+            assert self._built_model is not None
+            logger.info(
+                "model.use_remove_padding: %s mixes sequences that are in one row; each has a row of its own",
+                self._built_model.conversion.model,
+            )
+        return apart
 
     def _built(self) -> nn.Module:
         if self.model is None:
@@ -239,7 +261,7 @@ class FSDPEngine:
 
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""
-        groups = partition(sequence_widths(data), limits)
+        groups = partition(sequence_widths(data), limits, packed=self._packs)
         return split_to_count(groups, largest_count(len(groups)))
 
     def _take(self, data: DataProto, indices: list[int]) -> DataProto:

@@ -1,8 +1,9 @@
 """From a micro-batch to what a model says about its responses: log-probs, or values.
 
-Rows are moved so that each begins in the first column, and padding follows it. What follows a token cannot change what
-a causal model says about it, so no layer has to know about padding. Padding on the left is known to attention, and not
-to most states, convolutions and biases that depend on distances.
+Sequences go through the model one after the other in one row, without padding (`pack`), or one in each row. Rows begin
+in the first column, and padding follows: what follows a token cannot change what a causal model says about it, so no
+layer has to know about padding. Padding on the left is known to attention, and not to most states, convolutions and
+biases that depend on distances.
 """
 
 from __future__ import annotations
@@ -15,96 +16,121 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+from verl.workers.hf.packing import LENGTHS, takes_lengths
 
 
 def response_log_probs(
-    model: nn.Module, micro_batch: DataProto, *, temperature: float, calculate_entropy: bool
+    model: nn.Module, micro_batch: DataProto, *, temperature: float, calculate_entropy: bool, pack: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `responses` and entropies of their distributions at `temperature`: float32 [b, R], 0 on padding.
 
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
-    Columns that are padding in every row are not computed; logits exist only for the response.
+    Logits exist only for the tokens of responses.
     """
-    rows = _Rows.of(micro_batch)
-    with _only_at(rows.predicting, model) as applied:
-        logits = model(**rows.inputs, use_cache=False).logits
+    tokens = _Tokens.of(micro_batch, pack=pack)
+    with _only_at(tokens, model) as applied:
+        logits = model(**tokens.inputs(model), use_cache=False).logits
     if not applied:
-        logits = _at(rows.predicting, logits)
+        logits = tokens.predicting(logits)
     if temperature != 1.0:
         logits = logits.float() / temperature
-    log_prob = rows.finished(logprobs_from_logits(logits, rows.responses))
+    log_prob = tokens.finished(logprobs_from_logits(logits, tokens.responses))
     if not calculate_entropy:
         return log_prob, None
-    return log_prob, rows.finished(entropy_from_logits(logits))
+    return log_prob, tokens.finished(entropy_from_logits(logits))
 
 
-def response_values(model: nn.Module, micro_batch: DataProto) -> torch.Tensor:
+def response_values(model: nn.Module, micro_batch: DataProto, *, pack: bool) -> torch.Tensor:
     """What a value head expects of each response token's state, before the token: float32 [b, R], 0 on padding."""
-    rows = _Rows.of(micro_batch)
+    tokens = _Tokens.of(micro_batch, pack=pack)
     with warnings.catch_warnings():
         # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        values = model(**rows.inputs, use_cache=False).logits
-    return rows.finished(_at(rows.predicting, values)[..., 0].float())
+        values = model(**tokens.inputs(model), use_cache=False).logits
+    return tokens.finished(tokens.predicting(values)[..., 0].float())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """A micro-batch whose rows begin in the first column, without the columns that are padding in all of them."""
+class _Tokens:
+    """The sequences of a micro-batch as a model gets them, and where in there the responses are."""
 
-    inputs: dict[str, Any]
-    """What models are called with: [b, S]."""
-    predicting: torch.Tensor
-    """[b, r]: the column in `inputs` whose logits predict each token of a response."""
+    input_ids: torch.Tensor
+    """[rows, columns]: [1, all tokens] if packed, else [b, longest sequence]."""
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    """None if packed: the positions begin anew with each sequence."""
+    lengths: list[int]
+    """Of the packed sequences."""
+    rows: torch.Tensor
+    """[n], for each of the n tokens of responses: the row of the token in front of it, which predicts it,"""
+    columns: torch.Tensor
+    """and its column."""
     responses: torch.Tensor
-    """[b, r]"""
-    padding: torch.Tensor
-    """[b, r]: where there is no token."""
-    num_response: int
-    """R, which is at least r."""
+    """[1, n]: the tokens themselves."""
+    is_response: torch.Tensor
+    """[b, R]: where they belong."""
 
     @classmethod
-    def of(cls, micro_batch: DataProto) -> _Rows:
+    def of(cls, micro_batch: DataProto, *, pack: bool) -> _Tokens:
         batch = tensors_of(micro_batch)
         mask = batch["attention_mask"].bool()
-        num_columns, num_response = mask.shape[1], batch["responses"].shape[1]
-        num_prompt = num_columns - num_response
-        columns = torch.arange(num_columns, device=mask.device)
+        num_prompt = mask.shape[1] - batch["responses"].shape[1]
+        columns = torch.arange(mask.shape[1], device=mask.device)
         # A row has a token in front of its response, whatever the mask says: something has to predict the first one.
         first = torch.where(mask[:, :num_prompt], columns[:num_prompt], num_prompt - 1).amin(1)
-        last = torch.where(mask, columns, num_prompt).amax(1)
-        width = int((last + 1 - first).max())
-        right = int((last + 1).max()) - num_prompt
-        source = first[:, None] + columns[:width]
-        inside = source < num_columns
-        source = source.clamp(max=num_columns - 1)
-        inputs = {name: batch[name].gather(1, source) for name in ("input_ids", "position_ids")}
+        lengths = torch.where(mask, columns + 1, num_prompt).amax(1) - first
+        width = int(lengths.max())
+        source = (first[:, None] + columns[:width]).clamp(max=mask.shape[1] - 1)
+        inside = columns[:width] < lengths[:, None]
+        input_ids, position_ids = (batch[name].gather(1, source) for name in ("input_ids", "position_ids"))
+        is_response = mask[:, num_prompt:]
+        rows, response_columns = is_response.nonzero(as_tuple=True)
+        predicting = num_prompt - 1 - first[rows] + response_columns
+        attention_mask = None
+        if pack:
+            starts = lengths.cumsum(0) - lengths
+            rows, predicting = torch.zeros_like(rows), starts[rows] + predicting
+            input_ids, position_ids = input_ids[inside][None], position_ids[inside][None]
+        else:
+            attention_mask = batch["attention_mask"].gather(1, source) * inside
         return cls(
-            inputs=inputs | {"attention_mask": batch["attention_mask"].gather(1, source) * inside},
-            # A row that is shorter than others has no columns for what it has no tokens for.
-            predicting=(num_prompt - 1 - first[:, None] + columns[:right]).clamp(max=width - 1),
-            responses=batch["responses"][:, :right],
-            padding=~mask[:, num_prompt : num_prompt + right],
-            num_response=num_response,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            lengths=lengths.tolist() if pack else [],
+            rows=rows,
+            columns=predicting,
+            responses=batch["responses"][is_response][None],
+            is_response=is_response,
         )
 
+    def inputs(self, model: nn.Module) -> dict[str, Any]:
+        """What `model` is called with."""
+        given: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        if self.attention_mask is not None:
+            return given | {"attention_mask": self.attention_mask}
+        return given | ({LENGTHS: self.lengths} if takes_lengths(model) else {})
+
+    def predicting(self, values: torch.Tensor) -> torch.Tensor:
+        """[1, n, ...] from [rows, columns, ...]: what is in front of each token of a response."""
+        return values[self.rows, self.columns][None]
+
     def finished(self, values: torch.Tensor) -> torch.Tensor:
-        """[b, R] from [b, r]"""
-        return functional.pad(values.masked_fill(self.padding, 0.0), (0, self.num_response - values.shape[1]))
+        """[b, R] from [1, n]"""
+        return values.new_zeros(self.is_response.shape).masked_scatter(self.is_response, values)
 
 
 @contextmanager
-def _only_at(positions: torch.Tensor, model: nn.Module) -> Iterator[list[bool]]:
-    """The model computes logits for `positions` [b, r] alone. What is yielded is empty if it went past its head."""
+def _only_at(tokens: _Tokens, model: nn.Module) -> Iterator[list[bool]]:
+    """The model computes logits for what predicts responses. What is yielded is empty if it went past its head."""
     applied: list[bool] = []
 
     def narrow(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         applied.append(True)
-        return (_at(positions, args[0]), *args[1:])
+        return (tokens.predicting(args[0]), *args[1:])
 
     transformer: Any = model
     head = transformer.get_output_embeddings()
@@ -114,8 +140,3 @@ def _only_at(positions: torch.Tensor, model: nn.Module) -> Iterator[list[bool]]:
     finally:
         if handle is not None:
             handle.remove()
-
-
-def _at(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[b, r, ...] from [b, S, ...]"""
-    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))

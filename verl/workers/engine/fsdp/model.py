@@ -33,6 +33,7 @@ from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import Conversion, conversion_of
+from verl.workers.hf.packing import attend_sequences_apart
 from verl.workers.hf.precision import (
     names_kept_by_transformers,
     names_kept_wide,
@@ -115,6 +116,8 @@ def build_model(
         _tell_aside(conversion, head)
         wide = names_kept_wide(conversion.shapes, checkpoint)
         wide |= names_kept_by_transformers(model, conversion)
+        if model_config.use_remove_padding:
+            attend_sequences_apart(model)
         adapted = trainable and model_config.lora_rank > 0
         if adapted:
             add_adapters(model, model_config)

@@ -154,6 +154,13 @@ class CheckpointEngineConfig:
     )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
+    check_engine: str = option(
+        "first",
+        "compare what an engine computes with after loading: at its first version every tensor with a load as from disk, "
+        "which needs the memory of a second model meanwhile; always: at later versions also that all of them were "
+        "written anew",
+        choices=("first", "always", "off"),
+    )
     activation: str = option(
         "together",
         "replicas activate at once, or one after the other while the rest generate",

@@ -9,8 +9,8 @@ of fused, packed and quantised layouts runs as for a checkpoint from disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,25 +22,27 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from verl.checkpoint_engine.arena import open_committed
 from verl.checkpoint_engine.errors import ActivationError, TransportError
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
+from verl.checkpoint_engine.receivers.vllm_build import Weights, load_as_from_disk
+from verl.checkpoint_engine.receivers.vllm_check import EngineCheck, free_nbytes, needed_nbytes
 from verl.checkpoint_engine.receivers.vllm_fit import require_fit
+from verl.checkpoint_engine.receivers.vllm_reload import REFUSALS, Reload, require_exchangeable, take_over
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ArenaInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand: every update names its source."""
+    """What is agreed on beforehand. Every update names its source."""
 
     tensors: dict[str, tuple[str, list[int]]] | None = None
     """If given: dtype and shape of every tensor that an update will bring, to be refused now if they do not fit."""
+    check_engine: str = "first"
+    """When the live model is held against the version: see `vllm_check`."""
 
 
 @dataclass
@@ -67,66 +69,116 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._reading = ExitStack()
-        self._reloading = False
-        self._expected: set[str] = set()
-        self._tied: list[torch.nn.Module] = []
-        self._expert_kernels: list[tuple[Any, Any]] = []
+        self._check = EngineCheck("first", self.vllm_config, self.device)
+        self._loads_whole = False
+        """What vLLM's reload does not reach, found when it was tried, is loaded with a second model."""
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
-        """Raises ActivationError if `tensors` do not fit the model."""
+        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode."""
+        self._check = EngineCheck(init_info.check_engine, self.vllm_config, self.device)
         # One rank speaks for all, whose models are alike; the last one, for the reason that `_raise_on_last` gives.
         if init_info.tensors is not None and self._rank == self.parallel_config.world_size - 1:
             require_fit(self.vllm_config, init_info.tensors)
 
     def start_weight_update(self) -> None:
-        # Before the reload takes the parameters apart, a tied one is one object: named once, shared by two layers.
-        self._expected = {name for name, _ in self.model.named_parameters()}
-        self._tied = tied_layers(self.model)
-        self._forget_expert_kernels()
-        initialize_layerwise_reload(self.model)
-        self._reloading = True
-
-    def _forget_expert_kernels(self) -> None:
-        """Have vLLM prepare experts for its CPU kernel again, which it does for a layer that has no kernel yet.
-
-        For one that has, it only copies what was loaded: right on accelerators, whose graphs hold addresses. On CPU the
-        kernel reads a packed form, and packing is a part of making it.
-        """
-        if self.device.type != "cpu":
-            return
-        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
-        plain = [method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
-        self._expert_kernels = [(method, method.moe_kernel) for method in plain]
-        for method in plain:
-            method.moe_kernel = None
+        """Nothing happens before it is known what is loaded."""
 
     def receive_weights(self, update_info: ArenaUpdateInfo) -> None:
-        """Load every weight of the version. The reload is closed even when loading fails, so that another can begin.
+        """Load every weight of the version, all of it here: nothing is left for `finish_weight_update`.
 
-        A caller that gets an error calls `finish_weight_update`, too: of several ranks, one alone raises.
-
-        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, or the
-        version has tensors that the model does not know; IntegrityError if the arena's committed version is another;
-        TransportError if the ParameterServer is gone, silent or gave up.
+        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, the
+        version has tensors that the model does not know, or the model cannot be loaded right; IntegrityError if the
+        arena's committed version is another, or the model then computes with anything else than that version, naming
+        the tensors; TransportError if the ParameterServer is gone, silent or gave up.
         """
         failure: Exception | None = None
         try:
             self._receive(update_info)
         except Exception as exc:  # noqa: BLE001 - raised below, on one of the ranks
             failure = exc
-            self.finish_weight_update()
+        finally:
+            self._check.forget()
         self._raise_on_last(failure)
 
     def _receive(self, update_info: ArenaUpdateInfo) -> None:
         if update_info.socket_paths is not None:
             path = self._own_socket(update_info.socket_paths)
             with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
-                self._load(incoming.tensors(), None)
+                self.load_once(incoming.tensors())
         elif update_info.arena_path is not None and update_info.version is not None:
-            # Layers that vLLM completes only in `finish` still read the views: the version stays mapped until then.
-            _, slot = self._reading.enter_context(open_committed(update_info.arena_path, update_info.version))
-            self._load(slot.tensors(), update_info.version)
+            with open_committed(update_info.arena_path, update_info.version) as (_, slot):
+                self.load(slot.tensors, update_info.version)
+
+    def load(self, weights: Callable[[], Weights], version: int | None) -> None:
+        """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names."""
+        self._check.before(self.model, weights, self._all_agree)
+        if not self._loads_whole:
+            unreached = self._reload(weights(), version)
+            self._loads_whole = bool(unreached)
+            if unreached:
+                self._say_whole(unreached)
+        if self._loads_whole:
+            self._check.release()
+            self._load_whole(weights(), version)
+        self._check.after(self.model, version)
+
+    def load_once(self, weights: Weights) -> None:
+        """What comes bucket by bucket, and only once."""
+        if self._loads_whole:
+            self._load_whole(weights, None)
+            return
+        self._check.before(self.model, None, self._all_agree)
+        if unreached := self._reload(weights, None):
+            self._loads_whole = True
+            self._say_whole(unreached)
+            raise ActivationError(
+                f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
+            )
+        self._check.after(self.model, None)
+
+    def _reload(self, weights: Weights, version: int | None) -> set[str]:
+        """What the reload does not reach. It is ended even when loading fails, so that another can begin."""
+        reload = Reload(self.model, self.vllm_config)
+        try:
+            return reload.load(iter(weights), version)
+        finally:
+            reload.end()
+
+    def _say_whole(self, unreached: set[str]) -> None:
+        logger.warning(
+            "vLLM's reload does not reach %d parameters of %s (%s): every version is loaded as from disk, into a "
+            "second model, which takes longer and needs its memory",
+            len(unreached),
+            type(self.model).__name__,
+            ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else ""),
+        )
+
+    def _load_whole(self, weights: Weights, version: int | None) -> None:
+        kind = type(self.model).__name__
+        require_exchangeable(self.vllm_config, f"vLLM's reload does not reach all of {kind}")
+        needed, free = needed_nbytes(self.model), free_nbytes(self.device)
+        if not self._all_agree(needed < free):
+            raise ActivationError(
+                f"vLLM's reload does not reach all of {kind}, and a second one needs {needed} bytes on {self.device}, "
+                f"where {free} are free",
+                version=version,
+                phase="activate",
+            )
+        try:
+            fresh = load_as_from_disk(self.vllm_config, weights)
+        except REFUSALS as exc:
+            raise ActivationError(
+                f"{kind} cannot load the version: {type(exc).__name__}: {exc}", version=version, phase="activate"
+            ) from exc
+        take_over(self.model, fresh)
+
+    def _all_agree(self, mine: bool) -> bool:
+        world = get_world_group()
+        if world.world_size == 1:
+            return mine
+        answers: list[bool | None] = [None] * world.world_size
+        torch.distributed.all_gather_object(answers, mine, group=world.cpu_group)
+        return all(answers)
 
     @property
     def _rank(self) -> int:
@@ -162,69 +214,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         if told and world.rank_in_group == world.world_size - 1:
             raise ActivationError("; ".join(told)) from failure
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int | None) -> None:
-        model: Any = self.model  # vLLM's models have load_weights; its annotation says only Module
-        try:
-            loaded: set[str] | None = model.load_weights(weights)
-        except (KeyError, ValueError, RuntimeError, AssertionError) as exc:  # how vLLM's loaders refuse a tensor
-            raise ActivationError(
-                f"{type(model).__name__} cannot load the version: {type(exc).__name__}: {exc}",
-                version=version,
-                phase="activate",
-            ) from exc
-        if partial := [name for name, layer in model.named_modules() if _has_more_to_load(layer)]:
-            raise ActivationError(
-                f"some experts of {type(model).__name__} are not among the weights: {', '.join(partial)}",
-                version=version,
-                phase="activate",
-            )
-        # Loaders that do not report what they loaded return None; quantised models add parameters of their own.
-        if loaded is not None and self.vllm_config.model_config.quantization is None:
-            missing = sorted(self._expected - loaded)
-            if missing:
-                raise ActivationError(
-                    f"{len(missing)} parameters of {type(model).__name__} are not among the weights: "
-                    f"{', '.join(missing)}",
-                    version=version,
-                    phase="activate",
-                )
-
     def finish_weight_update(self) -> None:
-        """Idempotent."""
-        if not self._reloading:
-            return
-        self._reloading = False
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._reading.close()
-        for method, kernel in self._expert_kernels:
-            if method.moe_kernel is None:  # nothing was loaded into the layer: it has the weights that it had
-                method.moe_kernel = kernel
-        for layer in self._tied:
-            # The reload processes the layer that a tensor is loaded into. What the other one derived from the shared
-            # parameter (on CPU: a packed copy for its matrix product) would keep the previous version's values.
-            quant_method = getattr(layer, "quant_method", None)
-            if isinstance(quant_method, QuantizeMethodBase):
-                quant_method.process_weights_after_loading(layer)
+        """Everything has been done by now. Called after a failure, too: of several ranks, one raises."""
 
     def shutdown(self) -> None:
-        self._reading.close()
-
-
-def _has_more_to_load(layer: torch.nn.Module) -> bool:
-    """Some of its experts' matrices have come, and some have not; what `load_weights` reports has one name for all."""
-    if not isinstance(layer, RoutedExperts):
-        return False
-    info = get_layerwise_info(layer)
-    return info.can_load() and info.load_numel > 0
-
-
-def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers with a parameter that an earlier layer of `model` has, too: an output projection tied to embeddings."""
-    owned: set[int] = set()
-    tied = []
-    for layer in model.modules():
-        parameters = {id(parameter) for parameter in layer.parameters(recurse=False)}
-        if parameters & owned:
-            tied.append(layer)
-        owned |= parameters
-    return tied
+        """Nothing is held between updates."""

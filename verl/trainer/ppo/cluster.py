@@ -439,7 +439,8 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
     """One of them."""
-    rollout = _resolved(config)
+    checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
+    rollout = replace(_resolved(config), checkpoint_engine=checked)
     return RolloutReplicaRegistry.get(rollout.name)(
         replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
     )

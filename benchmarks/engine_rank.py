@@ -133,7 +133,8 @@ class EngineRank:
             [piece for tensor in local_tensors(architecture, dims, sizes, rank) for piece in tensor.pieces]
             for rank in range(RANKS)
         ]
-        collector = TensorCollector(pieces, tensor_shapes(architecture, dims), dtype=DTYPE)
+        shapes = tensor_shapes(architecture, dims)
+        collector = TensorCollector(pieces, shapes, dtypes=dict.fromkeys(shapes, DTYPE))
         values = partial(view, dict(self._model.named_parameters()))
         return lambda: (whole for name in self._names for whole in collector.collect(name, values).values())
 

@@ -182,13 +182,16 @@ def test_one_of_two_rollout_nodes_may_pull_the_weights_of_both(ray_cluster, tmp_
             "trainer.n_gpus_per_node=1",
             "trainer.total_training_steps=1",
             "actor_rollout_ref.rollout.nnodes=2",
+            # In bfloat16 trainer and engine round differently, by how much depends on the processor.
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         ),
     )
     assert [report["outcome"] for report in run.reports] == ["committed", "committed"]
     for report in run.reports:
         assert report["replicas_updated"] == ["replica-0", "replica-1"]
         assert 2 * report["nbytes_moved"] == 3 * report["nbytes_needed"] > 0  # the trainer's copy, and two nodes
-    assert run.metrics[1]["training/rollout_probs_diff_max"] < 1e-3
+    assert run.metrics[1]["training/rollout_probs_diff_max"] < 1e-5
 
 
 # -- algorithms, with models and functions of the user's own ----------------------------------------------------------

@@ -8,7 +8,6 @@ Writes checkpoints below DIRECTORY. Prints one line of JSON for each architectur
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,22 +25,20 @@ FIRST, SECOND = 0, 1
 
 
 def main() -> None:
-    directory, *names = sys.argv[1:]
-    for name in names:
-        found = {}
+    base, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:  # before vLLM changes the classes of transformers
         for dtype in DTYPES:
-            with tempfile.TemporaryDirectory(dir=directory) as place:
-                found[dtype] = problem(name, dtype, Path(place))
-            if found[dtype] is not None and found[dtype].startswith("vLLM cannot"):
-                break
+            for seed in (FIRST, SECOND):
+                directory = base / name / dtype / str(seed)
+                write_checkpoint(ARCHITECTURES[name], directory, seed=seed, dtype=getattr(torch, dtype))
+    for name in names:
+        found = {dtype: problem(base / name / dtype, dtype) for dtype in DTYPES}
         sys.stdout.write("\n" + json.dumps({"name": name} | found) + "\n")
         sys.stdout.flush()
 
 
-def problem(name: str, dtype: str, directory: Path) -> str | None:
+def problem(directory: Path, dtype: str) -> str | None:
     """What a model that started from dummy weights has that one loaded from disk has not; None if nothing."""
-    for seed in (FIRST, SECOND):
-        write_checkpoint(ARCHITECTURES[name], directory / str(seed), seed=seed, dtype=getattr(torch, dtype))
     try:
         model, config = build(directory / str(FIRST), dtype, "dummy")
     except Exception as exc:  # noqa: BLE001 - whatever vLLM raises, it says that it cannot run the model
@@ -101,9 +98,7 @@ def transfer_engine(model: Any, config: Any) -> Any:
     from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo, ArenaWeightTransferEngine
     from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 
-    engine = ArenaWeightTransferEngine(
-        WeightTransferConfig(backend=ENGINE_NAME), config, torch.device("cpu"), model
-    )
+    engine = ArenaWeightTransferEngine(WeightTransferConfig(backend=ENGINE_NAME), config, torch.device("cpu"), model)
     engine.init_transfer_engine(ArenaInitInfo(check_engine="always"))
     return engine
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.checkpoint_engine.types import SyncReport
 from verl.protocol import DataProto, tensors_of
@@ -36,6 +35,7 @@ from verl.trainer.ppo.validation import Validator
 from verl.trainer.ppo.wanted_replicas import WantedReplicas
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
+from verl.utils.dataset import PromptLoader
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, marked_timer, write_spans
 from verl.utils.tracking import Tracking
@@ -97,7 +97,7 @@ class RayPPOTrainer:
         cluster: Cluster,
         rollouts: HealingRollouts,
         reward_manager: NaiveRewardManager,
-        train_dataloader: StatefulDataLoader,
+        train_dataloader: PromptLoader,
         validator: Validator,
         checkpoints: CheckpointDirectory,
         tracking: Tracking,
@@ -347,9 +347,19 @@ class RayPPOTrainer:
         self.rewards_before = state.rewards_before
         return state.step
 
-    def restore_prompts(self, state: dict[str, Any]) -> None:
+    @classmethod
+    def position_in_data(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of what a checkpoint says about prompts, the state of the data loader.
+
+        Raises ConfigError for a checkpoint of a loop that this one cannot go on from.
+        """
+        if "rollouter" in state:
+            raise ConfigError("the checkpoint is one of a fully asynchronous run: go on with fully_async_main")
+        return state
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """Go on with the prompts that come after those of a checkpoint."""
-        self.train_dataloader.load_state_dict(state)
+        self.train_dataloader.load_state_dict(self.position_in_data(state))
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Every `save_freq` steps, and at the end of a run that saves at all."""

@@ -38,7 +38,7 @@ from verl.checkpoint_engine.types import TensorSpec
 from verl.utils.config import choose_from
 from verl.utils.model import resolve_model_path
 from verl.utils.timing import TIMELINE_FILE, read_spans
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.hf.checkpoint import HFCheckpoint
 
 MODES = {
     "hybrid": "verl.trainer.main_ppo",

@@ -45,8 +45,8 @@ from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import TensorSpec
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.hf.checkpoint import HFCheckpoint
 
 WARM_UP = 2
 """Rounds before the measured ones: each of the two slots has been written and mapped once."""

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts."""
 MODEL_KEY = "actor_rollout_ref.model"
+ATTENTION = "attn_implementation"
+"""In `override_config` it is how the trainer computes, and no field of the config."""
 
 
 class ModelSettings(Protocol):
@@ -110,6 +114,13 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     return config
 
 
+def expert_count(config: PretrainedConfig) -> int | None:
+    """Experts in each of its layers that has some; None for a dense model."""
+    text = config.get_text_config()
+    counts = (getattr(text, name, None) for name in EXPERT_COUNTS)
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, directory: Path, key: str, *, trust_remote_code: bool
 ) -> None:
@@ -141,6 +152,8 @@ def require_vocabulary(
 def _override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
     known = config.to_dict()
     for name, value in fields.items():
+        if name == ATTENTION:
+            continue
         if name not in known:
             raise ConfigError(f"{key}.{name} is not a field of {type(config).__name__}.{did_you_mean(name, known)}")
         nested = getattr(config, name)

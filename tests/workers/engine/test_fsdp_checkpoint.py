@@ -18,7 +18,7 @@ from tests.workers.engine.engine_cases import (
     weighted_loss,
 )
 from verl.utils.config import ConfigError
-from verl.workers.engine.fsdp.hf_export import export_hf
+from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -143,7 +143,7 @@ def train_and_export(path, directory, dtype, strategy="fsdp2", fsdp_size=-1):
     train(engine, 0, 1)
     engine.save_checkpoint(directory, ("hf_model",))
     engine.export_hf(directory / "cast", dtype)
-    export_hf(directory / "split", engine.model, engine._model_config, dtype=torch.float32, file_nbytes=10_000)
+    export_hf(directory / "split", engine._built_model, engine._model_config, file_nbytes=10_000)
     return held_parts(engine)
 
 

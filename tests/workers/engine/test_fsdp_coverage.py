@@ -20,11 +20,12 @@ from verl.checkpoint_engine.shards import ShardTable
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.fsdp1 import FSDP1Sharding
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
-from verl.workers.engine.fsdp.tensors import split_experts
+from verl.workers.engine.fsdp.tensors import as_in_checkpoint, named_parameters
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
+from verl.workers.hf.conversion import Conversion
+from verl.workers.hf.rearranged import Rearranged
 
 Shape = tuple[int, ...]
-MODEL_TYPE = "qwen3_moe"
 
 
 class Layer(nn.Module):
@@ -80,13 +81,32 @@ def source_of(rank, world_size, fsdp_size, sharding, description, values) -> FSD
     with playing(rank, world_size):
         with torch.device("meta"):
             model = Model(*description)
+        conversion = stacked_experts(model)
         model = sharding.shard(model, FSDPConfig(dtype="float32", fsdp_size=fsdp_size), torch.device("cpu"))
         with torch.no_grad():
-            for name, tensor in split_experts(sharding.held(model), MODEL_TYPE).items():
+            for name, tensor in as_in_checkpoint(sharding.held(model), conversion).items():
                 whole = values.setdefault(name, fresh(tensor.shape, values))
                 for part in tensor.parts:
                     part.values().copy_(whole[tuple(map(slice, part.box.start, part.box.stop))])
-        return FSDPWeightSource(split_experts(sharding.held(model), MODEL_TYPE), rollout_dtype="float32")
+        return FSDPWeightSource(as_in_checkpoint(sharding.held(model), conversion), rollout_dtype="float32")
+
+
+def stacked_experts(model: nn.Module) -> Conversion:
+    """The checkpoint has the experts one by one, the model has them stacked."""
+    pieces, shapes = {}, {}
+    for name, parameter in named_parameters(model):
+        halves = 1 + name.endswith(".gate_up_proj")
+        if ".experts." not in name:
+            made, own = Rearranged.of(name, parameter.shape), {name: tuple(parameter.shape)}
+        else:
+            number, rows, columns = parameter.shape
+            own = {f"{name}.{h}.{n}": (rows // halves, columns) for h in range(halves) for n in range(number)}
+            each = [Rearranged.of(matrix, shape) for matrix, shape in own.items()]
+            stacks = [torch.stack(each[half * number : (half + 1) * number]) for half in range(halves)]
+            made = torch.cat(stacks, dim=1)
+        pieces[name] = made.pieces
+        shapes |= own
+    return Conversion(model="Model", pieces=pieces, shapes=shapes, copies={}, aside=())
 
 
 def fresh(shape: Shape, values: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from tests.workers.engine.megatron_cases import tiny_moe
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, MegatronConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.megatron.checks import check, check_job
 from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.hf.checkpoint import HFCheckpoint
 
 
 def refusal(path, world=2, hf=None, **options) -> list[str]:

@@ -74,7 +74,7 @@ def test_weights_that_do_not_fit_are_all_named_and_nothing_is_written(model):
     tensors["model.new"] = torch.zeros(1)
     with pytest.raises(ActivationError, match="3 tensors") as failure:
         load_weights(model, tensors)
-    for text in ("unexpected model.new", "missing lm_head.weight", "model.norm.weight has shape"):
+    for text in ("unexpected model.new", "missing lm_head.weight", "model.norm.weight: (64,) in the model"):
         assert text in str(failure.value)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -34,8 +34,9 @@ from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary,
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.precision import names_kept_wide
 from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.rollout import RolloutReplica
 
@@ -313,10 +314,16 @@ def _adapter_shapes(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]
 def _arena_nbytes(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:
     """Shared memory that each rollout node's arena will take. `adapters` are the shapes of those of the model."""
     itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
-    with HFCheckpoint(model_path) as checkpoint:
-        whole = [checkpoint.shape(name) for name in checkpoint.names]
-    shapes = adapters if config.actor_rollout_ref.model.sends_adapters else whole
-    return sum(align(math.prod(shape) * itemsize) for shape in shapes) * config.checkpoint_engine.slots
+    if config.actor_rollout_ref.model.sends_adapters:
+        sizes = [math.prod(shape) * itemsize for shape in adapters]
+    else:
+        with HFCheckpoint(model_path) as checkpoint:
+            wide = names_kept_wide(checkpoint.shapes, checkpoint)
+            sizes = [
+                math.prod(shape) * (max(itemsize, ITEMSIZE["float32"]) if name in wide else itemsize)
+                for name, shape in checkpoint.shapes.items()
+            ]
+    return sum(map(align, sizes)) * config.checkpoint_engine.slots
 
 
 def _require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:

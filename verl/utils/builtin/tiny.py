@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.builtin.tokenizer import VOCAB_SIZE, build_tokenizer
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.experts import STACKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -61,7 +60,7 @@ def make_tiny_model(
         head_dim=head_dim,
         tie_word_embeddings=tie_word_embeddings,
         max_position_embeddings=max_position_embeddings,
-        **(mixture if architecture in STACKED else {}),
+        **(mixture if architecture.endswith("_moe") else {}),
     )
     with torch.no_grad():  # a norm weight of all ones would hide a mixed-up tensor
         generator = torch.Generator().manual_seed(seed)

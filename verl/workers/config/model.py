@@ -39,6 +39,10 @@ class HFModelConfig:
         "all-linear", "layers that get adapters: all-linear (all but the output), last parts of names, or a regex"
     )
     lora: LoRAConfig = section(LoRAConfig)
+    check_load: bool = option(
+        True,
+        "compare what trainer ranks hold after their start with the model's files, and buffers with transformers'",
+    )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
+from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
-from verl.workers.engine.fsdp.hf_export import export_hf
 from verl.workers.engine.fsdp.mesh import DTYPES
-from verl.workers.engine.fsdp.model import CAUSAL_LM, Head, build_model
-from verl.workers.engine.fsdp.tensors import split_experts
+from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
+from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -65,11 +65,12 @@ class FSDPEngine:
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._adapters: Adapters | None = None
+        self._built_model: BuiltModel | None = None
         self.before_step: Callable[[], None] = lambda: None
 
     def build(self) -> None:
         trainable = self._optim_config is not None
-        self.model, self._adapters = build_model(
+        built = build_model(
             self._model_config,
             self._fsdp_config,
             self.device,
@@ -78,6 +79,7 @@ class FSDPEngine:
             head=self.head,
             seed=self._seed,
         )
+        self.model, self._adapters, self._built_model = built.module, built.adapters, built
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -200,16 +202,20 @@ class FSDPEngine:
             self._lr_step = lr_step
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of the sharded parameters. Adapters are merged into the weights."""
-        dtype = dtype or self._fsdp_config.model_dtype
-        export_hf(directory, self._resharded(), self._model_config, dtype=DTYPES[dtype], adapters=self._adapters)
+        """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""
+        self._resharded()
+        assert self._built_model is not None
+        export_hf(directory, self._built_model, self._model_config, dtype=DTYPES[dtype] if dtype else None)
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
-        model: Any = self._built()
-        tensors = self.sharding.held(model)
+        tensors = self.sharding.held(self._built())
         if self._adapters is not None:
             tensors = self._adapters.sent(tensors)
-        return FSDPWeightSource(split_experts(tensors, model.config.model_type), rollout_dtype=rollout_dtype)
+        if self._model_config.sends_adapters:
+            return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype)
+        assert self._built_model is not None
+        tensors = as_in_checkpoint(tensors, self._built_model.conversion)
+        return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype, kept_wide=self._built_model.kept_wide)
 
     # ---- helpers
 

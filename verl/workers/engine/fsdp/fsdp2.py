@@ -38,7 +38,9 @@ class FSDP2Sharding:
         if config.forward_prefetch:
             for layer, following in pairwise(sharded):
                 layer.set_modules_to_forward_prefetch([following])
-        model.to_empty(device="cpu" if offloads(config, device) else device)
+        home = torch.device("cpu") if offloads(config, device) else device
+        materialise: Any = model._apply  # buffers have their values already
+        materialise(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
         return model
 
     def held(self, model: nn.Module) -> dict[str, HeldTensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,21 +21,25 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl.checkpoint_engine.errors import PlanError
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.model import ATTENTION
 from verl.workers.config import FSDPConfig, HFModelConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.lora import Adapters, add_adapters, base_tensors, is_adapter
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
-from verl.workers.engine.fsdp.tensors import (
-    HeldTensor,
-    check_names,
-    named_parameters,
-    persistent_buffers,
-    split_experts,
-    tied_aliases,
+from verl.workers.engine.fsdp.tensors import as_in_checkpoint
+from verl.workers.hf.attention import attention_implementation
+from verl.workers.hf.building import parameters_on_meta, require_buffers
+from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.conversion import Conversion, conversion_of
+from verl.workers.hf.precision import (
+    names_kept_by_transformers,
+    names_kept_wide,
+    require_precision,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,25 @@ TOKEN_VALUES = Head(
 """One number for every token. A directory of the policy will do, and so will an export of a critic."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model of which this rank holds a part, with the weights of its directory."""
+
+    module: nn.Module
+    """What to call."""
+    adapters: Adapters | None
+    conversion: Conversion
+    """Between the model and its checkpoint."""
+    kept_wide: frozenset[str]
+    """Tensors of the checkpoint that engines get in the dtype in which they are trained."""
+    new: frozenset[str]
+    """Tensors that the checkpoint lacks."""
+    exported_aside: tuple[str, ...]
+    """Tensors of the checkpoint that are no part of the model, and go into exports as they are."""
+    own_config: PretrainedConfig | None
+    """Of a model that is another than the checkpoint's: a policy under the head of a critic."""
+
+
 def build_model(
     model_config: HFModelConfig,
     fsdp_config: FSDPConfig,
@@ -67,32 +93,28 @@ def build_model(
     trainable: bool,
     head: Head = CAUSAL_LM,
     seed: int = 1,
-) -> tuple[nn.Module, Adapters | None]:
+) -> BuiltModel:
     """The model on `device`, sharded over the default process group, with the weights of its directory. A collective.
 
     One that is trained with LoRA has new adapters, the same for every number of ranks.
 
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
-    of its checkpoint differ.
+    of its checkpoint differ, and when the model that was built is not what the checkpoint says.
     """
-    directory = Path(model_config.path)
     hf_config = load_hf_config(model_config)
     for name, value in head.config_fields.items():
         setattr(hf_config, name, value)
-    with HFCheckpoint(directory) as checkpoint:
-        with torch.device("meta"):
-            model: PreTrainedModel = head.auto.from_config(
-                hf_config,
-                dtype=DTYPES[fsdp_config.model_dtype],
-                attn_implementation="sdpa",
-                trust_remote_code=model_config.trust_remote_code,
-            )
+    dtype = DTYPES[fsdp_config.model_dtype]
+    with HFCheckpoint(Path(model_config.path)) as checkpoint:
+        with parameters_on_meta():
+            model = _make(head, hf_config, model_config, dtype)
         model.requires_grad_(trainable)
-        model_type = hf_config.model_type
-        whole = {name: HeldTensor.whole(parameter, is_parameter=True) for name, parameter in named_parameters(model)}
-        names = [*split_experts(whole, model_type), *(name for name, _ in persistent_buffers(model))]
-        new = head.new - checkpoint.names
-        check_names(set(names) - new, checkpoint.names, tied_aliases(model) | head.unused, type(model).__name__)
+        conversion = conversion_of(model, checkpoint.shapes, may_lack=head.new)
+        conversion.require_whole()
+        require_precision(conversion.shapes, checkpoint, dtype)
+        _tell_aside(conversion, head)
+        wide = names_kept_wide(conversion.shapes, checkpoint)
+        wide |= names_kept_by_transformers(model, conversion)
         adapted = trainable and model_config.lora_rank > 0
         if adapted:
             add_adapters(model, model_config)
@@ -100,14 +122,57 @@ def build_model(
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         sharded = sharding.shard(model, fsdp_config, device)
         held = sharding.held(sharded)
-        _load(split_experts(base_tensors(held), model_type), checkpoint, new)
-    _compute_buffers(model, device)
-    if not adapted:
-        return sharded, None
-    adapters = Adapters(sharded, model_config)
-    adapters.initialize(held, seed)
-    adapters.gather()
-    return sharded, adapters
+        tensors = as_in_checkpoint(base_tensors(held), conversion)
+        filled = fill(tensors, checkpoint, zero=head.new - conversion.pieces.keys())
+        for other, name in conversion.copies.items():
+            require_equal(name, other, tensors[name], checkpoint)
+    adapters = None
+    if adapted:
+        adapters = Adapters(sharded, model_config)
+        adapters.initialize(held, seed)
+        adapters.gather()
+    if model_config.check_load:
+        filled.require(type(model).__name__)
+        with torch.device("meta"):
+            reference = _make(head, hf_config, model_config, dtype)
+        require_buffers(sharded, reference, conversion.pieces)
+    return BuiltModel(
+        module=sharded,
+        adapters=adapters,
+        conversion=conversion,
+        kept_wide=wide,
+        new=head.new - conversion.pieces.keys(),
+        exported_aside=tuple(name for name in conversion.aside if name not in head.unused),
+        own_config=model.config if head.config_fields else None,
+    )
+
+
+def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """On whatever device the caller has made the default one. Raises ConfigError for an attention that does not fit."""
+    attention = attention_implementation(hf_config, model_config.override_config.get(ATTENTION))
+    try:
+        model: PreTrainedModel = head.auto.from_config(
+            copy.deepcopy(hf_config),
+            dtype=dtype,
+            trust_remote_code=model_config.trust_remote_code,
+            **({"attn_implementation": attention} if attention else {}),
+        )
+    except (ImportError, ValueError) as exc:
+        raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {exc}") from exc
+    return model
+
+
+def _tell_aside(conversion: Conversion, head: Head) -> None:
+    aside = [name for name in conversion.aside if name not in head.unused and not name.endswith("inv_freq")]
+    if aside and dist.get_rank() == 0:
+        logger.warning(
+            "%d tensors of the checkpoint are no part of %s (%s%s): they are not trained and not sent to engines; "
+            "exports have them unchanged",
+            len(aside),
+            conversion.model,
+            ", ".join(aside[:3]),
+            ", ..." if len(aside) > 3 else "",
+        )
 
 
 def adapter_shapes(model_config: HFModelConfig) -> list[tuple[int, ...]]:
@@ -135,44 +200,9 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
         model_config.path, trust_remote_code=model_config.trust_remote_code
     )
     for key, value in model_config.override_config.items():
+        if key == ATTENTION:
+            continue
         if not hasattr(hf_config, key):
             raise ConfigError(f"model.override_config.{key}: unknown field.{did_you_mean(key, hf_config.to_dict())}")
         setattr(hf_config, key, value)
     return hf_config
-
-
-@torch.no_grad()
-def _load(tensors: Mapping[str, HeldTensor], checkpoint: HFCheckpoint, new: Collection[str]) -> None:
-    """Fill what this rank holds of every parameter and persistent buffer, cast to the model's dtype; `new` with 0."""
-    wrong = [
-        f"{name}: {tensor.shape} in the model, {checkpoint.shape(name)} in the checkpoint"
-        for name, tensor in tensors.items()
-        if name not in new and tensor.shape != checkpoint.shape(name)
-    ]
-    if wrong:
-        raise PlanError(f"shapes differ; {'; '.join(wrong)}")
-    for name, tensor in tensors.items():
-        for part in tensor.parts:
-            if name in new:
-                part.values().zero_()
-            else:
-                part.values().copy_(checkpoint.read(name, part.box))
-
-
-@torch.no_grad()
-def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give the buffers that no checkpoint holds (rotary frequencies) their values, which `meta` construction lost.
-
-    transformers recomputes them in `_init_weights`; buffers that it does not know would stay NaN and are an error.
-    """
-    recompute: Any = model._init_weights
-    pending: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        names = [name for name in module._non_persistent_buffers_set if getattr(module, name) is not None]
-        for name in names:
-            setattr(module, name, torch.full_like(getattr(module, name), float("nan"), device=device))
-        if names:
-            recompute(module)
-        pending |= {f"{prefix}.{name}": getattr(module, name) for name in names}
-    if unknown := sorted(name for name, buffer in pending.items() if buffer.isnan().any()):
-        raise PlanError(f"{type(model).__name__} has buffers that cannot be recomputed: {', '.join(unknown)}")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import Box
-from verl.utils.experts import ExpertMatrix, expert_matrices
+from verl.workers.hf.conversion import Conversion
+from verl.workers.hf.rearranged import Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class HeldTensor:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Under the names of the checkpoint, whatever wraps the modules; tied ones once, under their first name."""
+    """Under the names of the model, whatever wraps the modules; tied ones once, under their first name."""
     return ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters())
 
 
@@ -56,49 +56,35 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield clean_tensor_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def split_experts(tensors: Mapping[str, HeldTensor], model_type: str) -> dict[str, HeldTensor]:
-    """`tensors` of a model as its checkpoint has them: experts by themselves, as boxes of what is held of the stack."""
-    found: dict[str, HeldTensor] = {}
-    for name, tensor in tensors.items():
-        matrices = expert_matrices(model_type, name, tensor.shape)
-        found |= {matrix.name: _expert(tensor, matrix) for matrix in matrices} or {name: tensor}
-    return found
+def as_in_checkpoint(tensors: Mapping[str, HeldTensor], conversion: Conversion) -> dict[str, HeldTensor]:
+    """`tensors` of a model as its checkpoint has them: experts by themselves, as boxes of what is held of the stack.
 
-
-def _expert(stack: HeldTensor, matrix: ExpertMatrix) -> HeldTensor:
-    parts = []
-    for part in stack.parts:
-        (expert, row, column), (last_expert, last_row, last_column) = part.box.start, part.box.stop
-        first, last = max(row, matrix.first), min(last_row, matrix.last)
-        if expert <= matrix.expert < last_expert and first < last:
-            box = Box((first - matrix.first, column), (last - matrix.first, last_column))
-            rows = slice(first - row, last - row)
-            parts.append(Part(box=box, values=functools.partial(_rows, part, matrix.expert - expert, rows)))
-    return HeldTensor(
-        shape=(matrix.last - matrix.first, stack.shape[2]),
-        dtype=stack.dtype,
-        is_parameter=stack.is_parameter,
-        parts=tuple(parts),
-    )
-
-
-def _rows(part: Part, expert: int, rows: slice) -> torch.Tensor:
-    return part.values()[expert, rows]
-
-
-def check_names(model_names: Iterable[str], checkpoint_names: Iterable[str], aliases: Iterable[str], what: str) -> None:
-    """Compare what the model has with what its checkpoint has; `aliases` (tied names) may be in the checkpoint or not.
-
-    Raises PlanError that lists every missing and every unexpected name.
+    Tensors that the checkpoint lacks come last, under the names that they have in the model.
     """
-    have, listed = set(model_names), set(checkpoint_names)
-    missing = sorted(have - listed)
-    unexpected = sorted(name for name in listed - have - set(aliases) if not name.endswith(".rotary_emb.inv_freq"))
-    if missing or unexpected:
-        raise PlanError(
-            f"the tensors of {what} and of its checkpoint differ; in the model only: {', '.join(missing) or 'none'}; "
-            f"in the checkpoint only: {', '.join(unexpected) or 'none'}"
-        )
+    found = {name: _origin(name, shape, tensors, conversion) for name, shape in conversion.shapes.items()}
+    return found | {name: tensor for name, tensor in tensors.items() if name not in conversion.pieces}
+
+
+def _origin(name: str, shape: tuple[int, ...], tensors: Mapping[str, HeldTensor], conversion: Conversion) -> HeldTensor:
+    parts = []
+    for target, piece in conversion.parts_of(name):
+        tensor = tensors[target]
+        for part in tensor.parts:
+            if inner := piece.narrowed(part.box):
+                delta = part.delta and functools.partial(_delta, part.delta, inner)
+                parts.append(Part(box=inner.origin_box, values=functools.partial(_values, part, inner), delta=delta))
+    return HeldTensor(shape=shape, dtype=tensor.dtype, is_parameter=tensor.is_parameter, parts=tuple(parts))
+
+
+def _values(part: Part, piece: Piece) -> torch.Tensor:
+    offsets = zip(part.box.start, piece.box.start, piece.box.stop, strict=True)
+    return piece.to_origin(part.values()[tuple(slice(start - base, stop - base) for base, start, stop in offsets)])
+
+
+def _delta(delta: Callable[[Box], torch.Tensor], piece: Piece, box: Box) -> torch.Tensor:
+    inner = piece.in_rearranged(box)
+    assert inner is not None  # `box` lies in the part that this is the delta of
+    return piece.to_origin(delta(inner))
 
 
 def tied_aliases(model: nn.Module) -> frozenset[str]:

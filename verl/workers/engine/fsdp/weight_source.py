@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -22,18 +22,20 @@ class FSDPWeightSource:
     whole rows, and the first part of a last row; it may also be nothing. Ranks that hold the same (hybrid sharding)
     declare the same boxes; the planner chooses who sends. With offloaded parameters the host copies are read.
 
-    Tied embeddings are sent once under the embedding's name, as Hugging Face checkpoints have it. `rollout_dtype`
-    applies to floating-point parameters; buffers keep their dtype.
+    Tied embeddings are sent once, under the name that the checkpoint has for them. `rollout_dtype` applies to
+    floating-point parameters but for those in `kept_wide`, which travel as they are held, as do buffers.
     """
 
-    def __init__(self, tensors: Mapping[str, HeldTensor], *, rollout_dtype: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, HeldTensor], *, rollout_dtype: str, kept_wide: Collection[str] = ()
+    ) -> None:
         self._tensors = tensors
         self._specs = tuple(
             TensorSpec(
                 name=name,
                 shape=tensor.shape,
                 dtype=rollout_dtype
-                if tensor.is_parameter and tensor.dtype.is_floating_point
+                if tensor.is_parameter and tensor.dtype.is_floating_point and name not in kept_wide
                 else _dtype_name(tensor.dtype),
             )
             for name, tensor in tensors.items()

@@ -79,7 +79,8 @@ class Architecture:
 _LAYER = "model.layers.{layer}."
 _LOCAL = "decoder.layers.{layer}."
 
-_EMBEDDING = {"model.embed_tokens.weight": ("vocab", "hidden")}
+EMBEDDING_NAME = "model.embed_tokens.weight"
+_EMBEDDING = {EMBEDDING_NAME: ("vocab", "hidden")}
 _ENDS = (
     Row(megatron="embedding.word_embeddings.weight", hugging_face=_EMBEDDING, cut=Cut.VOCABULARY, place=Place.FIRST),
     Row(megatron="decoder.final_layernorm.weight", hugging_face={"model.norm.weight": ("hidden",)}, place=Place.LAST),

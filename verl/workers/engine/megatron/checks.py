@@ -11,9 +11,9 @@ from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.config.model import HFModelConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
 from verl.workers.engine.megatron.architectures import TIED_NAME, VALUE_HEAD, architecture_of
 from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tensor_shapes
+from verl.workers.hf.checkpoint import HFCheckpoint
 
 KEY = "actor_rollout_ref.actor.megatron"
 

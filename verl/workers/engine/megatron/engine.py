@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.config.megatron import MegatronConfig
-from verl.workers.engine.fsdp.hf_checkpoint import HFCheckpoint
+from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.model import load_hf_config
 from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
-from verl.workers.engine.hf_directory import write_hf_directory
 from verl.workers.engine.megatron import cpu, groups, library
-from verl.workers.engine.megatron.architectures import architecture_of
+from verl.workers.engine.megatron.architectures import EMBEDDING_NAME, TIED_NAME, architecture_of
 from verl.workers.engine.megatron.checkpoint import HeldInCheckpoint
 from verl.workers.engine.megatron.checks import check, sizes_of
 from verl.workers.engine.megatron.export import TensorCollector
@@ -42,6 +40,9 @@ from verl.workers.engine.micro_batches import partition, sequence_widths, split_
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import load_training_state, save_training_state
+from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.directory import write_hf_directory
+from verl.workers.hf.precision import names_kept_wide, require_precision
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -118,7 +119,12 @@ class MegatronEngine:
             require_same_tensors(self.model, self._tensors)
             self._weights = Weights(self.model, DTYPES[config.model_dtype], trainable=self._optim_config is not None)
             self._held = self._in_hf_names(self._weights.tensors)
-            _fill(self._held, checkpoint)
+            if self._optim_config is not None:
+                require_precision(self._held.keys() & checkpoint.names, checkpoint, DTYPES[config.model_dtype])
+            self._kept_wide = names_kept_wide({name: tensor.shape for name, tensor in self._held.items()}, checkpoint)
+            filled = fill(self._held, checkpoint, zero=self._held.keys() - checkpoint.names)  # a new head is 0
+            if self._dims.tied and TIED_NAME in checkpoint.names and EMBEDDING_NAME in self._held:
+                require_equal(EMBEDDING_NAME, TIED_NAME, self._held[EMBEDDING_NAME], checkpoint)
         self._weights.publish()
         if self._optim_config is not None:
             self._optimizer = Optimizer(
@@ -129,6 +135,8 @@ class MegatronEngine:
                 sequence_parallel=config.sequence_parallel,
                 distributed=config.use_distributed_optimizer,
             )
+        if self._model_config.check_load:
+            filled.require(f"Megatron's {self._hf_config.model_type} model")
 
     # ---- log-probs
 
@@ -257,29 +265,30 @@ class MegatronEngine:
             self._lr_step = lr_step
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of the weights that the optimizer keeps."""
-        to = DTYPES[dtype or self._config.model_dtype]
+        """At `dtype`, by default that of each tensor in the model's directory."""
         shapes = tensor_shapes(self._architecture, self._dims)
-        world = self._sizes.world
+        with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
+            own, common = checkpoint.names, checkpoint.common_dtype()
+            dtypes = {name: checkpoint.dtype(name) if name in own else common for name in shapes}
+        if dtype:
+            dtypes = dict.fromkeys(shapes, DTYPES[dtype])
         collector = TensorCollector(
-            [[piece for tensor in self._tensors_of(rank) for piece in tensor.pieces] for rank in range(world)],
+            [[p for tensor in self._tensors_of(rank) for p in tensor.pieces] for rank in range(self._sizes.world)],
             shapes,
-            dtype=to,
+            dtypes=dtypes,
         )
-        generation = Path(self._model_config.path) / "generation_config.json"
         write_hf_directory(
             directory,
-            {name: math.prod(shape) * to.itemsize for name, shape in shapes.items()},
+            {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()},
             lambda name: collector.collect(name, partial(view, self._weights.tensors)),
-            hf_config=self._hf_config,
-            generation_config=GenerationConfig.from_pretrained(generation.parent) if generation.is_file() else None,
             model_config=self._model_config,
-            dtype=to,
+            dtype=DTYPES[dtype] if dtype else None,
+            own_config=self._hf_config if self.labels else None,
         )
 
     def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
         self._built()
-        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype)
+        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype, kept_wide=self._kept_wide)
 
     # ---- helpers
 
@@ -314,13 +323,6 @@ class MegatronEngine:
         if self.model is None:
             raise RuntimeError("build() has not been called")
         return self.model
-
-
-@torch.no_grad()
-def _fill(tensors: dict[str, HeldTensor], checkpoint: HFCheckpoint) -> None:
-    for name in tensors.keys() & checkpoint.names:  # a head that is not there is new, and 0
-        for part in tensors[name].parts:
-            part.values().copy_(checkpoint.read(name, part.box))
 
 
 def _in_checkpoint(tensors: dict[str, HeldTensor]) -> dict[str, HeldInCheckpoint]:

@@ -14,9 +14,13 @@ class TensorCollector:
     """Whole tensors on rank 0, from the first rank that holds each piece. Every rank knows what every rank holds."""
 
     def __init__(
-        self, pieces_by_rank: list[list[Piece]], shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+        self,
+        pieces_by_rank: list[list[Piece]],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self._shapes, self._dtype = shapes, dtype
+        self._shapes, self._dtypes = shapes, dtypes
         self._owners: dict[str, list[tuple[int, Piece]]] = {name: [] for name in shapes}
         seen = set()
         for rank, pieces in enumerate(pieces_by_rank):
@@ -35,14 +39,14 @@ class TensorCollector:
         return {}
 
     def _receive(self, name: str, values: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        whole = torch.empty(self._shapes[name], dtype=self._dtypes[name])
         for owner, piece in self._owners[name]:
             if owner == 0:
                 part = self._own(piece, values)
             else:
-                dist.recv(part := torch.empty(piece.box.shape, dtype=self._dtype), src=owner)
+                dist.recv(part := torch.empty(piece.box.shape, dtype=self._dtypes[name]), src=owner)
             whole[tuple(map(slice, piece.box.start, piece.box.stop))] = part
         return whole
 
     def _own(self, piece: Piece, values: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
-        return values(piece).to(device="cpu", dtype=self._dtype).contiguous()
+        return values(piece).to(device="cpu", dtype=self._dtypes[piece.name]).contiguous()

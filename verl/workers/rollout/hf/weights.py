@@ -8,39 +8,26 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.errors import ActivationError
-from verl.utils.experts import expert_matrices
+from verl.workers.hf.conversion import conversion_of
 
 
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy every tensor into the parameter or buffer of its name.
+    """Copy every tensor, under its checkpoint's name, into the parameters or buffers that it is a part of.
 
     Raises ActivationError, before anything is written, that lists every tensor that is missing, unexpected, or of
     another shape. A tied weight is present if any of its names is.
     """
-    held = _as_in_checkpoint(model)
-    loaded_storage = {held[name].data_ptr() for name in tensors if name in held}
-    problems = [f"unexpected {name}" for name in tensors if name not in held]
-    problems += [
-        f"missing {name}"
-        for name, tensor in held.items()
-        if name not in tensors and tensor.data_ptr() not in loaded_storage
-    ]
-    problems += [
-        f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(held[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in held and tensor.shape != held[name].shape
-    ]
+    conversion = conversion_of(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    problems = [f"unexpected {name}" for name in (*conversion.unexpected, *conversion.aside)]
+    problems += [f"missing {name}" for name in conversion.missing]
+    problems += conversion.misshapen
     if problems:
         raise ActivationError(f"{len(problems)} tensors do not fit the model: " + "; ".join(problems))
+    held = model.state_dict()
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            held[name].copy_(tensor)
-
-
-def _as_in_checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under the names of the checkpoint: of stacked experts, one view for each."""
-    held: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        matrices = expert_matrices(model.config.model_type, name, tensor.shape)
-        held |= {one.name: tensor[one.expert, one.first : one.last] for one in matrices} or {name: tensor}
-    return held
+        for name in conversion.shapes:
+            for target, piece in conversion.parts_of(name):
+                box = piece.origin_box
+                values = tensors[name][tuple(map(slice, box.start, box.stop))]
+                place = held[target][tuple(map(slice, piece.box.start, piece.box.stop))]
+                place.copy_(piece.to_rearranged(values))

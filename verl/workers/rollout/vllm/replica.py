@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from verl import envs
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.experts import STACKED
-from verl.utils.model import load_hf_config
+from verl.utils.model import expert_count, load_hf_config
 from verl.workers.rollout.base import RolloutReplica
 from verl.workers.rollout.vllm.adapter import LARGEST_RANK
 
@@ -67,11 +66,11 @@ class VLLMReplica(RolloutReplica):
                 f"{LARGEST_RANK}; {merged}"
             )
         # With LoRA enabled, vLLM 0.32 computes experts in a Triton kernel, whether they have adapters or not.
-        model_type = load_hf_config(self.model).model_type
-        if self.device == "cpu" and model_type in STACKED:
+        hf_config = load_hf_config(self.model)
+        if self.device == "cpu" and expert_count(hf_config):
             raise ConfigError(
-                f"actor_rollout_ref.model.lora.merge=false: vLLM on cpu cannot load adapters into {model_type}, a "
-                f"mixture of experts; {merged}"
+                f"actor_rollout_ref.model.lora.merge=false: vLLM on cpu cannot load adapters into "
+                f"{hf_config.model_type}, a mixture of experts; {merged}"
             )
 
     def env_vars(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,21 @@ from verl.utils.config import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the name that safetensors has for them."""
 
 
 class HFCheckpoint:
@@ -41,11 +57,27 @@ class HFCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.shape(name) for name in self._file_of}
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of `box`, in the dtype of the file; only the bytes of these rows are read."""
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._slice(name).get_dtype()]
+
+    def common_dtype(self) -> torch.dtype:
+        """The floating-point dtype that most elements have."""
+        numel: dict[torch.dtype, int] = {torch.float32: 0}
+        for name in self._file_of:
+            if (dtype := self.dtype(name)).is_floating_point:
+                numel[dtype] = numel.get(dtype, 0) + math.prod(self.shape(name))
+        return max(numel, key=numel.__getitem__)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """The elements of `box`, or all, in the dtype of the file; only the bytes of these rows are read."""
+        box = box or Box.whole(self.shape(name))
         index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
         values: torch.Tensor = self._slice(name)[index]
         return values

@@ -1,0 +1,139 @@
+"""A built trainer engine beside what transformers makes of the same directory, and how the two are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.models.configurations import WINDOW
+from tests.workers.engine.engine_cases import assemble, make_engine, shown_by
+from verl.checkpoint_engine.errors import PlanError
+from verl.protocol import DataProto
+from verl.utils.config import ConfigError
+from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.workers.engine.micro_batches import MicroBatchLimits
+
+Tensors = dict[str, torch.Tensor]
+
+NUM_PROMPT, NUM_RESPONSE = WINDOW + 5, WINDOW + 2
+"""Longer than a window, both."""
+EXTRA = ("mtp.",)
+"""Tensors of a file that are no part of the causal LM: kept, and not trained."""
+ENGINE_FLOAT32 = ("A_log", ".D", ".dt_bias", "_bias", ".lambdas", "recurrent_param")
+"""Ends of names of tensors that a rollout engine may want in float32 at any dtype: vectors and decays, no matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    directory: Path
+    strategy: str
+    engine: FSDPEngine | None
+    refusal: Exception | None
+    """What ended the build. Exactly one of the two is None."""
+
+    @property
+    def model(self) -> Any:
+        assert self.engine is not None
+        return self.engine.model
+
+
+def build(directory: Path, strategy: str) -> Built:
+    """Needs a default process group. Any error but a refusal goes to the caller."""
+    try:
+        engine = make_engine(directory, strategy=strategy)
+    except (ConfigError, PlanError) as refusal:
+        return Built(directory=directory, strategy=strategy, engine=None, refusal=refusal)
+    return Built(directory=directory, strategy=strategy, engine=engine, refusal=None)
+
+
+def reference(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """transformers' model of a directory, and what it says about the tensors that it did not find or use."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith(EXTRA)}
+    return model.eval(), {key: value for key, value in info.items() if value}
+
+
+def file_tensors(directory: Path) -> Tensors:
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def parameters_and_buffers(model: Any) -> Tensors:
+    """All of them, whole, those that no checkpoint holds, too. Of a world of one rank."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {name: tensor.clone() for name, tensor in _named(model)}
+    return dict(_named(model))
+
+
+def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [
+        (clean_tensor_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
+        for name, tensor in named
+    ]
+
+
+def sent(engine: FSDPEngine, dtype: str) -> Tensors:
+    """What the rollouts get, whole."""
+    return assemble([shown_by(engine.weight_source(dtype))])
+
+
+def differences(found: Tensors, expected: Tensors) -> list[str]:
+    """One line for every name that is missing, too many, or has another shape, dtype or value."""
+    lines = [f"{name}: missing" for name in expected.keys() - found.keys()]
+    lines += [f"{name}: not expected" for name in found.keys() - expected.keys()]
+    for name in expected.keys() & found.keys():
+        left, right = found[name], expected[name]
+        if left.shape != right.shape or left.dtype != right.dtype:
+            lines.append(f"{name}: {left.dtype} {tuple(left.shape)}, not {right.dtype} {tuple(right.shape)}")
+        elif not torch.equal(left, right):
+            lines.append(f"{name}: {int((left != right).sum())} of {left.numel()} elements differ")
+    return sorted(lines)
+
+
+def padded_batch() -> DataProto:
+    """Four rows of random tokens: full, padded on the left, on the right, on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([(NUM_PROMPT, NUM_RESPONSE), (2, NUM_RESPONSE), (NUM_PROMPT, 3), (NUM_PROMPT - 4, 4)])
+    columns = torch.arange(NUM_PROMPT + NUM_RESPONSE)
+    mask = ((columns >= NUM_PROMPT - lengths[:, :1]) & (columns < NUM_PROMPT + lengths[:, 1:])).long()
+    ids = torch.where(mask.bool(), torch.randint(0, 250, mask.shape, generator=generator), 256)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :NUM_PROMPT],
+            "responses": ids[:, NUM_PROMPT:],
+            "response_mask": mask[:, NUM_PROMPT:],
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        }
+    )
+
+
+def log_probs(engine: FSDPEngine, data: DataProto) -> torch.Tensor:
+    """All rows in one micro-batch."""
+    return engine.compute_log_prob(data, temperature=1.0, limits=MicroBatchLimits(max_sequences=len(data)))[0]
+
+
+@torch.no_grad()
+def reference_log_probs(model: Any, data: DataProto) -> torch.Tensor:
+    """Row by row, without padding, from the logits of every position."""
+    found = torch.zeros(len(data), NUM_RESPONSE)
+    for row in range(len(data)):
+        ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
+        num_response = int(data.batch["response_mask"][row].sum())
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_response - 1 : -1].float()
+        found[row, :num_response] = logits.log_softmax(-1).gather(-1, ids[-num_response:, None])[:, 0]
+    return found

@@ -1,0 +1,109 @@
+"""Every architecture in the training engines: what is trained, computed, sent and exported is what the checkpoint says.
+
+A cell of the matrix is right, or the build refuses by name and REFUSED says why. scripts/models_page.py makes
+docs/models.md of a run of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import cases
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
+from tests.models.cases import Built, differences
+
+REFUSED: dict[str, str] = {}
+"""Architecture: what its refusal says, in the words of the message. Every property of its row is then "refused"."""
+
+STRATEGIES = {"fsdp2": list(ARCHITECTURES), "fsdp": list(ARCHITECTURES)[::2]}
+"""FSDP1 shares all but sharding with FSDP2: every second architecture, of every kind."""
+CELLS = [(strategy, name) for strategy, names in STRATEGIES.items() for name in names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def references(checkpoints):
+    """`references(name)`: transformers' own model in float32, eager."""
+    return functools.cache(lambda name: cases.reference(checkpoints(name))[0])
+
+
+@pytest.fixture(scope="module", params=CELLS, ids=lambda cell: "-".join(cell))
+def cell(request) -> tuple[str, str]:
+    """Strategy and architecture. All properties of one are tested in a row, so that it is built once."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def attempt(cell, checkpoints) -> Built:
+    strategy, name = cell
+    return cases.build(checkpoints(name), strategy)
+
+
+@pytest.fixture
+def built(cell, attempt, record_property) -> Built | None:
+    """None: it is refused, as REFUSED says."""
+    expected = REFUSED.get(cell[1])
+    if attempt.refusal is None:
+        assert expected is None, f"{cell[1]} can be built now: delete its entry in REFUSED"
+        return attempt
+    assert expected is not None, f"refused: {attempt.refusal}"
+    assert expected in str(attempt.refusal)
+    record_property("refused", expected)
+    return None
+
+
+def test_parameters_and_buffers_equal_those_of_transformers(built, cell, references):
+    if built is not None:
+        expected = cases.parameters_and_buffers(references(cell[1]))
+        assert differences(cases.parameters_and_buffers(built.model), expected) == []
+
+
+def test_log_probs_equal_the_eager_reference_with_padding_left_and_right(built, cell, references):
+    if built is not None:
+        data = cases.padded_batch()
+        found, expected = cases.log_probs(built.engine, data), cases.reference_log_probs(references(cell[1]), data)
+        assert (found - expected).abs().amax(1).tolist() == pytest.approx([0.0] * len(data), abs=1e-4)
+
+
+def test_the_weight_source_has_the_bytes_of_the_checkpoint(built):
+    if built is not None:
+        sent = cases.sent(built.engine, "float32")
+        file = cases.file_tensors(built.directory)
+        kept = {name for name in file if name.startswith(cases.EXTRA)} - sent.keys()
+        assert differences(sent, {name: tensor for name, tensor in file.items() if name not in kept}) == []
+
+
+def test_the_weight_source_casts_all_but_what_stays_in_float32(built, cell, tmp_path):
+    if built is not None:
+        write_checkpoint(ARCHITECTURES[cell[1]], tmp_path, dtype=torch.bfloat16)
+        whole, rounded = cases.file_tensors(built.directory), cases.file_tensors(tmp_path)
+        sent = cases.sent(built.engine, "bfloat16")
+        for name, tensor in sent.items():
+            if tensor.dtype == torch.float32 and name.endswith(cases.ENGINE_FLOAT32) and name in rounded:
+                rounded[name] = whole[name]
+        kept = {name for name in rounded if name.startswith(cases.EXTRA)} - sent.keys()
+        assert differences(sent, {name: tensor for name, tensor in rounded.items() if name not in kept}) == []
+
+
+def test_an_export_has_the_tensors_of_the_source_and_transformers_loads_them_all(built, cell, references, tmp_path):
+    if built is not None:
+        built.engine.export_hf(tmp_path)
+        assert differences(cases.file_tensors(tmp_path), cases.file_tensors(built.directory)) == []
+        model, info = cases.reference(tmp_path)
+        assert info == {}
+        expected = cases.parameters_and_buffers(references(cell[1]))
+        assert differences(cases.parameters_and_buffers(model), expected) == []
+
+
+def test_refusals_are_of_architectures_that_exist():
+    assert REFUSED.keys() <= ARCHITECTURES.keys()

@@ -1,0 +1,87 @@
+"""Building a transformers model whose parameters have no memory yet, and whose buffers have their values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from verl.checkpoint_engine.errors import PlanError
+
+logger = logging.getLogger(__name__)
+
+UNTOUCHED = -7_654_321
+"""In integer buffers, what nothing computes; NaN in others."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are made inside have parameters on the meta device, and buffers as their constructors compute them.
+
+    On the meta device as a whole buffers would lose their values, and what computes them again may initialise
+    parameters as well. Memory is taken for one parameter at a time, and not written to. For one thread.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            attributes = {key: value for key, value in param.__dict__.items() if not key.startswith("__")}
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.__dict__.update(attributes)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def require_buffers(model: nn.Module, reference: PreTrainedModel, loaded: Collection[str]) -> None:
+    """Compare the buffers of `model` with those that transformers computes for `reference`, but for `loaded` ones.
+
+    `reference` is the same model, as transformers builds it for `from_pretrained`: all of it on the meta device. Its
+    buffers get memory and its values here; its parameters stay where they are.
+
+    Raises PlanError that names the buffers that differ.
+    """
+    for module in reference.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                missing = float("nan") if buffer.is_floating_point() else UNTOUCHED
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype).fill_(missing)
+    initializer: Any = reference
+    initializer.initialize_weights()
+    expected = dict(reference.named_buffers())
+    wrong = []
+    for name, buffer in model.named_buffers():
+        found, own = expected.get(_plain(name)), buffer.detach().cpu()
+        if found is None or _plain(name) in loaded or _is_untouched(found):
+            continue
+        if found.dtype != own.dtype or not torch.equal(found, own):
+            wrong.append(_plain(name))
+    if wrong:
+        raise PlanError(
+            f"buffers of {type(reference).__name__} are not what transformers computes from its config: "
+            f"{', '.join(sorted(wrong))}"
+        )
+
+
+def _is_untouched(buffer: torch.Tensor) -> bool:
+    """transformers leaves it as it is; only a constructor gives it values."""
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return bool((buffer == UNTOUCHED).any()) or buffer.dtype in (torch.bool, torch.uint8, torch.int8)
+
+
+def _plain(name: str) -> str:
+    """Without what wraps modules."""
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,265 @@
+"""Tensors without values that remember where their elements come from.
+
+transformers describes how a checkpoint becomes a model by functions on tensors: stack these, split that, transpose.
+Called with a `Rearranged` for each tensor, the same functions tell which box of which tensor lands where, and nothing
+is read or copied. What is not a rearrangement of boxes (arithmetic, interleaving) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from verl.checkpoint_engine.types import Box
+
+
+class NotARearrangement(AttributeError):
+    """Something other than moving boxes of elements was asked of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """`box` of a rearranged tensor is a box of the tensor `origin`."""
+
+    box: Box
+    origin: str
+    start: tuple[int, ...]
+    """First index in `origin`, of each of its dimensions."""
+    dims: tuple[int | None, ...]
+    """For each dimension of `origin` the dimension of the rearranged tensor that runs along it. None: it stays at
+    `start`, as does a dimension of length one that was left out."""
+
+    @property
+    def origin_box(self) -> Box:
+        lengths = [1 if dim is None else self.box.shape[dim] for dim in self.dims]
+        return Box(self.start, tuple(start + length for start, length in zip(self.start, lengths, strict=True)))
+
+    def narrowed(self, box: Box) -> Piece | None:
+        """The part of it that lies in `box` of the rearranged tensor."""
+        low = tuple(map(max, self.box.start, box.start))
+        high = tuple(map(min, self.box.stop, box.stop))
+        if any(first >= last for first, last in zip(low, high, strict=True)):
+            return None
+        start = tuple(
+            first if dim is None else first + low[dim] - self.box.start[dim]
+            for first, dim in zip(self.start, self.dims, strict=True)
+        )
+        return replace(self, box=Box(low, high), start=start)
+
+    def in_origin(self, box: Box) -> Box:
+        """Where `box`, a part of `self.box`, is in `origin`."""
+        inner = self.narrowed(box)
+        assert inner is not None
+        return inner.origin_box
+
+    def in_rearranged(self, box: Box) -> Box | None:
+        """Which part of `self.box` is that of `origin` in `box`; None if there is none."""
+        low, high = list(self.box.start), list(self.box.stop)
+        for dim, first, start, stop in zip(self.dims, self.start, box.start, box.stop, strict=True):
+            if dim is None:
+                if not start <= first < stop:
+                    return None
+            else:
+                shift = self.box.start[dim] - first
+                low[dim], high[dim] = max(low[dim], start + shift), min(high[dim], stop + shift)
+        if any(first >= last for first, last in zip(low, high, strict=True)):
+            return None
+        return Box(tuple(low), tuple(high))
+
+    def to_origin(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` of a box of the rearranged tensor as a view with the dimensions of `origin`."""
+        if self.dims == tuple(range(values.dim())):
+            return values
+        kept = [dim for dim in self.dims if dim is not None]
+        for dim in reversed(range(values.dim())):
+            if dim not in kept:
+                values = values.select(dim, 0)
+        rank = {dim: index for index, dim in enumerate(sorted(kept))}
+        values = values.permute([rank[dim] for dim in kept])
+        for index, target in enumerate(self.dims):
+            if target is None:
+                values = values.unsqueeze(index)
+        return values
+
+    def to_rearranged(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` of a box of `origin` as a view with the dimensions of the rearranged tensor."""
+        order = [dim for dim in self.dims if dim is not None]
+        for index in reversed([index for index, target in enumerate(self.dims) if target is None]):
+            values = values.select(index, 0)
+        values = values.permute(sorted(range(len(order)), key=order.__getitem__))
+        for dim in range(len(self.box.start)):
+            if dim not in order:
+                values = values.unsqueeze(dim)
+        return values
+
+
+class Rearranged:
+    """Shape and pieces of a tensor. Handed to functions that expect a `torch.Tensor`; those that it knows work."""
+
+    def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
+        self.shape = torch.Size(shape)
+        self.pieces = tuple(pieces)
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> Rearranged:
+        """The tensor `name` as it is."""
+        box = Box.whole(tuple(shape))
+        return cls(shape, [Piece(box=box, origin=name, start=box.start, dims=tuple(range(len(box.start))))])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self, *_: Any, **__: Any) -> Rearranged:
+        return self
+
+    clone = detach = to = cpu = contiguous
+
+    def narrow(self, dim: int, start: int, length: int) -> Rearranged:
+        dim %= self.ndim
+        low = tuple(start if index == dim else 0 for index in range(self.ndim))
+        high = tuple(start + length if index == dim else size for index, size in enumerate(self.shape))
+        inside = [piece for piece in (piece.narrowed(Box(low, high)) for piece in self.pieces) if piece]
+        shape = [length if index == dim else size for index, size in enumerate(self.shape)]
+        return Rearranged(shape, [_moved(piece, dim, -start) for piece in inside])
+
+    def permute(self, *order: Any) -> Rearranged:
+        old = [index % self.ndim for index in (order[0] if isinstance(order[0], tuple | list) else order)]
+        new = {dim: index for index, dim in enumerate(old)}
+        return self._with_dims([self.shape[dim] for dim in old], lambda values: [values[dim] for dim in old], new.get)
+
+    def transpose(self, dim0: int, dim1: int) -> Rearranged:
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(order)
+
+    def unsqueeze(self, dim: int) -> Rearranged:
+        dim %= self.ndim + 1
+        pieces = [
+            replace(
+                piece,
+                box=Box(_inserted(piece.box.start, dim, 0), _inserted(piece.box.stop, dim, 1)),
+                dims=tuple(own if own is None or own < dim else own + 1 for own in piece.dims),
+            )
+            for piece in self.pieces
+        ]
+        return Rearranged(_inserted(tuple(self.shape), dim, 1), pieces)
+
+    def squeeze(self, dim: int | None = None) -> Rearranged:
+        if dim is None:
+            dropped = [index for index, size in enumerate(self.shape) if size == 1]
+        else:
+            dropped = [dim % self.ndim] if self.shape[dim] == 1 else []
+        kept = [index for index in range(self.ndim) if index not in dropped]
+        new = {dim: index for index, dim in enumerate(kept)}
+        return self._with_dims([self.shape[dim] for dim in kept], lambda values: [values[dim] for dim in kept], new.get)
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Rearranged, ...]:
+        total = self.shape[dim]
+        if isinstance(split_size, int):
+            split_size = [min(split_size, total - low) for low in range(0, total, split_size)]
+        starts = [sum(split_size[:index]) for index in range(len(split_size))]
+        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, split_size, strict=True))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Rearranged, ...]:
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Rearranged, ...]:
+        return tuple(part.squeeze(dim) for part in self.split(1, dim))
+
+    def __getitem__(self, index: Any) -> Rearranged:
+        indices = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in indices:
+            place = indices.index(Ellipsis)
+            fill = (slice(None),) * (self.ndim - len(indices) + 1)
+            indices = indices[:place] + fill + indices[place + 1 :]
+        found, dropped = self, []
+        for dim, one in enumerate(indices):
+            if isinstance(one, int):
+                found, one = found.narrow(dim, one % self.shape[dim], 1), None
+                dropped.append(dim)
+            elif isinstance(one, slice) and one.step in (None, 1):
+                start, stop, _ = one.indices(self.shape[dim])
+                found = found.narrow(dim, start, max(stop - start, 0))
+            else:
+                raise NotARearrangement(f"indexing with {one!r}")
+        for dim in reversed(dropped):
+            found = found.squeeze(dim)
+        return found
+
+    def _with_dims(
+        self,
+        shape: Sequence[int],
+        chosen: Callable[[tuple[int, ...]], list[int]],
+        renumbered: Callable[[int], int | None],
+    ) -> Rearranged:
+        pieces = [
+            replace(
+                piece,
+                box=Box(tuple(chosen(piece.box.start)), tuple(chosen(piece.box.stop))),
+                dims=tuple(None if dim is None else renumbered(dim) for dim in piece.dims),
+            )
+            for piece in self.pieces
+        ]
+        return Rearranged(shape, pieces)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotARearrangement(f"Tensor.{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        own = {torch.cat: _cat, torch.concat: _cat, torch.stack: _stack}.get(function)
+        name = getattr(function, "__name__", str(function))
+        if own is not None:
+            return own(*arguments, **(named or {}))
+        if name in _METHODS:
+            return getattr(arguments[0], name)(*arguments[1:], **(named or {}))
+        raise NotARearrangement(f"torch.{name}")
+
+
+_METHODS = frozenset({"chunk", "split", "unbind", "narrow", "permute", "transpose", "squeeze", "unsqueeze", "clone"})
+
+
+def _cat(tensors: Sequence[Rearranged], dim: int = 0) -> Rearranged:
+    first = tensors[0]
+    dim %= first.ndim
+    others = {tuple(tensor.shape[:dim] + tensor.shape[dim + 1 :]) for tensor in tensors}
+    if len(others) > 1:
+        raise ValueError(
+            f"tensors of shapes {', '.join(str(tuple(tensor.shape)) for tensor in tensors)} are put together"
+        )
+    pieces: list[Piece] = []
+    length = 0
+    for tensor in tensors:
+        pieces += [_moved(piece, dim, length) for piece in tensor.pieces]
+        length += tensor.shape[dim]
+    return Rearranged([length if index == dim else size for index, size in enumerate(first.shape)], pieces)
+
+
+def _stack(tensors: Sequence[Rearranged], dim: int = 0) -> Rearranged:
+    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].ndim + 1))
+
+
+def _moved(piece: Piece, dim: int, by: int) -> Piece:
+    low, high = list(piece.box.start), list(piece.box.stop)
+    low[dim] += by
+    high[dim] += by
+    return replace(piece, box=Box(tuple(low), tuple(high)))
+
+
+def _inserted(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place:])

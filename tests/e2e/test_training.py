@@ -480,6 +480,13 @@ def test_the_run_before_the_kill_keeps_its_place_in_the_metrics(resumed):
     assert list(resumed.metrics) == [1, 2, 3, 4]
 
 
+def test_each_sync_and_each_span_of_the_timeline_is_told_once_after_a_resume(resumed):
+    assert [report["version"] for report in resumed.reports] == list(range(STEPS + 1))
+    for role, name in (("trainer", "step"), ("trainer", "gen"), ("trainer", "update_weights"), ("sync", "stage")):
+        told = [span.version for span in resumed.spans(role, name)]
+        assert told == list(range(0 if name in ("update_weights", "stage") else 1, STEPS + 1)), (role, name)
+
+
 def test_only_as_many_checkpoints_as_configured_are_kept(uninterrupted, resumed):
     assert sorted(path.name for path in uninterrupted.out.glob("global_step_*")) == ["global_step_3", "global_step_4"]
     assert len(list(resumed.out.glob("global_step_*"))) == STEPS

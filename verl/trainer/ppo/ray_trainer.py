@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl.checkpoint_engine.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
-from verl.trainer.ppo.cluster import Cluster
+from verl.trainer.ppo.cluster import Cluster, sync_report_path
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -33,11 +34,12 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.utils import records
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, marked_timer, write_spans
+from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
@@ -215,15 +217,22 @@ class RayPPOTrainer:
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
         first = self.at(start)
+        validates = self.config.trainer.val_before_train and not self.rewards_before
+        self.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
         logger.info("loading version %d of the weights into the rollout engines", start)
         with first.timed("update_weights"):
             self.update_weights(first)
-        if self.config.trainer.val_before_train and not self.rewards_before:
+        if validates:
             with first.timed("testing"):
                 self.validate(first)
             self.rewards_before = dict(self.rewards_after)
             self.tracking.log(first.metrics, start)
         self.write_timeline(first)
+
+    def forget_undone(self, start: int, again: Collection[str]) -> None:
+        """Of what an earlier run in this directory recorded, only what is not done again counts as this run's."""
+        go_back(self._timeline, start, again)
+        records.carry_over(sync_report_path(self.config), lambda report: _version(report) < start)
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
@@ -392,6 +401,11 @@ class RayPPOTrainer:
         parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
+
+
+def _version(report: Mapping[str, Any]) -> float:
+    version = report.get("version")
+    return version if isinstance(version, int) else inf
 
 
 def _every(frequency: int, step: int) -> bool:

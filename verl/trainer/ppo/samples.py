@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from verl.protocol import DataProto
+from verl.utils import records
 from verl.workers.reward_manager import RewardOutput
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,11 @@ class SampleWriter:
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        mode = "a" if step in self._begun else "w"
+        path = self._directory / f"{step}.jsonl"
+        if step not in self._begun:
+            path.unlink(missing_ok=True)
         self._begun.add(step)
-        with (self._directory / f"{step}.jsonl").open(mode) as file:
-            for row in _rows(batch, reward):
-                file.write(json.dumps({"step": step, **row}, default=str) + "\n")
+        records.append(path, [records.encoded({"step": step, **row}) for row in _rows(batch, reward)])
 
     @staticmethod
     def show(batch: DataProto, reward: RewardOutput, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import xxhash
@@ -103,8 +103,8 @@ class PromptLoader:
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """In what the data of `state` differ from these; empty if they are the same. ConfigError: no such state."""
-        epoch, position, saved = state.get("epoch"), state.get("position"), state.get("data")
-        if not (_is_count(epoch) and _is_count(position) and isinstance(saved, Mapping)):
+        position, saved = state.get("position"), state.get("data")
+        if not (_is_count(state.get("epoch")) and _is_count(position) and isinstance(saved, Mapping)):
             raise ConfigError(f"the checkpoint has no position in the data that this loader knows: {str(state)[:80]!r}")
         own = self._identity()
         for name, words in _WORDS.items():
@@ -162,7 +162,7 @@ def fingerprint(files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
         if not path.is_file():
-            digest.update(str(path))
+            digest.update(str(path).encode())
             continue
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_NBYTES):
@@ -180,5 +180,5 @@ def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -2,15 +2,18 @@ import contextlib
 import json
 import os
 import pickle
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from verl.trainer.ppo.checkpoints import LATEST, CheckpointDirectory, TrainerState
+from verl.trainer.ppo.checkpoints import LATEST, CheckpointDirectory, TrainerState, warn_of_lacking_contents
 from verl.utils.config import ConfigError
-from verl.workers.config import TrainerConfig
+from verl.utils.disk import DiskFull
+from verl.workers.config import CheckpointConfig, TrainerConfig
 
 
 @pytest.fixture
@@ -24,9 +27,11 @@ def state(step):
 
 def save(config, *steps):
     for step in steps:
-        with CheckpointDirectory(config).writing(state(step)) as directory:
+        checkpoints = CheckpointDirectory(config)
+        with checkpoints.writing(state(step)) as directory:
             (directory / "actor").mkdir()
             (directory / "actor/weights").write_text(f"of step {step}")
+        checkpoints.publish()
 
 
 def names(config):
@@ -99,6 +104,7 @@ def run(config, *written, resume_from=None, again=False):
     for step in written:
         with directory.writing(state(step)) as partial:
             (partial / "weights").write_text(f"of step {step}")
+        directory.publish()
 
 
 @pytest.mark.parametrize(
@@ -206,3 +212,84 @@ def test_a_record_that_is_none_is_an_error(config, content):
     (found / "trainer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"trainer\.json is not the record of a checkpoint"):
         CheckpointDirectory.read(found)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (["model", "optimizer", "extra"], ["model", "optimizer", "extra"], None),
+        (["hf_model", "model", "optimizer", "extra"], ["model", "optimizer", "extra"], None),
+        (["model"], ["model"], None),
+        (["model"], ["model", "hf_model"], None),
+        (["hf_model"], ["model", "optimizer", "extra"], "=[hf_model] lacks model, optimizer, extra: no run can be"),
+        (["model", "extra"], ["model", "optimizer", "extra"], "=[model,extra] lacks optimizer: no run can be resumed"),
+        ([], ["model"], "=[] lacks model"),
+    ],
+)
+def test_checkpoints_from_which_no_run_can_go_on_are_told_when_they_are_configured(caplog, saved, loaded, words):
+    warn_of_lacking_contents("a.checkpoint", CheckpointConfig(save_contents=saved, load_contents=loaded))
+    assert [words in record.getMessage() for record in caplog.records] == ([True] if words else [])
+
+
+def limit_files(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_alone(config):
+    save(config, 1)
+    large = TrainerState(step=2, dataloader={"rows": bytes(100_000)}, kl_coef=0.5, rewards_before={})
+    checkpoints = CheckpointDirectory(config)
+    limit_files(10_000)
+    try:
+        with (
+            pytest.raises(
+                DiskFull, match=r"no space for .*\.global_step_2\.partial: 10\d{4} bytes are needed, \d+ bytes"
+            ),
+            checkpoints.writing(large),
+        ):
+            pass
+    finally:
+        limit_files(-1)
+    checkpoints.publish()
+    assert names(config) == ["global_step_1", LATEST]
+    with checkpoints.writing(large):
+        pass
+    checkpoints.publish()
+    assert CheckpointDirectory.read(CheckpointDirectory(config).find()) == large
+
+
+def test_what_is_not_published_does_not_count(config):
+    save(config, 1)
+    with CheckpointDirectory(config).writing(state(2)):
+        pass
+    assert CheckpointDirectory(config).find().name == "global_step_1"
+    save(config, 3)
+    assert steps(config) == {1, 3}
+    assert not list(CheckpointDirectory(config).root.glob(".global_step*"))
+
+
+def test_what_a_run_branched_from_is_known_under_any_name_of_its_directory(config, tmp_path):
+    config = replace(config, max_actor_ckpt_to_keep=1)
+    run(replace(config, max_actor_ckpt_to_keep=None), 1, 2)
+    (tmp_path / "link").symlink_to(CheckpointDirectory(config).root)
+    path = str(tmp_path / "link/global_step_1")
+    directory = CheckpointDirectory(replace(config, resume_mode="resume_path", resume_from_path=path))
+    directory.find()
+    with directory.writing(state(3)):
+        pass
+    directory.publish()
+    assert steps(config) == {1, 3}
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(config, caplog, monkeypatch):
+    config = replace(config, max_actor_ckpt_to_keep=1)
+    save(config, 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None if ignore_errors else refuse(path))
+        save(config, 2)
+    assert "global_step_1, which is old, cannot be deleted" in caplog.text
+    assert CheckpointDirectory(config).find().name == "global_step_2"

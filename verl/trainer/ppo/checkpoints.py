@@ -8,11 +8,12 @@
     latest_checkpointed_iteration.txt
 
 A checkpoint is written under a temporary name and renamed; the pointer is replaced after that. A run that is killed at
-any moment therefore finds its last complete checkpoint. Nothing that is read back can run code.
+any moment, or finds the disk full, has its last complete checkpoint. Nothing that is read back can run code.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 
 from verl.utils.config import ConfigError
+from verl.utils.disk import full_disk_told
 from verl.utils.files import sync_to_disk
-from verl.workers.config import TrainerConfig
+from verl.workers.config import CheckpointConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class CheckpointDirectory:
         self.root = Path(config.output_dir).absolute()
         self._branched_from: str | None = None
         """The checkpoint that `resume_from_path` named, for this run or one that it goes on from."""
+        self._written: Path | None = None
+        """What `publish` has to do."""
 
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
@@ -71,7 +75,8 @@ class CheckpointDirectory:
             self._put_back(path)
             if not (path / RECORD).is_file():
                 raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {RECORD}")
-            self._branched_from = path.name if path.parent == self.root else None
+            real = path.resolve()
+            self._branched_from = real.name if real.parent == self.root.resolve() else None
             return path
         pointer = self.root / LATEST
         if not pointer.is_file():
@@ -85,18 +90,19 @@ class CheckpointDirectory:
 
     @contextmanager
     def writing(self, state: TrainerState) -> Iterator[Path]:
-        """A directory for the trainer ranks; the checkpoint appears when the block ends without an error.
+        """A directory for the trainer ranks; what they have written is a checkpoint after `publish`.
 
-        After an error nothing of it is left, and the last checkpoint is still there.
+        After an error nothing of it is left, and the last checkpoint is still there. Raises DiskFull if that was why.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         final = self.root / f"global_step_{state.step}"
-        partial = self.root / f".{final.name}.partial"
+        partial = _partial(final)
         self._delete_remains()
-        partial.mkdir()
+        self._written = None
         try:
+            with full_disk_told(partial):
+                partial.mkdir()
             yield partial
-            torch.save(state.dataloader, partial / "data.pt")
             record = {
                 "step": state.step,
                 "kl_coef": state.kl_coef,
@@ -104,13 +110,38 @@ class CheckpointDirectory:
                 "serial": 1 + max((_serial(path) for path in self._found()), default=0),
                 "branched_from": self._branched_from,
             }
-            (partial / RECORD).write_text(json.dumps(record))
-            sync_to_disk(partial)
-            self._publish(partial, final)
+            files = {"data.pt": _saved(state.dataloader), RECORD: json.dumps(record).encode()}
+            with full_disk_told(partial, sum(map(len, files.values()))):
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
+                self._new_pointer.write_text(str(state.step))
+                sync_to_disk(partial)
+                sync_to_disk(self.root)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        self._written = final
+
+    def publish(self) -> None:
+        """What was written is a checkpoint, and the one to resume from. Call it when the step's records are on disk.
+
+        It takes no space. Does nothing if nothing was written.
+        """
+        if self._written is None:
+            return
+        final, self._written = self._written, None
+        if final.exists():  # of an earlier run; makes room, but is not lost on the way
+            logger.info("%s, of an earlier run, is replaced", final)
+            final.rename(_replaced(final))
+        _partial(final).rename(final)
+        self._new_pointer.rename(self.root / LATEST)
+        sync_to_disk(self.root)
+        shutil.rmtree(_replaced(final), ignore_errors=True)
         self._delete_old(final)
+
+    @property
+    def _new_pointer(self) -> Path:
+        return self.root / f".{LATEST}"
 
     @staticmethod
     def read(path: Path) -> TrainerState:
@@ -130,18 +161,6 @@ class CheckpointDirectory:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {exc!r}") from exc
-
-    def _publish(self, partial: Path, final: Path) -> None:
-        """Give `partial` its name, and point to it. One of the same step makes room, but is not lost on the way."""
-        if final.exists():
-            logger.info("%s, of an earlier run, is replaced", final)
-            final.rename(_replaced(final))
-        partial.rename(final)
-        pointer = self.root / f".{LATEST}"
-        pointer.write_text(final.name.removeprefix("global_step_"))
-        sync_to_disk(self.root)
-        pointer.rename(self.root / LATEST)
-        shutil.rmtree(_replaced(final), ignore_errors=True)
 
     def _put_back(self, path: Path) -> None:
         """If a run was killed while it replaced `path`, the earlier one of that name counts again."""
@@ -173,8 +192,11 @@ class CheckpointDirectory:
         newest_first = sorted(others, key=_age, reverse=True)
         for path in newest_first[keep - 1 :]:
             doomed = self.root / f".{path.name}.deleted"
-            path.rename(doomed)  # half a checkpoint does not look like one
-            shutil.rmtree(doomed)
+            try:
+                path.rename(doomed)  # half a checkpoint does not look like one
+                shutil.rmtree(doomed)
+            except OSError as exc:
+                logger.warning("%s, which is old, cannot be deleted: %s", path, exc)
 
     def _delete_remains(self) -> None:
         """Of runs that were killed while they wrote, replaced or deleted a checkpoint."""
@@ -183,6 +205,29 @@ class CheckpointDirectory:
         for kind in ("partial", "deleted", "replaced"):
             for path in self.root.glob(f".global_step_*.{kind}"):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def warn_of_lacking_contents(key: str, contents: CheckpointConfig) -> None:
+    """Of checkpoints from which no run goes on: called when they are configured, not when one is needed."""
+    lacking = [part for part in contents.load_contents if part not in (*contents.save_contents, "hf_model")]
+    if lacking:
+        logger.warning(
+            "%s.save_contents=[%s] lacks %s: no run can be resumed from these checkpoints. Add it, or take it out of "
+            "load_contents",
+            key,
+            ",".join(contents.save_contents),
+            ", ".join(lacking),
+        )
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _replaced(path: Path) -> Path:

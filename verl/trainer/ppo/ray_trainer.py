@@ -38,6 +38,7 @@ from verl.utils import records
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
+from verl.utils.disk import DiskFull
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
@@ -123,6 +124,8 @@ class RayPPOTrainer:
         self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
+        self._unsaved: DiskFull | None = None
+        """Why the last checkpoint that was due is not there."""
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
@@ -212,6 +215,8 @@ class RayPPOTrainer:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(self.at(step))
         self.write_timeline(self.at(step), last=True)
+        if self._unsaved is not None:  # there is no next save
+            raise self._unsaved
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
@@ -339,10 +344,17 @@ class RayPPOTrainer:
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
-        with self.checkpoints.writing(state) as directory:
-            self.cluster.actor.save_checkpoint(str(directory / "actor"))
-            if self.has_critic:
-                self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
+        self._unsaved = None
+        try:
+            with self.checkpoints.writing(state) as directory:
+                self.cluster.actor.save_checkpoint(str(directory / "actor"))
+                if self.has_critic:
+                    self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
+        except DiskFull as exc:
+            if self.config.trainer.on_full_disk == "stop":
+                raise
+            self._unsaved = exc
+            logger.error("step %d is not saved, the next save tries again: %s", step, exc)  # noqa: TRY400
 
     def load_checkpoint(self, path: Path) -> int:
         """The step to continue after."""
@@ -383,6 +395,7 @@ class RayPPOTrainer:
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         self.tracking.log(now.metrics, now.number)
         self.write_timeline(now)
+        self.checkpoints.publish()  # whoever resumes from it finds the records of its step
 
     def write_timeline(self, now: Step, *, last: bool = False) -> None:
         """Who was busy with what: trainer and syncs in this step, the engines until the call before."""

@@ -19,7 +19,7 @@ from verl.checkpoint_engine.arena import require_free_bytes
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import ITEMSIZE
-from verl.trainer.ppo.checkpoints import CheckpointDirectory
+from verl.trainer.ppo.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_session import check_arguments, starts_locally
@@ -105,6 +105,10 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     output_dir = _writable("trainer.default_local_dir", config.trainer.output_dir)
     _require_writable_files(config)
     checkpoints = CheckpointDirectory(config.trainer)
+    if config.trainer.save_freq > 0:
+        warn_of_lacking_contents("actor_rollout_ref.actor.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+        if needs_critic(config):
+            warn_of_lacking_contents("critic.checkpoint", config.critic.checkpoint)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)

@@ -243,6 +243,11 @@ def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qw
     assert first["training/rollout_probs_diff_mean"] < 0.02
 
     samples = run.samples(1)
+    for sample in samples:
+        count = len(sample["response_ids"])
+        assert sample["versions"] == [0] * count
+        assert sample["replicas"] == [["replica-0", 0, count]]
+        assert len(sample["log_probs"]) == count > 0
     assert len(samples) == 4 * 2
     assert samples[0].keys() >= {"step", "uid", "prompt", "response", "ground_truth", "score"}
     for sample in samples:

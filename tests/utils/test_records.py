@@ -1,8 +1,13 @@
+import datetime
 import errno
+import functools
 import json
+import math
 import os
 
+import numpy as np
 import pytest
+import torch
 
 from verl.utils import records
 
@@ -82,3 +87,38 @@ def test_what_is_no_record_is_named_when_it_is_read_and_put_aside_when_a_run_goe
     assert "line 2: not a record" in caplog.text
     assert not path.exists()
     assert (tmp_path / "a-1.jsonl").read_bytes() == content
+
+
+def within_itself():
+    found = {}
+    found["found"] = found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.bool_(True), True),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (torch.tensor([0.5, 1.0]), [0.5, 1.0]),
+        (torch.tensor(3), 3),
+        (math.nan, None),
+        ([1.0, -math.inf, (2, math.inf)], [1.0, None, [2, None]]),
+        (np.array([1.0, math.nan]), [1.0, None]),
+        ({"a": {"b": np.float64(math.nan)}}, {"a": {"b": None}}),
+        ({1: 2, ("a", 1): 3}, {"1": 2, "('a', 1)": 3}),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        ({1}, "{1}"),
+        (b"x", "b'x'"),
+    ],
+)
+def test_what_a_reward_function_returns_is_told_as_json_that_any_reader_takes(value, told):
+    text = records.encoded({"value": value})
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {"value": told}
+
+
+@pytest.mark.parametrize("value", [within_itself(), functools.reduce(lambda inner, _: [inner], range(5_000), 1)])
+def test_what_has_no_end_is_cut(value):
+    assert len(records.encoded({"value": value})) < 100_000

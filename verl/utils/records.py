@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+MOST_LEVELS = 50
+"""Of lists within lists; what is deeper, or within itself, is told as text."""
 
 
 def append(path: Path, records: Iterable[bytes]) -> None:
@@ -44,7 +49,30 @@ def _write_whole(handle: int, data: bytes) -> None:
 
 
 def encoded(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, default=str).encode()
+    """As JSON that any reader takes: NaN and infinities are null, numbers of numpy and torch are numbers, and what JSON
+    has no words for is text."""
+    try:
+        return json.dumps(record, default=_plain, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return json.dumps(_simple(record)).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists from whatever has `tolist`, as arrays, tensors and their scalars do; else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _simple(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if depth < MOST_LEVELS and isinstance(value, Mapping):
+        return {str(key): _simple(item, depth + 1) for key, item in value.items()}
+    if depth < MOST_LEVELS and isinstance(value, (list, tuple)):
+        return [_simple(item, depth + 1) for item in value]
+    plain = _plain(value) if depth < MOST_LEVELS else reprlib.repr(value)
+    return plain if isinstance(plain, str) else _simple(plain, depth + 1)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], bool]:

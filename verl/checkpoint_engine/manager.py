@@ -362,4 +362,7 @@ def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
     if strangers:
         raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
     layout = Layout.decode(holdings[0].layout)
-    return make_plan(layout, [ShardTable.decode(holding.shards) for holding in holdings], block_nbytes=block_nbytes)
+    tables = [ShardTable.decode(holding.shards) for holding in holdings]
+    for table in tables:
+        table.require_inside(layout)
+    return make_plan(layout, tables, block_nbytes=block_nbytes)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 RECORD = "trainer.json"
-_NAME = re.compile(r"global_step_(\d+)", re.ASCII)
+_NAME = re.compile(r"global_step_(\d{1,18})", re.ASCII)
 _AGAIN = "set trainer.resume_mode=disable to start again"
 
 

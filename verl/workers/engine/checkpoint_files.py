@@ -133,8 +133,11 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-class _DataUnpickler(pickle.Unpickler):
-    """Makes nothing but what `_DATA` names: other pickles could run any code."""
+class _DataUnpickler(pickle._Unpickler):
+    """Makes nothing but what `_DATA` names: other pickles could run any code.
+
+    The one in Python: that in C takes as much memory as a number in the file says.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DATA:

@@ -340,6 +340,7 @@ def receive(connection: socket.socket) -> Any:
 def enter(environment: dict[str, str], directory: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # a new process would ask the environment
     os.chdir(directory)
 
 

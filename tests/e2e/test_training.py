@@ -246,6 +246,11 @@ def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qw
     assert first["training/rollout_probs_diff_mean"] < 0.02
 
     samples = run.samples(1)
+    for sample in samples:
+        count = len(sample["response_ids"])
+        assert sample["versions"] == [0] * count
+        assert sample["replicas"] == [["replica-0", 0, count]]
+        assert len(sample["log_probs"]) == count > 0
     assert len(samples) == 4 * 2
     assert samples[0].keys() >= {"step", "uid", "prompt", "response", "ground_truth", "score"}
     for sample in samples:
@@ -481,6 +486,13 @@ def test_a_killed_run_goes_on_where_its_last_checkpoint_was(uninterrupted, resum
 
 def test_the_run_before_the_kill_keeps_its_place_in_the_metrics(resumed):
     assert list(resumed.metrics) == [1, 2, 3, 4]
+
+
+def test_each_sync_and_each_span_of_the_timeline_is_told_once_after_a_resume(resumed):
+    assert [report["version"] for report in resumed.reports] == list(range(STEPS + 1))
+    for role, name in (("trainer", "step"), ("trainer", "gen"), ("trainer", "update_weights"), ("sync", "stage")):
+        told = [span.version for span in resumed.spans(role, name)]
+        assert told == list(range(0 if name in ("update_weights", "stage") else 1, STEPS + 1)), (role, name)
 
 
 def test_only_as_many_checkpoints_as_configured_are_kept(uninterrupted, resumed):

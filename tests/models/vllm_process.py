@@ -1,4 +1,4 @@
-"""vLLM's models of many architectures, in one process and without an engine: what a sync leaves, beside a load from disk.
+"""vLLM's models of many architectures, in one process without an engine: what a sync leaves beside a load from disk.
 
     python -m tests.models.vllm_process DIRECTORY NAME ...
 

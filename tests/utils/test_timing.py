@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from verl.utils.timing import Patience, Span, SpanLog, marked_timer, read_spans, write_spans
+from verl.utils.timing import Patience, Span, SpanLog, go_back, marked_timer, read_spans, write_spans
 
 
 def test_the_same_name_accumulates_within_a_step():
@@ -101,3 +101,60 @@ def test_a_line_that_is_no_span_is_named(tmp_path):
     path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="line 1: not a span"):
         read_spans(path)
+
+
+def a_run(path, first, last, start_s):
+    """The timeline of a run that goes on after `first`: sync and, in each step, a span of every role."""
+    spans = [("trainer", "update_weights", first), ("sync", "stage", first), ("replica-0", "loading", first)]
+    for step in range(first + 1, last + 1):
+        spans += [("replica-0", "generating", None), ("trainer", "gen", step), ("trainer", "testing", step)]
+        spans += [("trainer", "update_weights", step), ("sync", "stage", step), ("trainer", "step", step)]
+        spans += [("replica-0", "loading", step)]
+    for index, (role, name, version) in enumerate(spans):
+        at_s = start_s + index
+        write_spans(path, [Span(role=role, name=name, start_s=at_s, stop_s=at_s + 1, version=version)])
+
+
+def versions(path, role, name):
+    return [span.version for span in read_spans(path) if (span.role, span.name) == (role, name)]
+
+
+def test_a_resumed_run_has_each_span_of_each_step_once_in_its_timeline(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    a_run(path, 0, 4, start_s=100)
+    go_back(path, 2, again=("update_weights",))
+    a_run(path, 2, 5, start_s=1000)
+    for role, name in (("trainer", "update_weights"), ("sync", "stage"), ("replica-0", "loading")):
+        assert versions(path, role, name) == [0, 1, 2, 3, 4, 5], name
+    for name in ("gen", "testing", "step"):
+        assert versions(path, "trainer", name) == [1, 2, 3, 4, 5], name
+    assert len(versions(path, "replica-0", "generating")) == 5
+    assert versions(tmp_path / "timeline-1.jsonl", "trainer", "step") == [1, 2, 3, 4]
+
+
+def test_what_is_measured_again_before_training_goes_on_is_there_once(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    a_run(path, 0, 3, start_s=100)
+    go_back(path, 2, again=("update_weights", "testing"))
+    assert versions(path, "trainer", "testing") == [1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"rubbish\n", b"[]\n", b'{"step": 1}\n', b"\xff\n", b'{"role": "sy'])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_new_timeline_is_begun_in_the_place_of_one_that_is_none(tmp_path, content, step):
+    path = tmp_path / "timeline.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    go_back(path, step, again=())
+    a_run(path, step, step + 1, start_s=0)
+    assert versions(path, "trainer", "step") == [step + 1]
+    kept = tmp_path / "timeline-1.jsonl"
+    assert kept.read_bytes() == content if content else not kept.exists()
+
+
+def test_a_run_from_the_start_begins_a_new_timeline(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    for _ in range(2):
+        go_back(path, 0, again=("update_weights",))
+        a_run(path, 0, 2, start_s=100)
+    assert versions(path, "trainer", "step") == [1, 2]

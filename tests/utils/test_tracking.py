@@ -57,7 +57,7 @@ def test_a_line_cut_short_by_a_kill_does_not_spoil_the_file(tmp_path):
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 2: not a record of metrics"):
+    with pytest.raises(ValueError, match="line 2: not a record"):
         read_metrics(path)
 
 

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import socket
 import warnings
@@ -31,9 +32,11 @@ import msgspec
 import numpy as np
 
 from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
 from verl.checkpoint_engine.janitor import Janitor, await_removal, sweep
 from verl.checkpoint_engine.layout import Layout
+from verl.utils.files import read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 
 ARENA_PREFIX = "verl-"
 MAX_JOB_NAME = 64
+MOST_CURRENT_NBYTES = 2**12
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_JOB_NAME}}}", re.ASCII)
+_FILE = re.compile(r"slot-\d{1,9}\.\d{1,18}(\.manifest)?", re.ASCII)
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -124,8 +130,10 @@ class NodeArena:
         Raises ConfigError, before anything is allocated, if the memory is not there (says needed and free bytes) or the
         arena of the same job and node exists and is in use.
         """
+        for key, name in (("job", job), ("node", node)):
+            require_name(key, name)
         sweep(shm_dir, ARENA_PREFIX)
-        directory = shm_dir / f"{ARENA_PREFIX}{job[:MAX_JOB_NAME]}-{node}"
+        directory = shm_dir / f"{ARENA_PREFIX}{job}-{node}"
         await_removal(directory)  # of a node that was killed and is now replaced
         require_free_bytes(shm_dir, slots * layout.nbytes)
         try:
@@ -277,6 +285,15 @@ class NodeArena:
         self._current = slot
 
 
+def require_name(key: str, name: str) -> None:
+    """Raises ConfigError unless `name` can be a part of a directory's name."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{key}={name[: 2 * MAX_JOB_NAME]!r} must be 1 to {MAX_JOB_NAME} letters, digits, dots, dashes and "
+            "underscores: it names a directory in shared memory"
+        )
+
+
 def committed_version(arena_path: str | Path) -> int | None:
     """The version that readers of this arena would get; None if nothing is committed."""
     committed = _read_current(Path(arena_path))
@@ -285,10 +302,15 @@ def committed_version(arena_path: str | Path) -> int | None:
 
 def _read_current(directory: Path) -> Committed | None:
     try:
-        data = (directory / "current").read_bytes()
+        data = read_regular(directory / "current", MOST_CURRENT_NBYTES)
     except FileNotFoundError:
         return None
-    return msgspec.msgpack.decode(data, type=Committed)
+    except OSError as exc:
+        raise IntegrityError(f"{directory / 'current'} cannot be read: {exc.strerror}") from exc
+    committed = unpacked(data, Committed, f"what an arena writes into {directory / 'current'}", IntegrityError)
+    if not (_FILE.fullmatch(committed.slot) and _FILE.fullmatch(committed.manifest)):
+        raise IntegrityError(f"{directory / 'current'} names {committed.slot[:40]!r}, which is no slot of an arena")
+    return committed
 
 
 def _require_committed(directory: Path, version: int) -> Committed:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import IntegrityError, PlanError
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.shards import ROWS_AT_A_TIME, Extents
@@ -59,8 +60,10 @@ class Manifest:
             if form != MANIFEST_FORMAT:
                 raise IntegrityError(f"the manifest has format {form}; this code reads format {MANIFEST_FORMAT}")
             plan = SyncPlan.decode(encoded_plan)
-            return cls(version, plan, np.frombuffer(digests, np.uint64, len(plan)))
-        except (msgspec.MsgspecError, PlanError, ValueError) as exc:
+            if len(digests) != len(plan) * np.uint64().itemsize:
+                raise ValueError(f"{len(digests)} bytes of digests of {len(plan)} pieces")
+            return cls(version, plan, np.frombuffer(digests, np.uint64))
+        except (PlanError, *UNREADABLE) as exc:
             raise IntegrityError(f"not a manifest: {exc}") from exc
 
 

@@ -25,6 +25,9 @@ TEST_TIMEOUT_S = 10.0
 """For a first answer of a server that has nothing to do but to answer."""
 FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 
+MOST_NBYTES = 2**24
+"""Of an answer: these are a few words or numbers."""
+
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 # Engines are in one's own cluster: a proxy that the environment names for the outside is not asked.
@@ -138,10 +141,10 @@ class Endpoint:
         )
         try:
             with _opener.open(request, timeout=timeout_s or self._timeout_s) as answer:
-                return json.loads(answer.read() or b"null")
+                return json.loads(_body(answer, path) or b"null")
         except urllib.error.HTTPError as exc:
             with exc:
-                text = _message(exc.read())
+                text = _message(exc.read(MOST_NBYTES))
             raise Refused(text or exc.reason, status=exc.code, member=self.url) from exc
         except TimeoutError as exc:
             raise TransportTimeout(
@@ -152,14 +155,21 @@ class Endpoint:
                 raise TransportTimeout(f"no connection within {timeout_s or self._timeout_s} s") from exc
             reason = exc.reason.strerror if isinstance(exc.reason, OSError) else exc.reason
             raise TransportError(f"{reason}", member=self.url) from exc
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as exc:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
             raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+
+
+def _body(answer: http.client.HTTPResponse, path: str) -> bytes:
+    body = answer.read(MOST_NBYTES + 1)
+    if len(body) > MOST_NBYTES:
+        raise TransportError(f"the answer to {path} has more than {MOST_NBYTES} bytes")
+    return body
 
 
 def _message(body: bytes) -> str:
     """What vLLM, one of its workers or its web framework says about an error, wherever it says it."""
     text = body.decode(errors="replace")
-    with suppress(json.JSONDecodeError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
         while isinstance(found, dict):
             found = next((found[key] for key in ("error", "message", "detail") if key in found), str(found))

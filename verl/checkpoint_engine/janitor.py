@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
 from verl.utils.afterwards import Afterwards
+from verl.utils.files import open_regular
 
 _REMOVE = """
 import shutil
@@ -41,10 +44,10 @@ class Janitor(Afterwards):
 
 
 def sweep(shm_dir: Path, prefix: str) -> list[Path]:
-    """Remove directories of jobs whose processes are all gone, and return them."""
+    """Remove this user's directories of jobs whose processes are all gone, and return them."""
     removed = []
     for directory in shm_dir.glob(f"{prefix}*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):  # gone by now, or not ours: whatever it is, it is no reason not to start
             if _is_abandoned(directory):
                 shutil.rmtree(directory)
                 removed.append(directory)
@@ -59,17 +62,32 @@ def await_removal(directory: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    if time.time() - directory.stat().st_mtime < YOUNG_S or not (directory / "lock").exists():
+    """Raises OSError for what nobody but a stranger has made: a link, a lock that is a directory or a FIFO."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return False
-    return not _is_locked(directory)
+    if time.time() - found.st_mtime < YOUNG_S or not (directory / "lock").exists():
+        return False
+    return not _is_held(directory / "lock")
 
 
 def _is_locked(directory: Path) -> bool:
+    """Also if what is there in a lock's place is none."""
     try:
-        with (directory / "lock").open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _is_held(directory / "lock")
     except FileNotFoundError:
         return False
-    except (BlockingIOError, PermissionError):
+    except OSError:
         return True
+
+
+def _is_held(lock: Path) -> bool:
+    """Raises OSError for what is no file of ours."""
+    handle = open_regular(lock, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
     return False

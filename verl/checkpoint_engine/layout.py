@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.types import ITEMSIZE, TensorSpec
 
 ALIGNMENT = 256
 """Bytes. Every tensor starts at a multiple of it: enough for vector loads and for bulk copies of accelerators."""
+
+MAX_DIMS = 64
+"""Of a tensor; torch allows no more."""
+MAX_NBYTES = 2**56
+"""Of a version: sums and products of offsets stay far within 8 bytes."""
+MAX_NAMES_IN_MESSAGE = 50
+
+
+def listed(problems: Sequence[str]) -> str:
+    shown = "; ".join(problems[:MAX_NAMES_IN_MESSAGE])
+    hidden = len(problems) - MAX_NAMES_IN_MESSAGE
+    return f"{shown}; and {hidden} more" if hidden > 0 else shown
 
 
 def align(nbytes: int) -> int:
@@ -35,7 +49,7 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> Layout:
-        """Raises PlanError for a name that appears twice, an unknown dtype or a negative size, listing all of them."""
+        """Raises PlanError that lists every name that appears twice, unknown dtype, and impossible shape."""
         problems = []
         seen: set[str] = set()
         for spec in specs:
@@ -44,10 +58,16 @@ class Layout:
             seen.add(spec.name)
             if spec.dtype not in ITEMSIZE:
                 problems.append(f"{spec.name}: unknown dtype {spec.dtype!r}")
+            elif len(spec.shape) > MAX_DIMS:
+                problems.append(f"{spec.name}: {len(spec.shape)} dimensions, more than {MAX_DIMS}")
             elif any(size < 0 for size in spec.shape):
                 problems.append(f"{spec.name}: negative size in {spec.shape}")
+            elif prod(max(size, 1) for size in spec.shape) * ITEMSIZE[spec.dtype] > MAX_NBYTES:
+                problems.append(f"{spec.name}: {spec.shape} of {spec.dtype} exceeds the memory of any machine")
+        if not problems and sum(align(spec.nbytes) for spec in specs) > MAX_NBYTES:
+            problems.append("the tensors together exceed the memory of any machine")
         if problems:
-            raise PlanError(f"the specs cannot be laid out: {'; '.join(problems)}")
+            raise PlanError(f"the specs cannot be laid out: {listed(problems)}")
         offsets = []
         end = 0
         for spec in specs:
@@ -107,8 +127,5 @@ class Layout:
     @classmethod
     def decode(cls, data: bytes) -> Layout:
         """Raises PlanError if `data` was not made by `encode`."""
-        try:
-            rows = msgspec.msgpack.decode(data, type=list[tuple[str, tuple[int, ...], str]])
-        except msgspec.MsgspecError as exc:
-            raise PlanError(f"not an encoded layout: {exc}") from exc
+        rows = unpacked(data, list[tuple[str, tuple[int, ...], str]], "an encoded layout", PlanError)
         return cls.of([TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in rows])

@@ -30,6 +30,7 @@ from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.topology import TOPOLOGIES, Topology
 from verl.checkpoint_engine.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.checkpoint_engine.types import Member, SyncReport
+from verl.utils.records import append
 
 logger = logging.getLogger(__name__)
 
@@ -350,13 +351,7 @@ class CheckpointEngineManager:
             max(report.paused_s.values(), default=0.0),
         )
         if self._report_path is not None:
-            try:
-                with self._report_path.open("ab") as file:
-                    file.write(msgspec.json.encode(report) + b"\n")
-            except OSError as exc:  # a full disk changes nothing about the version that is served
-                logger.error(  # noqa: TRY400 - told in one line
-                    "the report of version %d is not in %s: %s", report.version, self._report_path, exc
-                )
+            append(self._report_path, [msgspec.json.encode(report)])
 
 
 def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
@@ -367,4 +362,7 @@ def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
     if strangers:
         raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
     layout = Layout.decode(holdings[0].layout)
-    return make_plan(layout, [ShardTable.decode(holding.shards) for holding in holdings], block_nbytes=block_nbytes)
+    tables = [ShardTable.decode(holding.shards) for holding in holdings]
+    for table in tables:
+        table.require_inside(layout)
+    return make_plan(layout, tables, block_nbytes=block_nbytes)

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from verl.checkpoint_engine.arena import NodeArena, require_free_bytes
+from verl.checkpoint_engine.arena import NodeArena, require_free_bytes, require_name
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
@@ -274,6 +274,8 @@ class RolloutNode(_Participant):
     def __init__(
         self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, host: str | None = None
     ) -> None:
+        """Raises ConfigError for a `job` that cannot name a directory."""
+        require_name("job", job)
         super().__init__("node", index, config, host)
         self._job = job
         self._shm_dir = shm_dir

@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.layout import Layout, listed
 from verl.checkpoint_engine.owners import Holders, assign
-from verl.checkpoint_engine.shards import Extents, Int64s, ShardTable, extents_of, listed
+from verl.checkpoint_engine.shards import Extents, Int64s, ShardTable, extents_of
 from verl.checkpoint_engine.types import Box, Shard
 
 Int32s = npt.NDArray[np.int32]
@@ -102,9 +103,14 @@ class SyncPlan:
         try:
             encoded_layout, first, columns = msgspec.msgpack.decode(data, type=tuple[bytes, list[int], list[Any]])
             boxes = ShardTable.from_columns(columns)
-        except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as exc:
+            bounds = np.array(first, np.int64)
+        except UNREADABLE as exc:
             raise PlanError(f"not an encoded plan: {exc}") from exc
-        return cls(Layout.decode(encoded_layout), boxes, np.array(first, np.int64))
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(boxes) or (np.diff(bounds) < 0).any():
+            raise PlanError(f"not an encoded plan: pieces of owners begin at {first[:8]}, {len(boxes)} in all")
+        layout = Layout.decode(encoded_layout)
+        boxes.require_inside(layout)
+        return cls(layout, boxes, bounds)
 
 
 def make_plan(layout: Layout, held: Sequence[ShardTable], *, block_nbytes: int) -> SyncPlan:

@@ -13,15 +13,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.layout import MAX_DIMS, Layout, listed
 from verl.checkpoint_engine.types import Box, Shard
 
 Int64s = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.signedinteger[Any]]
 """Of 4 or 8 bytes. Arithmetic that may leave 4 bytes starts from a column of the layout, which has 8."""
 
-MAX_NAMES_IN_MESSAGE = 50
+MOST_EQUALS = 2**10
+"""Rows that a table may have without a column that tells them apart."""
+CODES = frozenset(np.dtype(f"{kind}{size}").str for kind in "iu" for size in (1, 2, 4, 8))
+"""numpy's names of the integers that columns are packed into."""
 ROWS_AT_A_TIME = 2**17
 """Columns that are made of others are made in parts of so many rows: their temporaries then stay in the cache."""
 
@@ -94,15 +98,20 @@ class ShardTable:
 
     @classmethod
     def from_columns(cls, columns: Sequence[Any]) -> ShardTable:
-        """Raises ValueError, TypeError, IndexError or msgspec.ValidationError for anything else."""
+        """Raises what `encoded.UNREADABLE` lists for anything else, before it takes memory for it."""
         rows, width = msgspec.convert(columns[0], tuple[int, int])
-        kind = np.result_type(np.int32, *(np.dtype(code) for code, _ in columns[1:]))
-        tensor = np.empty(rows, kind)
-        start, stop = np.empty((rows, width), kind), np.empty((rows, width), kind)
-        for target, (code, data) in zip((tensor, *start.T, *stop.T), columns[1:], strict=True):
-            column = np.frombuffer(data, code)
-            if len(column) not in (1, rows):
-                raise ValueError(f"a column of {len(column)} instead of {rows} rows")
+        packed = [_unpacked(column) for column in columns[1:]]
+        if not 0 <= width <= MAX_DIMS or len(packed) != 1 + 2 * width:
+            raise ValueError(f"{len(packed)} columns of a table of {width} dimensions")
+        if lengths := {len(column) for column in packed} - {1, rows}:
+            raise ValueError(f"columns of {sorted(lengths)[:4]} instead of {rows} rows")
+        if rows > max(MOST_EQUALS, *map(len, packed)):
+            raise ValueError(f"{rows} rows that are all the same")
+        kind = np.int32 if all(_fits(column) for column in packed) else np.int64
+        tensor: Ints = np.empty(rows, kind)
+        start: Ints = np.empty((rows, width), kind)
+        stop: Ints = np.empty((rows, width), kind)
+        for target, column in zip((tensor, *start.T, *stop.T), packed, strict=True):
             target[:] = column
         return cls(tensor, start, stop)
 
@@ -111,11 +120,28 @@ class ShardTable:
 
     @classmethod
     def decode(cls, data: bytes) -> ShardTable:
-        """Raises PlanError if `data` was not made by `encode`."""
+        """Raises PlanError if `data` was not made by `encode`. Whether it is of a model, `require_inside` finds out."""
         try:
             return cls.from_columns(msgspec.msgpack.decode(data, type=list[Any]))
-        except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as exc:
+        except UNREADABLE as exc:
             raise PlanError(f"not an encoded table of shards: {exc}") from exc
+
+    def require_inside(self, layout: Layout) -> None:
+        """Raises PlanError unless every box lies inside a tensor of `layout`."""
+        shapes = layout.shapes
+        if len(self) and (self.start.shape[1] != shapes.shape[1] or not len(shapes)):
+            raise PlanError(f"shards with {self.start.shape[1]} dimensions of a model with {shapes.shape[1]}")
+        for low in range(0, len(self), ROWS_AT_A_TIME):
+            part = self.take(slice(low, low + ROWS_AT_A_TIME))
+            known = (part.tensor >= 0) & (part.tensor < len(shapes))
+            sizes = shapes[np.where(known, part.tensor, 0)]
+            inside = known & ((part.start >= 0) & (part.start <= part.stop) & (part.stop <= sizes)).all(axis=1)
+            if not inside.all():
+                row = int(np.flatnonzero(~inside)[0])
+                raise PlanError(
+                    f"shard {low + row} does not lie inside a tensor of the model: tensor {int(part.tensor[row])}, "
+                    f"{part.start[row].tolist()} to {part.stop[row].tolist()}"
+                )
 
 
 def _packed(column: Ints) -> tuple[str, memoryview]:
@@ -127,14 +153,25 @@ def _packed(column: Ints) -> tuple[str, memoryview]:
     return kind.str, np.ascontiguousarray(column, kind).data.cast("B") if len(column) else memoryview(b"")
 
 
+def _unpacked(column: Any) -> Ints:
+    """Raises ValueError or TypeError for what `_packed` does not make."""
+    code, data = column
+    if code not in CODES:
+        raise ValueError(f"a column of {str(code)[:40]!r}")
+    values = np.frombuffer(data, code) if len(data) else np.empty(0, code)
+    if values.dtype == np.uint64 and values.max(initial=0) >= 2**63:
+        raise ValueError("a number of more than 63 bits")
+    return values
+
+
+def _fits(column: Ints) -> bool:
+    """Whether 4 bytes with a sign hold it."""
+    info = np.iinfo(np.int32)
+    return bool(column.itemsize < 4 or (info.min <= column.min(initial=0) and column.max(initial=0) <= info.max))
+
+
 def _outside(layout: Layout, tensor: int, box: Box) -> str:
     return f"{layout.specs[tensor].name}: {box} does not lie inside the shape {layout.specs[tensor].shape}"
-
-
-def listed(problems: Sequence[str]) -> str:
-    shown = "; ".join(problems[:MAX_NAMES_IN_MESSAGE])
-    hidden = len(problems) - MAX_NAMES_IN_MESSAGE
-    return f"{shown}; and {hidden} more" if hidden > 0 else shown
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Making sure that files are there."""
+"""Making sure that files are there, and that they are files."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 
@@ -15,3 +17,26 @@ def sync_to_disk(directory: Path) -> None:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of `path`, which somebody else may have made: not through a link, and without waiting for anybody.
+
+    Raises OSError, also for a directory, a FIFO, a socket, a device or a link.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def real(path: Path) -> Path:
+    """Where links lead. One to itself leads nowhere: opening it is an OSError."""
+    return Path(os.path.realpath(path))
+
+
+def read_regular(path: Path, most_nbytes: int | None = None) -> bytes:
+    """What is in it, at most the first `most_nbytes`. Raises OSError for what is no file; links are followed."""
+    with os.fdopen(open_regular(real(path)), "rb") as file:
+        return file.read() if most_nbytes is None else file.read(most_nbytes)

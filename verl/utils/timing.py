@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from verl.utils import records
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +132,33 @@ def marked_timer(
 
 def write_spans(path: Path, spans: Iterable[Span]) -> None:
     """Append them to a timeline, one JSON object a line."""
-    lines = [json.dumps(asdict(span)) + "\n" for span in spans]
-    with path.open("a") as file:
-        file.writelines(lines)
+    records.append(path, [records.encoded(asdict(span)) for span in spans])
+
+
+def go_back(path: Path, step: int, again: Collection[str]) -> None:
+    """Before the first span of a run that goes on after `step`, take out of its timeline what it will do again.
+
+    That is every later step, the sync of version `step` and what the trainer does `again`. The whole of it stays beside
+    it, as `records.carry_over` does.
+    """
+    try:
+        spans = read_spans(path)
+    except (FileNotFoundError, ValueError):
+        spans = []
+    end_s = max((span.stop_s for span in spans if span.role == "trainer" and _is_before(span, step, ())), default=0.0)
+
+    def is_kept(record: dict[str, Any]) -> bool:
+        span = Span(**record)
+        return span.start_s < end_s if span.version is None else _is_before(span, step, again)
+
+    records.carry_over(path, is_kept if spans else lambda _: False)
+
+
+def _is_before(span: Span, step: int, again: Collection[str]) -> bool:
+    """Whether it was over when a run went on after `step`, and is not among what that did `again`."""
+    if span.version is None or span.version < step:
+        return span.version is not None
+    return span.version == step > 0 and span.role == "trainer" and span.name not in again
 
 
 def read_spans(path: Path) -> list[Span]:
@@ -140,12 +166,10 @@ def read_spans(path: Path) -> list[Span]:
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not a span.
     """
-    lines = path.read_text().split("\n")
-    lines.pop()
     spans = []
-    for number, line in enumerate(lines, start=1):
+    for number, record in enumerate(records.read(path)[0], start=1):
         try:
-            spans.append(Span(**json.loads(line)))
-        except (ValueError, TypeError) as exc:
-            raise ValueError(f"{path}, line {number}: not a span of a timeline: {line[:80]!r}") from exc
+            spans.append(Span(**record))
+        except TypeError as exc:
+            raise ValueError(f"{path}, line {number}: not a span of a timeline: {str(record)[:80]!r}") from exc
     return spans

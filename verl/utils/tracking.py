@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
+from verl.utils import records
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.console import StepConsole
 
 METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,8 @@ class Tracker(Protocol):
 
 class Tracking:
     """Sends the metrics of every step to all backends. A context manager: leaving it closes them.
+
+    A backend that cannot write, because its disk is full, is told and does not end the run.
 
     Raises ConfigError at construction, with nothing left open, for an unknown backend, a missing package or an output
     directory that cannot be written.
@@ -83,7 +88,10 @@ class Tracking:
         """Call once per step, with everything there is to say about it: backends may keep one record per step."""
         scalars = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
-            tracker.log(scalars, step)
+            try:
+                tracker.log(scalars, step)
+            except OSError as exc:
+                logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
 
     def close(self) -> None:
         """Idempotent. Every backend is closed even if one fails."""
@@ -106,22 +114,27 @@ class JsonlTracker:
     """
 
     def __init__(self, run: Run) -> None:
-        path = _writable(run.output_dir) / METRICS_FILE
-        if path.exists():
-            records, complete = _parse(path)
-            kept = [record for record in records if run.resume_step > 0 and record["step"] <= run.resume_step]
-            if len(kept) < len(records) or not complete:
-                path.rename(_free_name(path))
-                path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self._file: IO[str] = path.open("a")
+        self._path = _writable(run.output_dir) / METRICS_FILE
+        self._resume_step = run.resume_step
+        records.carry_over(self._path, lambda record: run.resume_step > 0 and _step(record) <= run.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        if step == self._resume_step > 0:
+            self._add_to_last(finite)
+        else:
+            records.append(self._path, [records.encoded({"step": step, **finite})])
+
+    def _add_to_last(self, metrics: Mapping[str, float | None]) -> None:
+        """What is measured again before training goes on belongs to the record of the step that it goes on from."""
+        found = records.read(self._path)[0] if self._path.exists() else []
+        if not found or found[-1]["step"] != self._resume_step:
+            found.append({"step": self._resume_step})
+        found[-1] |= metrics
+        records.rewrite(self._path, found)
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open between two steps."""
 
 
 class TensorboardTracker:
@@ -187,29 +200,17 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not a record.
     """
-    return _parse(Path(path))[0]
+    found = records.read(Path(path))[0]
+    for number, record in enumerate(found, start=1):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"{path}, line {number}: a record without a step: {str(record)[:80]!r}")  # noqa: TRY004
+    return found
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The records, and whether the last line is complete."""
-    lines = path.read_text().split("\n")
-    complete = lines.pop() == ""
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            int(record["step"])
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ValueError(f"{path}, line {number}: not a record of metrics with a step: {line[:80]!r}") from exc
-        records.append(record)
-    return records, complete
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    return free
+def _step(record: Mapping[str, Any]) -> float:
+    """What has no step is of no step that counts."""
+    step = record.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _writable(directory: Path) -> Path:

@@ -227,7 +227,7 @@ def test_a_number_in_the_file_is_told_once_each_time_that_it_is_written(tmp_path
         with caplog.at_level(logging.WARNING):
             caplog.clear()
             assert [wanted.changed(), wanted.changed()] == [None, None]
-        assert caplog.text.count(f"holds '{text}', not a number of at least 1") == 1
+        assert caplog.text.count(f"holds '{text}', not a number from 1 to 99999") == 1
     wanted.path.unlink()
     wanted.path.write_text("2")
     assert wanted.changed() == 2

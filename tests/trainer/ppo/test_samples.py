@@ -3,29 +3,112 @@ import json
 import numpy as np
 import torch
 
+from verl.experimental.agent_loop.batching import to_batch
+from verl.experimental.agent_loop.output import Response
 from verl.protocol import DataProto
 from verl.trainer.ppo.samples import SampleWriter
 from verl.workers.reward_manager import RewardOutput
+from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 
 
-def write(writer, step, uid):
-    columns = {name: np.empty(1, dtype=object) for name in ("uid", "raw_prompt", "reward_model")}
-    columns["uid"][0], columns["raw_prompt"][0] = uid, [{"role": "user", "content": "1+1"}]
-    columns["reward_model"][0] = {"ground_truth": "2"}
-    reward = RewardOutput(reward_tensor=torch.tensor([[0.5]]), responses=["2"], extra_info={})
-    writer.write(step, DataProto.from_dict(non_tensors=columns), reward)
+def trajectory(prompt, turns, log_probs=True):
+    """`turns`: (tokens, version, replica) of what was generated, or the tokens of a tool's answer."""
+    response = Response(limit=8)
+    for turn in turns:
+        if isinstance(turn, list):
+            response.add_inserted(turn)
+            continue
+        tokens, version, replica = turn
+        spans = (WeightVersionSpan(0, len(tokens), version),)
+        output = TokenOutput(tokens, [-0.5] * len(tokens) if log_probs else None, "completed", spans)
+        response.add_generated(output.by(replica))
+    return response.output(prompt, num_turns=2, stop_reason="completed", metrics={})
+
+
+def write(writer, step, uids, outputs=None, extra=None):
+    outputs = outputs or [trajectory([5], [([6], 1, "replica-0")]) for _ in uids]
+    prompts = DataProto.from_dict(
+        non_tensors={
+            "uid": uids,
+            "raw_prompt": [[{"role": "user", "content": "1+1"}] for _ in uids],
+            "reward_model": [{"ground_truth": "2"} for _ in uids],
+            "data_source": ["sums" for _ in uids],
+            "index": [7 for _ in uids],
+        }
+    )
+    batch = prompts.union(to_batch(outputs, prompt_length=4, response_length=8, pad_token_id=0))
+    rewards = torch.zeros(len(uids), 8)
+    rewards[:, 0] = 0.5
+    writer.write(
+        step, batch, RewardOutput(reward_tensor=rewards, responses=["2" for _ in uids], extra_info=extra or {})
+    )
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def uids(path):
-    return [json.loads(line)["uid"] for line in path.read_text().splitlines()]
+    return [row["uid"] for row in rows(path)]
 
 
 def test_the_parts_of_a_step_are_in_one_file_and_those_of_a_run_that_was_killed_are_replaced(tmp_path):
     killed = SampleWriter(tmp_path)
-    write(killed, 1, "a")
-    write(killed, 2, "b")
+    write(killed, 1, ["a"])
+    write(killed, 2, ["b"])
     resumed = SampleWriter(tmp_path)
-    write(resumed, 2, "c")
-    write(resumed, 2, "d")
+    write(resumed, 2, ["c"])
+    write(resumed, 2, ["d"])
     assert uids(tmp_path / "1.jsonl") == ["a"]
     assert uids(tmp_path / "2.jsonl") == ["c", "d"]
+
+
+def test_a_sample_says_which_version_and_which_engine_made_each_token_and_every_number_of_its_reward(tmp_path):
+    outputs = [
+        trajectory([5, 6], [([11, 12], 3, "replica-0"), [0, 13], ([14], 4, "replica-1"), ([15], 5, "replica-1")]),
+        trajectory([7], [([0], 4, "replica-1")]),  # the padding token, generated
+    ]
+    extra = {"accuracy": [np.float32(1.0), float("nan")], "parts": [{"format": np.int64(1)}, None]}
+    write(SampleWriter(tmp_path), 3, ["a", "b"], outputs, extra)
+    first, second = rows(tmp_path / "3.jsonl")
+    assert first == {
+        "step": 3,
+        "uid": "a",
+        "index": 7,
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "replicas": [["replica-0", 0, 2], ["replica-1", 4, 6]],
+        "num_turns": 2,
+        "stop_reason": "completed",
+        "response": "2",
+        "ground_truth": "2",
+        "score": 0.5,
+        "reward": {"accuracy": 1.0, "parts": {"format": 1}},
+        "prompt_ids": [5, 6],
+        "response_ids": [11, 12, 0, 13, 14, 15],
+        "response_mask": [1, 1, 0, 0, 1, 1],
+        "versions": [3, 3, -1, -1, 4, 5],
+        "log_probs": [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5],
+    }
+    assert (second["response_ids"], second["versions"]) == ([0], [4])
+    assert second["replicas"] == [["replica-1", 0, 1]]
+    assert second["reward"] == {"accuracy": None, "parts": None}
+
+
+def test_log_probs_that_nobody_asked_for_are_null(tmp_path):
+    write(SampleWriter(tmp_path), 1, ["a"], [trajectory([5], [([6], 1, "replica-0")], log_probs=False)])
+    assert rows(tmp_path / "1.jsonl")[0]["log_probs"] is None
+
+
+def test_the_console_shows_what_people_read(caplog):
+    caplog.set_level("INFO")
+    outputs = [trajectory([5], [([6], 1, "replica-0")]) for _ in range(2)]
+
+    class Shown:
+        def write(self, step, batch, reward):
+            SampleWriter.show(batch, reward, 1)
+
+    write(Shown(), 1, ["a", "b"], outputs)
+    (record,) = caplog.records
+    shown = json.loads(record.getMessage().removeprefix("held-out sample: "))
+    assert sorted(shown) == ["ground_truth", "prompt", "response", "score", "uid"]

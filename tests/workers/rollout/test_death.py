@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.checkpoint_engine.fakes import soon
 from tests.workers.rollout.conftest import Served, Trainer
 from verl.workers.rollout import RolloutReplica, launch_all
-from verl.workers.rollout.errors import ReplicaDied
+from verl.workers.rollout.errors import ReplicaDied, RolloutError
 
 MIDDLE = """
 import multiprocessing, time
@@ -106,6 +111,7 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
     ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
 ):
     """Two replicas, started together: one on one rank, one on two ranks."""
+    before = temporary_files()
     one, two = make_replica("vllm", 8), make_replica("vllm", 9, tensor_model_parallel_size=2)
     await launch_all(one.init_standalone(), two.init_standalone())
     try:
@@ -139,6 +145,35 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
     finally:
         await asyncio.gather(one.shutdown(), two.shutdown())
     assert wait_until_gone([server, *children], 20) == []
+    assert soon(lambda: temporary_files() <= before), temporary_files() - before
+
+
+def temporary_files() -> set[Path]:
+    directory = Path(tempfile.gettempdir())
+    return {*directory.glob("vllm_dist_*"), *directory.glob("verl-vllm-*")}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_engine_that_does_not_start_leaves_nothing(
+    ray_cluster: None,
+    make_replica: Callable[..., RolloutReplica],
+    tiny_models: dict[int, Path],
+    tmp_path: Path,
+    ranks: int,
+):
+    """It fails when its ranks have met: the weights are cut short."""
+    before = temporary_files()
+    broken = shutil.copytree(tiny_models[1], tmp_path / "model")
+    (weights,) = broken.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    replica = make_replica("vllm", 10 + ranks, tensor_model_parallel_size=ranks, load_format="auto")
+    replica.model = replace(replica.model, path=str(broken))
+    with pytest.raises(RolloutError, match="did not start"):
+        await replica.init_standalone()
+    await replica.shutdown()
+    assert soon(lambda: temporary_files() <= before), temporary_files() - before
 
 
 async def _wait(ref: object) -> object:

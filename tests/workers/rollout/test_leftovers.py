@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.checkpoint_engine.fakes import soon
-from verl.workers.rollout.vllm.leftovers import LOOK_EVERY_S, SHM_DIR, Leftovers, shared_memory_of
+from verl.checkpoint_engine.janitor import YOUNG_S, sweep
+from verl.workers.rollout.vllm.leftovers import LOOK_EVERY_S, PREFIX, SHM_DIR, Leftovers, shared_memory_of
 
 
 def own(pipe: Connection) -> None:
@@ -59,3 +63,53 @@ def test_memory_of_an_engine_that_is_killed_while_it_starts_is_removed():
         process.kill()  # with those that would clean up after Python's own memory
     server.join()
     assert soon(lambda: not any(path.exists() for path in made)), made
+
+
+def leave_a_temporary_file(pipe: Connection) -> None:
+    handle, path = tempfile.mkstemp(prefix="vllm_dist_")
+    os.close(handle)
+    pipe.send(path)
+    pipe.poll(60)
+
+
+def start_with_temporary_files(pipe: Connection, directory: str, ends: str) -> None:
+    tempfile.tempdir = directory
+    leftovers = Leftovers()
+    context = multiprocessing.get_context("spawn")
+    with leftovers.taking_temporary_files():
+        handle, own = tempfile.mkstemp(prefix="vllm_dist_")
+        os.close(handle)
+        inner = context.Pipe()
+        child = context.Process(target=leave_a_temporary_file, args=(inner[1],))
+        child.start()
+        pipe.send([own, inner[0].recv(), str(leftovers.directory), leftovers._janitor.pid])
+    assert tempfile.gettempdir() == directory
+    pipe.poll(60)
+    child.kill()
+    if ends == "shut down":
+        leftovers.remove()
+
+
+@pytest.mark.parametrize("ends", ["shut down", "exits", "is killed", "is killed with its janitor"])
+def test_temporary_files_of_an_engine_go_with_it(tmp_path, ends):
+    context = multiprocessing.get_context("spawn")
+    pipes = context.Pipe()
+    server = context.Process(target=start_with_temporary_files, args=(pipes[1], str(tmp_path), ends))
+    server.start()
+    pipes[1].close()
+    *made, directory, janitor = pipes[0].recv()
+    assert all(Path(path).parent == Path(directory) for path in made)
+    if ends.startswith("is killed"):
+        children = psutil.Process(server.pid).children(recursive=True)
+        if ends == "is killed with its janitor":
+            psutil.Process(janitor).kill()
+        server.kill()
+        for child in children:
+            child.kill()
+    pipes[0].close()
+    server.join()
+    if ends == "is killed with its janitor":
+        long_ago = time.time() - 2 * YOUNG_S
+        os.utime(directory, (long_ago, long_ago))
+        sweep(tmp_path, PREFIX)
+    assert soon(lambda: not list(tmp_path.iterdir())), list(tmp_path.rglob("*"))

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from verl.checkpoint_engine.backends.wires import UInt8s, Wire, WireReader
+from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
@@ -151,7 +152,7 @@ class ChainLink:
     @property
     def _endpoint(self) -> Endpoint:
         assert self.upstream is not None
-        return msgspec.json.decode(self.upstream.address, type=Endpoint)
+        return parsed(self.upstream.address, Endpoint, "the address of a node")
 
     def _offer(self, publication: int, slot: UInt8s, slots: Collection[UInt8s], buckets: Sequence[Bucket]) -> None:
         """Let the next node read `slot` as it fills with `buckets`. `slots` are the node's present ones."""

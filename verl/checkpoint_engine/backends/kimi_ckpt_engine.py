@@ -40,6 +40,7 @@ from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.backends.wires import OwnerAddress, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, KimiCkptEngineOptions
+from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks
 from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
@@ -116,7 +117,7 @@ class KimiCkptEngine(OneSidedEngine):
     # --- before the first sync ----------------------------------------------------------------------------------------
 
     def _expose(self, plan: SyncPlan) -> str:
-        address = msgspec.json.decode(super()._expose(plan), type=OwnerAddress)
+        address = parsed(super()._expose(plan), OwnerAddress, "the address of a member")
         device = _rdma_devices(self._options, is_rank=True)
         return msgspec.json.encode(msgspec.structs.replace(address, device=device)).decode()
 
@@ -166,7 +167,9 @@ class KimiCkptEngine(OneSidedEngine):
         trainers = {trainer.name: trainer.index for trainer in topology.trainers}
         receivers = topology.audience[topology.trainers[0].name]
         indices = {node.name: node.index for node in topology.nodes}
-        allowed = min(msgspec.json.decode(node.address, type=NodeAddress).bounce_nbytes for node in topology.nodes)
+        allowed = min(
+            parsed(node.address, NodeAddress, "the address of a member").bounce_nbytes for node in topology.nodes
+        )
         places = PLACES_PER_RECEIVER * min(len(receivers), MAX_LANES)
         places = max(min(places, allowed // self.config.block_nbytes), 1)
         nbytes = min(self.config.bucket_nbytes, options.bucket_size_megabytes * 2**20, allowed // places)
@@ -194,7 +197,7 @@ class KimiCkptEngine(OneSidedEngine):
         """Of all nodes, for the groups of the receivers, at a place that was not used before."""
         assert self._topology is not None
         first, *others = self._topology.nodes
-        store = msgspec.json.decode(first.address, type=NodeAddress).store
+        store = parsed(first.address, NodeAddress, "the address of a member").store
         self._meetings += 1
         names = {node.name for node in self._topology.nodes}
         audience = {name: to for name, to in self._topology.audience.items() if name in names}
@@ -309,7 +312,7 @@ def _devices_of(trainers: Sequence[Member]) -> dict[str, str]:
     """The network device of each trainer rank, by the rank's name. With TCP each counts as one of its own."""
     devices = {}
     for trainer in trainers:
-        device = msgspec.json.decode(trainer.address, type=OwnerAddress).device
+        device = parsed(trainer.address, OwnerAddress, "the address of a member").device
         devices[trainer.name] = f"{trainer.host}/{device or trainer.name}"
     return devices
 

@@ -27,6 +27,7 @@ from verl.checkpoint_engine.backends.wires import OwnerAddress, Stamp, UInt8s, W
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import PieceDigests
+from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import PackedRegion
@@ -161,7 +162,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         needed = self._owners_to_read()
         for trainer in topology.trainers:
             if trainer.index in needed:
-                owner = msgspec.json.decode(trainer.address, type=OwnerAddress)
+                owner = parsed(trainer.address, OwnerAddress, "the address of a trainer rank")
                 try:
                     for wire in self._wires:
                         wire.connect(trainer.index, owner.wire, _before(self.config.deadlines.prepare_s))

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import msgspec
 
+from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.layout import listed
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.utils.files import read_regular
 
 INDEX = "model.safetensors.index.json"
+LONGEST_NAME_NBYTES = 255
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -22,10 +26,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
             raise ConfigError(f"--checkpoint-path {directory} {what}")
         return files
     try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=dict[str, object])["weight_map"]
+        weight_map = msgspec.json.decode(read_regular(index), type=dict[str, object])["weight_map"]
         of_tensor = msgspec.convert(weight_map, dict[str, str])
-    except (msgspec.MsgspecError, KeyError) as exc:
+    except (OSError, KeyError, *UNREADABLE) as exc:
         raise ConfigError(f"{index} is not the index of a checkpoint: {exc}") from exc
+    if strange := sorted(file for file in set(of_tensor.values()) if not _is_file_name(file)):
+        raise ConfigError(f"{index} names files that are not in {directory}: {listed(list(map(repr, strange)))}")
     files = [directory / file for file in sorted(set(of_tensor.values()))]
     missing = [file.name for file in files if not file.exists()]
     if missing:
@@ -36,3 +42,8 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if absent:
         raise ConfigError(f"{directory} lacks {len(absent)} of the tensors in {INDEX}: {', '.join(absent)}")
     return files
+
+
+def _is_file_name(name: str) -> bool:
+    """Of a file in the directory itself, that a file system may have."""
+    return Path(name).name == name and "\0" not in name and len(name.encode(errors="replace")) <= LONGEST_NAME_NBYTES

@@ -19,12 +19,14 @@ from typing import TypeVar
 
 import msgspec
 
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 
 PROTOCOL = 2
 MAX_FRAME_NBYTES = 2**30
 HEADER_NBYTES = 8
+PART_NBYTES = 2**20
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -87,19 +89,19 @@ def receive_message(connection: socket.socket, kind: type[T]) -> T:
     nbytes = int.from_bytes(_exactly(connection, HEADER_NBYTES), "little")
     if nbytes > MAX_FRAME_NBYTES:
         raise TransportError(f"a message of {nbytes} bytes was announced; is this a socket of another program?")
+    body = _exactly(connection, nbytes)
     try:
-        return msgspec.msgpack.decode(_exactly(connection, nbytes), type=kind)
-    except msgspec.MsgspecError as exc:
-        raise TransportError(f"a message could not be read: {exc}") from exc
+        return unpacked(body, kind, "a message of this protocol")
+    except TransportError as exc:
+        raise TransportError(f"a message could not be read: {exc.message}") from exc
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
-    view = memoryview(data)
-    done = 0
-    while done < nbytes:
-        count = connection.recv_into(view[done:])
-        if count == 0:
+    """It takes memory for what has come, not for what is announced."""
+    data = bytearray()
+    while len(data) < nbytes:
+        part = connection.recv(min(nbytes - len(data), PART_NBYTES))
+        if not part:
             raise TransportError("the other side has closed the connection or died")
-        done += count
+        data += part
     return data

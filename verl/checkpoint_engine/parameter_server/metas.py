@@ -12,8 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.records import RankMetas
+from verl.utils.files import read_regular
 
 FORMAT = 1
 _TITLE = b"verl-sync parameter server metas"
@@ -44,9 +46,9 @@ def load_metas(path: str | Path) -> tuple[str, dict[int, RankMetas]]:
     Raises ConfigError that says what is wrong: unreadable, another kind of file, truncated, of a newer format.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"metas cannot be read from {path}: {exc.strerror}") from exc
+        data = read_regular(Path(path))
+    except (OSError, ValueError) as exc:  # no file; a name with a NUL
+        raise ConfigError(f"metas cannot be read from {path}: {getattr(exc, 'strerror', None) or exc}") from exc
     header = _HEADER.match(data[:_MAX_HEADER_NBYTES])
     if header is None:
         if data[: len(_TITLE)] == _TITLE[: len(data)]:
@@ -60,7 +62,7 @@ def load_metas(path: str | Path) -> tuple[str, dict[int, RankMetas]]:
         what = "is truncated" if len(content) < nbytes else "has bytes after its end"
         raise ConfigError(f"{path} {what}: {len(content)} bytes of content, not {nbytes}")
     try:
-        decoded = msgspec.msgpack.decode(content, type=_Content)
-    except msgspec.MsgspecError as exc:
-        raise ConfigError(f"{path} is damaged: {exc}") from exc
+        decoded = unpacked(content, _Content, "what save_metas writes", ConfigError)
+    except ConfigError as exc:
+        raise ConfigError(f"{path} is damaged: {exc.message}") from exc
     return decoded.name, {meta.rank: meta for meta in decoded.metas}

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from verl.checkpoint_engine import errors
 from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
 
 PULSE_S = 0.2
@@ -110,7 +111,7 @@ class Roster:
                 self.check()
                 answers = {rank: entry.said[topic] for rank, entry in self._entries.items() if topic in entry.said}
                 if len(answers) == len(self.ranks):
-                    return {rank: msgspec.msgpack.decode(answers[rank]) for rank in self.ranks}
+                    return {rank: unpacked(answers[rank], Any, f"an answer to '{topic}'") for rank in self.ranks}
                 if deadline.passed:
                     late = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in answers)
                     done = ", ".join(f"rank {rank}" for rank in sorted(answers)) or "none"
@@ -226,6 +227,8 @@ class Roster:
                     return
                 self._news.wait(self._haste_s if self._hasty else PULSE_S)
                 self._news.clear()
+        except TransportError as exc:  # of what somebody else wrote into the store
+            self._note_failure(exc)
         except RuntimeError as exc:
             if not self._left.is_set():
                 gone = TransportError(f"the store in which the ranks meet is gone ({exc}): its process has ended")
@@ -244,7 +247,7 @@ class Roster:
                     self._store.set(f"{self._place}/session", opened)
                 if self._store.check([f"{self._place}/session"]):
                     data = self._store.get(f"{self._place}/session")
-                    session, answered = msgspec.msgpack.decode(data, type=tuple[str, dict[int, str]])
+                    session, answered = unpacked(data, tuple[str, dict[int, str]], "a session of these ranks")
                     if answered.get(self.rank) == call:
                         return session
                 self._left.wait(self._haste_s)
@@ -255,7 +258,7 @@ class Roster:
 
     def _calls(self) -> dict[int, str]:
         keys = {rank: f"{self._place}/call/{rank}" for rank in self.ranks}
-        there = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        there = {rank: _text(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         calls = {rank: call for rank, call in there.items() if call}
         with self._changed:
             self._came |= calls.keys()  # also one whose patience has ended by now: it was here
@@ -265,7 +268,7 @@ class Roster:
     def _enter(self, session: str) -> None:
         former = f"{self._place}/former/{self.rank}"
         if self._store.check([former]):  # everybody has left that session, or nobody would have called again
-            self._store.delete_key(f"{self._store.get(former).decode()}/{self.rank}")
+            self._store.delete_key(f"{_text(self._store.get(former))}/{self.rank}")
         self._store.set(former, session)
         self._store = PrefixStore(session, self._store)
         self._heard = dict.fromkeys(self.ranks, time.monotonic())
@@ -282,7 +285,8 @@ class Roster:
         there = {rank for rank in absent if self._store.check([str(rank)])} | self._entries.keys()
         others = sorted(there - {self.rank})
         data = self._store.multi_get([str(rank) for rank in others]) if others else []
-        read = {rank: msgspec.msgpack.decode(entry, type=_Entry) for rank, entry in zip(others, data, strict=True)}
+        what = "the entry of a rank of this session"
+        read = {rank: unpacked(entry, _Entry, what) for rank, entry in zip(others, data, strict=True)}
         now = time.monotonic()
         with self._changed:
             for rank, entry in (read | {self.rank: own}).items():
@@ -311,6 +315,13 @@ class Roster:
             self._changed.notify_all()
         if self._own_failure is None:
             self.on_failure(error)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as exc:
+        raise TransportError(f"the store in which the ranks meet holds something that no rank wrote: {exc}") from exc
 
 
 def _error_of(rank: int, failure: _Failure) -> CheckpointEngineError:

@@ -12,6 +12,7 @@ does not name is whole and in one file alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +21,11 @@ from typing import Any
 
 import msgspec
 
+from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.layout import MAX_DIMS
 from verl.checkpoint_engine.types import ITEMSIZE
+from verl.utils.files import open_regular, real
 
 DTYPES = {
     "F64": "float64",
@@ -97,8 +101,8 @@ def read_checkpoint(files: Sequence[Path]) -> list[CheckpointTensor]:
             declared, tensors = _read_header(path)
         except _Malformed as exc:
             problems.append(f"{path}: {exc}")
-        except OSError as exc:
-            problems.append(f"{path}: {exc.strerror}")
+        except (OSError, ValueError) as exc:  # no file; a name with a NUL
+            problems.append(f"{path}: {getattr(exc, 'strerror', None) or exc}")
         else:
             for tensor in tensors:
                 found.setdefault(tensor.name, []).append((declared, tensor))
@@ -136,8 +140,8 @@ def split_files(files: Sequence[Path], num_ranks: int) -> list[list[Path]]:
 
 def _read_header(path: Path) -> tuple[TensorParallel | None, list[StoredTensor]]:
     """Raises _Malformed or OSError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(real(path)), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH_NBYTES), "little")
         start = LENGTH_NBYTES + length
         if size < LENGTH_NBYTES or start > size and length <= MAX_HEADER_NBYTES:
@@ -149,7 +153,7 @@ def _read_header(path: Path) -> tuple[TensorParallel | None, list[StoredTensor]]
         header = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
         declared = _declaration(header.pop("__metadata__", {}))
         tensors = [_entry(path, name, entry, start) for name, entry in header.items()]
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise _Malformed(f"not a safetensors file: {exc}") from exc
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = start
@@ -174,6 +178,8 @@ def _entry(path: Path, name: str, entry: dict[str, Any], start: int) -> StoredTe
     if stored.dtype not in DTYPES:
         raise _Malformed(f"{name} has the unknown dtype {stored.dtype}; known: {', '.join(DTYPES)}")
     dtype = DTYPES[stored.dtype]
+    if len(stored.shape) > MAX_DIMS:
+        raise _Malformed(f"malformed: {name} has {len(stored.shape)} dimensions, more than {MAX_DIMS}")
     begin, end = stored.data_offsets
     nbytes = prod(stored.shape) * ITEMSIZE[dtype]
     if any(extent < 0 for extent in stored.shape) or end - begin != nbytes:
@@ -186,7 +192,7 @@ def _declaration(metadata: dict[str, Any]) -> TensorParallel | None:
         return None
     try:
         declared = msgspec.json.decode(metadata[TENSOR_PARALLEL], type=TensorParallel)
-    except (msgspec.MsgspecError, TypeError) as exc:
+    except UNREADABLE as exc:
         raise _Malformed(f"the metadata {TENSOR_PARALLEL!r} are not what they should be: {exc}") from exc
     if not 0 <= declared.rank < declared.size:
         raise _Malformed(f"the metadata {TENSOR_PARALLEL!r} name rank {declared.rank} of {declared.size}")

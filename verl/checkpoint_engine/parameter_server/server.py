@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from verl import envs
+from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
 from verl.checkpoint_engine.parameter_server.fetching import Sources
@@ -129,7 +130,7 @@ class ParameterServer:
             if together.group is not None:
                 device, check = self._device.torch_device, together.failure.check
                 answers = together.group.all_gather(own, device, together.deadline, check)
-            told = [msgspec.msgpack.decode(answer, type=tuple[str, RankMetas]) for answer in answers]
+            told = [unpacked(answer, tuple[str, RankMetas], "the metas of a rank") for answer in answers]
             raise_unless_same({meta.rank: other for other, meta in told}, "gathers the metas of checkpoint")
             if not any(meta.incarnation for _, meta in told):
                 raise ConfigError(f"checkpoint {name!r} is not registered on any of the {self.world_size} ranks")

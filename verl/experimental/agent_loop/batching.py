@@ -18,8 +18,9 @@ def to_batch(
 
     int64: `prompts` [B, P] padded on the left, `responses`, `response_mask`, `rollout_versions` [B, R] padded on the
     right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R] if there are any.
-    Objects: `__num_turns__`, `__stop_reason__`. Raises ValueError for a trajectory that is too long, and when only some
-    have log-probs.
+    Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`.
+
+    Raises ValueError for a trajectory that is too long, and when only some have log-probs.
     """
     for row, output in enumerate(outputs):
         for name, tokens, limit in (
@@ -55,6 +56,7 @@ def to_batch(
         {
             "__num_turns__": [output.num_turns for output in outputs],
             "__stop_reason__": [output.stop_reason for output in outputs],
+            "__replicas__": [list(output.replicas) for output in outputs],
         },
     )
 

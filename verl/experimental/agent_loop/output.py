@@ -23,6 +23,8 @@ class AgentLoopOutput:
     """The rollout engine's, 0.0 on inserted tokens; None where they were not asked for."""
     response_versions: list[int]
     """Version of the weights that generated each token; -1 on inserted tokens."""
+    replicas: tuple[tuple[str, int, int], ...] = ()
+    """Which engine generated response tokens `[start, stop)`, in order; empty where it is not known."""
     num_turns: int
     """Messages: the prompt counts as one, then every assistant message and every round of tool answers."""
     stop_reason: StopReason
@@ -51,6 +53,7 @@ class Response:
         self._mask: list[int] = []
         self._versions: list[int] = []
         self._log_probs: list[float] | None = []
+        self._replicas: list[tuple[str, int, int]] = []
 
     @property
     def room(self) -> int:
@@ -58,6 +61,7 @@ class Response:
         return self.limit - len(self.token_ids)
 
     def add_generated(self, output: TokenOutput) -> None:
+        self._add_replicas(output, len(self.token_ids))
         self.token_ids += output.token_ids
         self._mask += [1] * len(output.token_ids)
         self._versions += token_versions(output)
@@ -65,6 +69,13 @@ class Response:
             self._log_probs = None
         elif self._log_probs is not None:
             self._log_probs += output.log_probs
+
+    def _add_replicas(self, output: TokenOutput, offset: int) -> None:
+        for span in output.weight_versions:
+            start, stop = offset + span.start, offset + span.stop
+            if self._replicas and self._replicas[-1][0] == span.replica and self._replicas[-1][2] == start:
+                start = self._replicas.pop()[1]
+            self._replicas.append((span.replica, start, stop))
 
     def add_inserted(self, token_ids: Sequence[int]) -> None:
         """Tokens that the policy reads but did not generate."""
@@ -83,6 +94,7 @@ class Response:
             response_mask=self._mask,
             response_log_probs=self._log_probs,
             response_versions=self._versions,
+            replicas=tuple(self._replicas),
             num_turns=num_turns,
             stop_reason=stop_reason,
             metrics=metrics,

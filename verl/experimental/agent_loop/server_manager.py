@@ -167,9 +167,10 @@ class _Partial:
         offset = len(self.token_ids)
         for span in piece.weight_versions:
             start, stop = span.start + offset, span.stop + offset
-            if self._spans and (last := self._spans[-1]).version == span.version and last.stop == start:
+            last = self._spans[-1] if self._spans else None
+            if last and (last.stop, last.version, last.replica) == (start, span.version, span.replica):
                 start = self._spans.pop().start
-            self._spans.append(WeightVersionSpan(start, stop, span.version))
+            self._spans.append(WeightVersionSpan(start, stop, span.version, span.replica))
         self.token_ids += piece.token_ids
         if piece.log_probs is None:
             self._log_probs = self._log_probs if not piece.token_ids else None

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 from verl.experimental.fully_async_policy.budget import StalenessBudget
 from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.protocol import DataProto
+from verl.trainer.ppo.plain_state import from_plain, to_plain
+from verl.utils.config import ConfigError
 from verl.utils.dataset import build_dataloader
 from verl.utils.lifetime import end_with_raylet
 from verl.utils.timing import marked_timer
@@ -39,6 +41,27 @@ class RollouterState:
     in_flight: tuple[Prompt, ...]
     queued: tuple[Sample, ...]
 
+    def to_plain(self) -> dict[str, Any]:
+        """For a checkpoint, all but the position in the data."""
+        return {
+            "drawn": self.drawn,
+            "in_flight": [to_plain((prompt.index, prompt.rows)) for prompt in self.in_flight],
+            "queued": [to_plain((sample.index, sample.batch, sample.seconds)) for sample in self.queued],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], dataloader: dict[str, Any]) -> RollouterState:
+        """Raises ConfigError for what `to_plain` does not make."""
+        try:
+            return cls(
+                dataloader,
+                int(plain["drawn"]),
+                tuple(Prompt(*from_plain(prompt)) for prompt in plain["in_flight"]),
+                tuple(Sample(*from_plain(sample)) for sample in plain["queued"]),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ConfigError(f"the checkpoint holds no state of a rollouter: {exc!r}") from exc
+
 
 class Rollouter:
     """A Ray actor. The driver is its only caller; `queue` is a `MessageQueue`."""
@@ -52,11 +75,14 @@ class Rollouter:
         total_prompts: int,
         limit: int,
         max_in_flight: int,
+        source: str = "",
     ) -> None:
-        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`."""
+        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`."""
         end_with_raylet()
         self._config = config
-        self._dataloader = build_dataloader(dataset, config.data, batch_size=1, shuffle=config.data.shuffle)
+        self._dataloader = build_dataloader(
+            dataset, config.data, batch_size=1, shuffle=config.data.shuffle, source=source
+        )
         self._rows = self._epochs()
         self._workers: Iterator[Any] = iter(())
         self._queue = queue

@@ -125,6 +125,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=limit,
                 max_in_flight=self.max_in_flight,
+                source=self.train_dataloader.source,
             )
         )
         try:
@@ -217,10 +218,19 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def rollouter_state(self) -> dict[str, Any]:
         state: RollouterState = ray.get(self._rollouter.state.remote())
-        return {"rollouter": state}
+        return {"prompts": state.dataloader, "rollouter": state.to_plain()}
+
+    @classmethod
+    def position_in_data(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "rollouter" not in state:
+            raise ConfigError(
+                "the checkpoint is not one of a fully asynchronous run: it does not hold what is being generated"
+            )
+        return dict(state["prompts"])
 
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
-        self._resumed = state["rollouter"]
+        super().restore_prompts(state)
+        self._resumed = RollouterState.from_plain(state["rollouter"], self.train_dataloader.state_dict())
 
 
 def partial_metrics(batch: DataProto) -> Metrics:

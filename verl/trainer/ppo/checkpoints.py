@@ -3,19 +3,22 @@
     global_step_40/
         actor/            what the training engine writes (torch distributed checkpoint, huggingface/)
         critic/           the same of the critic, if there is one
-        data.pt           position of the data loader
-        trainer.json      step, KL coefficient, held-out rewards so far
+        data.pt           position in the training data
+        trainer.json      step, KL coefficient, held-out rewards so far; when it was written, what its run came from
     latest_checkpointed_iteration.txt
 
 A checkpoint is written under a temporary name and renamed; the pointer is replaced after that. A run that is killed at
-any moment therefore finds its last complete checkpoint.
+any moment, or finds the disk full, has its last complete checkpoint. Nothing that is read back can run code.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,15 +28,21 @@ from typing import Any
 import torch
 
 from verl.utils.config import ConfigError
+from verl.utils.disk import full_disk_told
 from verl.utils.files import sync_to_disk
-from verl.workers.config import TrainerConfig
+from verl.workers.config import CheckpointConfig, TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
+RECORD = "trainer.json"
+_NAME = re.compile(r"global_step_(\d{1,18})", re.ASCII)
+_AGAIN = "set trainer.resume_mode=disable to start again"
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the driver needs to go on. `dataloader` is the loader's own state_dict."""
+    """What the driver needs to go on. `dataloader` is the position in the data: plain values and tensors."""
 
     step: int
     dataloader: dict[str, Any]
@@ -48,6 +57,10 @@ class CheckpointDirectory:
         self._config = config
         # Trainer ranks on other hosts have other working directories.
         self.root = Path(config.output_dir).absolute()
+        self._branched_from: str | None = None
+        """The checkpoint that `resume_from_path` named, for this run or one that it goes on from."""
+        self._written: Path | None = None
+        """What `publish` has to do."""
 
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
@@ -59,55 +72,192 @@ class CheckpointDirectory:
             return None
         if mode == "resume_path":
             path = Path(str(self._config.resume_from_path)).absolute()
-            if not (path / "trainer.json").is_file():
-                raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no trainer.json")
+            self._put_back(path)
+            if not (path / RECORD).is_file():
+                raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {RECORD}")
+            real = path.resolve()
+            self._branched_from = real.name if real.parent == self.root.resolve() else None
             return path
         pointer = self.root / LATEST
         if not pointer.is_file():
             return None
-        path = self.root / f"global_step_{pointer.read_text().strip()}"
-        if not (path / "trainer.json").is_file():
-            raise ConfigError(
-                f"{pointer} points to {path}, which is not a complete checkpoint; "
-                "set trainer.resume_mode=disable to start again"
-            )
+        path = self.root / self._pointed_to(pointer)
+        self._put_back(path)
+        if not (path / RECORD).is_file():
+            raise ConfigError(f"{pointer} points to {path}, which is not a complete checkpoint; {_AGAIN}")
+        self._branched_from = _record(path).get("branched_from")
         return path
 
     @contextmanager
     def writing(self, state: TrainerState) -> Iterator[Path]:
-        """A directory for the trainer ranks; the checkpoint appears when the block ends without an error."""
+        """A directory for the trainer ranks; what they have written is a checkpoint after `publish`.
+
+        After an error nothing of it is left, and the last checkpoint is still there. Raises DiskFull if that was why.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         final = self.root / f"global_step_{state.step}"
-        partial = self.root / f".global_step_{state.step}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        torch.save(state.dataloader, partial / "data.pt")
-        record = {"step": state.step, "kl_coef": state.kl_coef, "rewards_before": state.rewards_before}
-        (partial / "trainer.json").write_text(json.dumps(record))
-        sync_to_disk(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        pointer = self.root / f".{LATEST}"
-        pointer.write_text(str(state.step))
+        partial = _partial(final)
+        self._delete_remains()
+        self._written = None
+        try:
+            with full_disk_told(partial):
+                partial.mkdir()
+            yield partial
+            record = {
+                "step": state.step,
+                "kl_coef": state.kl_coef,
+                "rewards_before": state.rewards_before,
+                "serial": 1 + max((_serial(path) for path in self._found()), default=0),
+                "branched_from": self._branched_from,
+            }
+            files = {"data.pt": _saved(state.dataloader), RECORD: json.dumps(record).encode()}
+            with full_disk_told(partial, sum(map(len, files.values()))):
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
+                self._new_pointer.write_text(str(state.step))
+                sync_to_disk(partial)
+                sync_to_disk(self.root)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._written = final
+
+    def publish(self) -> None:
+        """What was written is a checkpoint, and the one to resume from. Call it when the step's records are on disk.
+
+        It takes no space. Does nothing if nothing was written.
+        """
+        if self._written is None:
+            return
+        final, self._written = self._written, None
+        if final.exists():  # of an earlier run; makes room, but is not lost on the way
+            logger.info("%s, of an earlier run, is replaced", final)
+            final.rename(_replaced(final))
+        _partial(final).rename(final)
+        self._new_pointer.rename(self.root / LATEST)
         sync_to_disk(self.root)
-        pointer.rename(self.root / LATEST)
-        self._delete_old()
+        shutil.rmtree(_replaced(final), ignore_errors=True)
+        self._delete_old(final)
+
+    @property
+    def _new_pointer(self) -> Path:
+        return self.root / f".{LATEST}"
 
     @staticmethod
     def read(path: Path) -> TrainerState:
-        record = json.loads((path / "trainer.json").read_text())
-        dataloader = torch.load(path / "data.pt", weights_only=False)
-        return TrainerState(record["step"], dataloader, record["kl_coef"], record["rewards_before"])
+        """Raises ConfigError for files that are not those of a checkpoint."""
+        record = _record(path)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                position = torch.load(path / "data.pt", weights_only=True, map_location="cpu")
+        except Exception as exc:  # torch's reader raises whatever it stumbles over
+            raise ConfigError(f"{path / 'data.pt'} is not the position of a checkpoint: {_first_line(exc)}") from exc
+        try:
+            return TrainerState(
+                int(record["step"]),
+                dict(position),
+                float(record["kl_coef"]),
+                {str(name): float(value) for name, value in record["rewards_before"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
+            raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {exc!r}") from exc
 
-    def _delete_old(self) -> None:
+    def _put_back(self, path: Path) -> None:
+        """If a run was killed while it replaced `path`, the earlier one of that name counts again."""
+        replaced = _replaced(path)
+        if replaced.is_dir() and not path.exists():
+            replaced.rename(path)
+
+    def _pointed_to(self, pointer: Path) -> str:
+        try:
+            name = f"global_step_{pointer.read_text().strip()}"
+        except UnicodeDecodeError:
+            name = ""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{pointer} does not hold the number of a step; {_AGAIN}")
+        return name
+
+    def _found(self) -> list[Path]:
+        return [path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+    def _delete_old(self, latest: Path) -> None:
+        """Keep `max_actor_ckpt_to_keep` of those that were written last, whatever their steps.
+
+        What the pointer names is one of them. What this run branched from stays beside them: its user named it.
+        """
         keep = self._config.max_actor_ckpt_to_keep
         if keep is None:
             return
-        found = {
-            int(match[1]): path
-            for path in self.root.iterdir()
-            if (match := re.fullmatch(r"global_step_(\d+)", path.name))
-        }
-        for step in sorted(found)[: max(len(found) - keep, 0)]:
-            shutil.rmtree(found[step])
+        others = [path for path in self._found() if path.name not in (latest.name, self._branched_from)]
+        newest_first = sorted(others, key=_age, reverse=True)
+        for path in newest_first[keep - 1 :]:
+            doomed = self.root / f".{path.name}.deleted"
+            try:
+                path.rename(doomed)  # half a checkpoint does not look like one
+                shutil.rmtree(doomed)
+            except OSError as exc:
+                logger.warning("%s, which is old, cannot be deleted: %s", path, exc)
+
+    def _delete_remains(self) -> None:
+        """Of runs that were killed while they wrote, replaced or deleted a checkpoint."""
+        for path in self.root.glob(".global_step_*.replaced"):
+            self._put_back(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+        for kind in ("partial", "deleted", "replaced"):
+            for path in self.root.glob(f".global_step_*.{kind}"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def warn_of_lacking_contents(key: str, contents: CheckpointConfig) -> None:
+    """Of checkpoints from which no run goes on: called when they are configured, not when one is needed."""
+    lacking = [part for part in contents.load_contents if part not in (*contents.save_contents, "hf_model")]
+    if lacking:
+        logger.warning(
+            "%s.save_contents=[%s] lacks %s: no run can be resumed from these checkpoints. Add it, or take it out of "
+            "load_contents",
+            key,
+            ",".join(contents.save_contents),
+            ", ".join(lacking),
+        )
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((path / RECORD).read_text())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {exc}") from exc
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {str(record)[:40]!r}")
+    return record
+
+
+def _serial(path: Path) -> int:
+    """The how-manieth one of its directory it is, by the order of writing; 0 if it does not say."""
+    try:
+        serial = _record(path).get("serial", 0)
+    except ConfigError:
+        return 0
+    return serial if isinstance(serial, int) else 0
+
+
+def _age(path: Path) -> tuple[int, float]:
+    """In the order of writing. Clocks are asked only about those that do not say."""
+    record = path / RECORD
+    return _serial(path), (record if record.is_file() else path).stat().st_mtime
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).splitlines() or [type(exc).__name__])[0]

@@ -420,14 +420,18 @@ class Cluster:
         )
 
     def _join(self, config: CheckpointEngineConfig) -> None:
-        output_dir = Path(self._config.trainer.output_dir)
         self.manager = CheckpointEngineManager(
             config=config,
             trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(self.actor.workers)],
             nodes=self.nodes.ports,
-            report_path=Path(config.report_path or output_dir / "sync_reports.jsonl"),
+            report_path=sync_report_path(self._config),
         )
         self.run(self.manager.add_replicas(self.replicas))
+
+
+def sync_report_path(config: PPOConfig) -> Path:
+    """The file that gets the report of every sync."""
+    return Path(config.checkpoint_engine.report_path or Path(config.trainer.output_dir) / "sync_reports.jsonl")
 
 
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:

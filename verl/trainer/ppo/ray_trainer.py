@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.checkpoint_engine.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
-from verl.trainer.ppo.cluster import Cluster
+from verl.trainer.ppo.cluster import Cluster, sync_report_path
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -34,10 +34,13 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.utils import records
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
+from verl.utils.dataset import PromptLoader
+from verl.utils.disk import DiskFull
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, marked_timer, write_spans
+from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
@@ -97,7 +100,7 @@ class RayPPOTrainer:
         cluster: Cluster,
         rollouts: HealingRollouts,
         reward_manager: NaiveRewardManager,
-        train_dataloader: StatefulDataLoader,
+        train_dataloader: PromptLoader,
         validator: Validator,
         checkpoints: CheckpointDirectory,
         tracking: Tracking,
@@ -121,6 +124,8 @@ class RayPPOTrainer:
         self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
+        self._unsaved: DiskFull | None = None
+        """Why the last checkpoint that was due is not there."""
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
@@ -210,20 +215,29 @@ class RayPPOTrainer:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(self.at(step))
         self.write_timeline(self.at(step), last=True)
+        if self._unsaved is not None:  # there is no next save
+            raise self._unsaved
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
         first = self.at(start)
+        validates = self.config.trainer.val_before_train and not self.rewards_before
+        self.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
         logger.info("loading version %d of the weights into the rollout engines", start)
         with first.timed("update_weights"):
             self.update_weights(first)
-        if self.config.trainer.val_before_train and not self.rewards_before:
+        if validates:
             with first.timed("testing"):
                 self.validate(first)
             self.rewards_before = dict(self.rewards_after)
             self.tracking.log(first.metrics, start)
         self.write_timeline(first)
+
+    def forget_undone(self, start: int, again: Collection[str]) -> None:
+        """Of what an earlier run in this directory recorded, only what is not done again counts as this run's."""
+        go_back(self._timeline, start, again)
+        records.carry_over(sync_report_path(self.config), lambda report: _version(report) < start)
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
@@ -330,10 +344,17 @@ class RayPPOTrainer:
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
-        with self.checkpoints.writing(state) as directory:
-            self.cluster.actor.save_checkpoint(str(directory / "actor"))
-            if self.has_critic:
-                self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
+        self._unsaved = None
+        try:
+            with self.checkpoints.writing(state) as directory:
+                self.cluster.actor.save_checkpoint(str(directory / "actor"))
+                if self.has_critic:
+                    self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
+        except DiskFull as exc:
+            if self.config.trainer.on_full_disk == "stop":
+                raise
+            self._unsaved = exc
+            logger.error("step %d is not saved, the next save tries again: %s", step, exc)  # noqa: TRY400
 
     def load_checkpoint(self, path: Path) -> int:
         """The step to continue after."""
@@ -347,9 +368,19 @@ class RayPPOTrainer:
         self.rewards_before = state.rewards_before
         return state.step
 
-    def restore_prompts(self, state: dict[str, Any]) -> None:
+    @classmethod
+    def position_in_data(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of what a checkpoint says about prompts, the state of the data loader.
+
+        Raises ConfigError for a checkpoint of a loop that this one cannot go on from.
+        """
+        if "rollouter" in state:
+            raise ConfigError("the checkpoint is one of a fully asynchronous run: go on with fully_async_main")
+        return state
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """Go on with the prompts that come after those of a checkpoint."""
-        self.train_dataloader.load_state_dict(state)
+        self.train_dataloader.load_state_dict(self.position_in_data(state))
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Every `save_freq` steps, and at the end of a run that saves at all."""
@@ -364,6 +395,7 @@ class RayPPOTrainer:
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         self.tracking.log(now.metrics, now.number)
         self.write_timeline(now)
+        self.checkpoints.publish()  # whoever resumes from it finds the records of its step
 
     def write_timeline(self, now: Step, *, last: bool = False) -> None:
         """Who was busy with what: trainer and syncs in this step, the engines until the call before."""
@@ -382,6 +414,11 @@ class RayPPOTrainer:
         parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
+
+
+def _version(report: Mapping[str, Any]) -> float:
+    version = report.get("version")
+    return version if isinstance(version, int) else inf
 
 
 def _every(frequency: int, step: int) -> bool:

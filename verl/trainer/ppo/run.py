@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl import envs
 from verl.checkpoint_engine.arena import require_free_bytes
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import ITEMSIZE
-from verl.trainer.ppo.checkpoints import CheckpointDirectory
+from verl.trainer.ppo.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.ppo.cluster import Cluster, make_replicas
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_session import check_arguments, starts_locally
@@ -29,7 +28,7 @@ from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
-from verl.utils.dataset import build_dataloader, build_dataset, resolve_data_files
+from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.device import resolve_device
 from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.reward_score import load_reward_function
@@ -62,7 +61,7 @@ class _Job:
     replicas: list[RolloutReplica]
     agent_loop_manager_class: Any
     critic: CriticConfig | None
-    loaders: dict[str, StatefulDataLoader]
+    loaders: dict[str, PromptLoader]
     reward_manager: NaiveRewardManager
     total_steps: int
 
@@ -73,7 +72,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
-    job = _checked(trainer_class.adapted(config))
+    job = _checked(trainer_class.adapted(config), trainer_class)
     with _tracking(job) as tracking, _cluster(job) as cluster, _agent_loops(job, cluster) as manager:
         max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
         rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
@@ -98,7 +97,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     return result
 
 
-def _checked(config: PPOConfig) -> _Job:
+def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     """Raises ConfigError or BackendUnavailable for all that this host can tell."""
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
@@ -106,6 +105,10 @@ def _checked(config: PPOConfig) -> _Job:
     output_dir = _writable("trainer.default_local_dir", config.trainer.output_dir)
     _require_writable_files(config)
     checkpoints = CheckpointDirectory(config.trainer)
+    if config.trainer.save_freq > 0:
+        warn_of_lacking_contents("actor_rollout_ref.actor.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+        if needs_critic(config):
+            warn_of_lacking_contents("critic.checkpoint", config.critic.checkpoint)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     _require_positions(config)
@@ -119,6 +122,8 @@ def _checked(config: PPOConfig) -> _Job:
     agent_loop_manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loaders = _dataloaders(config, tokenizer)
+    if resume_from is not None:
+        loaders["train"].check(trainer_class.position_in_data(checkpoints.read(resume_from).dataloader))
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
     return _Job(
@@ -218,14 +223,22 @@ def _agent_loop_manager_class(config: PPOConfig) -> Any:
     return manager_class
 
 
-def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, StatefulDataLoader]:
+def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptLoader]:
     data = config.data
-    train: Any = build_dataset(resolve_data_files(data.train_files, "train"), tokenizer, data, "train")
+    files = resolve_data_files(data.train_files, "train")
+    train: Any = build_dataset(files, tokenizer, data, "train")
     val: Any = build_dataset(resolve_data_files(data.val_files, "val"), tokenizer, data, "val")
     if len(train) < data.train_batch_size:
         raise ConfigError(f"data.train_batch_size={data.train_batch_size} exceeds the {len(train)} training samples")
     return {
-        "train": build_dataloader(train, data, batch_size=data.train_batch_size, shuffle=data.shuffle, drop_last=True),
+        "train": build_dataloader(
+            train,
+            data,
+            batch_size=data.train_batch_size,
+            shuffle=data.shuffle,
+            drop_last=True,
+            source=fingerprint(files),
+        ),
         "val": build_dataloader(val, data, batch_size=data.val_batch_size or len(val), shuffle=False),
     }
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
+from typing import Any
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
+from verl.utils import records
 from verl.workers.reward_manager import RewardOutput
 
 logger = logging.getLogger(__name__)
 
+_COLUMNS = {
+    "uid": "uid",
+    "index": "index",
+    "data_source": "data_source",
+    "prompt": "raw_prompt",
+    "replicas": "__replicas__",
+    "num_turns": "__num_turns__",
+    "stop_reason": "__stop_reason__",
+}
+"""What a file of samples calls a column of the batch."""
+
 
 class SampleWriter:
     """Writes `<directory>/<step>.jsonl`, one line per sample; does nothing without a directory.
+
+    `response_ids`, `response_mask` (1: the policy generated it), `versions` (of the weights; -1: inserted) and
+    `log_probs` (the engine's; null where it was not asked) have one entry per token of the response. `replicas` are
+    `[name, start, stop]`: which engine generated tokens `[start, stop)`. `reward` is all that the reward function said.
 
     What an earlier run, killed after its last checkpoint, wrote about the same step is replaced.
     """
@@ -26,28 +42,49 @@ class SampleWriter:
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        mode = "a" if step in self._begun else "w"
+        path = self._directory / f"{step}.jsonl"
+        if step not in self._begun:
+            path.unlink(missing_ok=True)
         self._begun.add(step)
-        with (self._directory / f"{step}.jsonl").open(mode) as file:
-            for row in _rows(batch, reward):
-                file.write(json.dumps({"step": step, **row}, default=str) + "\n")
+        records.append(path, [records.encoded({"step": step, **row}) for row in _rows(batch, reward)])
 
     @staticmethod
     def show(batch: DataProto, reward: RewardOutput, count: int) -> None:
-        for row in _rows(batch, reward)[:count]:
-            logger.info("held-out sample: %s", json.dumps(row, default=str))
+        for row in _rows(batch[:count], reward) if count else ():
+            logger.info("held-out sample: %s", records.encoded(_told(row)).decode())
 
 
-def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, object]]:
-    columns = batch.non_tensor_batch
+def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
+    """All there is to say about each sample: what was asked, who answered what with which weights, its reward."""
+    columns, tensors = batch.non_tensor_batch, tensors_of(batch)
+    width = tensors["responses"].shape[1]
+    prompt_mask, response_mask = tensors["attention_mask"].bool().split((tensors["prompts"].shape[1], width), dim=1)
     scores = reward.reward_tensor.sum(-1).tolist()
-    return [
-        {
-            "uid": columns["uid"][index],
-            "prompt": columns["raw_prompt"][index],
+    per_token = {
+        name: tensors.get(key)
+        for name, key in (
+            ("response_ids", "responses"),
+            ("response_mask", "response_mask"),
+            ("versions", "rollout_versions"),
+            ("log_probs", "rollout_log_probs"),
+        )
+    }
+    rows = []
+    for index in range(len(batch)):
+        row: dict[str, Any] = {name: columns[key][index] for name, key in _COLUMNS.items() if key in columns}
+        row |= {
             "response": reward.responses[index],
             "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
             "score": scores[index],
+            "reward": {name: values[index] for name, values in reward.extra_info.items()},
+            "prompt_ids": tensors["prompts"][index][prompt_mask[index]].tolist(),
         }
-        for index in range(len(batch))
-    ]
+        valid = response_mask[index]
+        row |= {name: None if of is None else of[index][valid].tolist() for name, of in per_token.items()}
+        rows.append(row)
+    return rows
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """What people read on the console."""
+    return {name: row[name] for name in ("uid", "prompt", "response", "ground_truth", "score") if name in row}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Rollouts
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.samples import SampleWriter
+from verl.utils.dataset import PromptLoader
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import NaiveRewardManager
 
@@ -29,7 +29,7 @@ class Validator:
         config: PPOConfig,
         rollouts: Rollouts,
         reward_manager: NaiveRewardManager,
-        dataloader: StatefulDataLoader,
+        dataloader: PromptLoader,
     ) -> None:
         self._config = config
         self._rollouts = rollouts

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
+from verl.utils.files import read_regular
+
 logger = logging.getLogger(__name__)
+
+MOST = 99_999
+MOST_NBYTES = 64
+_NUMBER = re.compile(rb"0*[1-9]\d{0,4}")
 
 
 class WantedReplicas:
@@ -23,15 +30,20 @@ class WantedReplicas:
             return None
         self._seen = found
         _, content = found
-        if not (content.isdecimal() and int(content) >= 1):
-            logger.warning("%s holds %.40r, not a number of at least 1: the rollout replicas stay", self.path, content)
+        if _NUMBER.fullmatch(content) is None:
+            logger.warning("%s holds %.40r, not a number from 1 to %d: the rollout replicas stay", *self._told(content))
             return None
         return int(content)
 
-    def _read(self) -> tuple[int, str] | None:
-        """When it was written, and its content; None without any: then somebody may be about to write it."""
+    def _told(self, content: bytes) -> tuple[Path, str, int]:
+        return self.path, content.decode(errors="replace"), MOST
+
+    def _read(self) -> tuple[int, bytes] | None:
+        """When it was written, and how it begins; None without any: then somebody may be about to write it."""
         try:
-            written_ns, content = self.path.stat().st_mtime_ns, self.path.read_text().strip()
+            written_ns, content = self.path.stat().st_mtime_ns, read_regular(self.path, MOST_NBYTES).strip()
         except FileNotFoundError:
             return None
+        except OSError as exc:  # no file, or not ours to read
+            return 0, str(exc).encode()
         return (written_ns, content) if content else None

@@ -1,7 +1,15 @@
 """Prompts: from parquet files to token ids, batch after batch, from where a checkpoint left off."""
 
-from verl.utils.dataset.dataloader import build_dataloader, collate_fn
+from verl.utils.dataset.dataloader import PromptLoader, build_dataloader, collate_fn, fingerprint
 from verl.utils.dataset.files import resolve_data_files
 from verl.utils.dataset.rl_dataset import RLHFDataset, build_dataset
 
-__all__ = ["RLHFDataset", "build_dataloader", "build_dataset", "collate_fn", "resolve_data_files"]
+__all__ = [
+    "PromptLoader",
+    "RLHFDataset",
+    "build_dataloader",
+    "build_dataset",
+    "collate_fn",
+    "fingerprint",
+    "resolve_data_files",
+]

@@ -1,6 +1,6 @@
 """Typed configuration: every key that a run understands, with its default and meaning."""
 
-from verl.workers.config.actor import ActorConfig, FSDPConfig, RefConfig
+from verl.workers.config.actor import ActorConfig, CheckpointConfig, FSDPConfig, RefConfig
 from verl.workers.config.algorithm import (
     AlgorithmConfig,
     CustomRewardFunctionConfig,
@@ -20,6 +20,7 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",

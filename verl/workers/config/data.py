@@ -46,4 +46,9 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to tokenizer.apply_chat_template")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a Dataset class of your own")
     return_raw_chat: bool = option(True, "keep the chat messages next to the token ids (agent loops need them)")
+    resume_other_data: str = option(
+        "error",
+        "a checkpoint whose samples, order or files were others: refuse, or begin a new epoch with these",
+        choices=("error", "new_epoch"),
+    )
     dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)", least=0)

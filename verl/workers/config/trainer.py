@@ -59,6 +59,11 @@ class TrainerConfig:
     )
     save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never", least=-1)
     max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all", least=1)
+    on_full_disk: str = option(
+        "go_on",
+        "a checkpoint for which there is no space: go on and try again at the next save, or stop the run",
+        choices=("go_on", "stop"),
+    )
     resume_mode: str = option(
         "auto",
         "continue from the last checkpoint, never, or from resume_from_path",

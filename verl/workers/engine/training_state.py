@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from verl.utils.config import ConfigError
 from verl.utils.device import rng_state, seed_everything, set_rng_state
+from verl.workers.engine.checkpoint_files import METADATA_FILE, read_metadata, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
-METADATA_FILE = ".metadata"
-"""Written last by torch DCP: its presence says that the checkpoint is complete."""
 RNG_KEY = "extra.rng"
 LR_STEP_KEY = "extra.lr_step"
 
@@ -38,6 +34,7 @@ def save_training_state(
     `directory` to its final name afterwards never leaves half a checkpoint behind.
 
     Raises ConfigError if `directory` holds a checkpoint already: files of another number of ranks would stay in it.
+    Raises DiskFull, on every rank, if there is no room.
     """
     if (directory / METADATA_FILE).exists():
         raise ConfigError(f"{directory} already holds a checkpoint")
@@ -46,7 +43,7 @@ def save_training_state(
         saved[LR_STEP_KEY] = torch.tensor(lr_step)
         saved |= {f"{RNG_KEY}.{dist.get_rank()}.{name}": value for name, value in rng_state(device).items()}
     if saved:
-        save(saved, storage_writer=FileSystemWriter(directory, sync_files=True, overwrite=False))
+        write_state(directory, saved)
     dist.barrier()
 
 
@@ -63,7 +60,7 @@ def load_training_state(
     With another number of ranks than at the time of saving, generators cannot be restored and are reseeded from `seed`.
     Raises ConfigError if `directory` is not a checkpoint or lacks what `contents` names.
     """
-    saved = _saved_keys(directory)
+    saved = frozenset(read_metadata(directory).state_dict_metadata)
     loaded = state(contents)
     if "extra" in contents:
         loaded[LR_STEP_KEY] = torch.tensor(0)
@@ -71,7 +68,7 @@ def load_training_state(
         raise ConfigError(f"checkpoint {directory} does not hold {', '.join(lacking)}; see checkpoint.load_contents")
     rng = _rng_template(saved, device) if "extra" in contents else {}
     if loaded:
-        load(loaded | rng, storage_reader=FileSystemReader(directory))
+        read_state(directory, loaded | rng)
     if LR_STEP_KEY not in loaded:
         return loaded, None
     lr_step = int(loaded.pop(LR_STEP_KEY))
@@ -81,12 +78,6 @@ def load_training_state(
         logger.warning("%s was saved by another number of ranks: random generators are reseeded", directory)
         seed_everything(seed + dist.get_rank() + lr_step)
     return loaded, lr_step
-
-
-def _saved_keys(directory: Path) -> frozenset[str]:
-    if not (directory / METADATA_FILE).is_file():
-        raise ConfigError(f"{directory} is not a training checkpoint: it has no {METADATA_FILE}")
-    return frozenset(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
 def _rng_template(saved: frozenset[str], device: str) -> dict[str, torch.Tensor]:

@@ -6,15 +6,17 @@ import fnmatch
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from verl.utils.disk import full_disk_told, require_space
 from verl.utils.files import sync_to_disk
+from verl.utils.first_rank import FirstRank
 from verl.utils.model import ATTENTION
 from verl.workers.config import HFModelConfig
 from verl.workers.hf.checkpoint import INDEX_FILE, SINGLE_FILE
@@ -46,32 +48,32 @@ def write_hf_directory(
     it gives elsewhere does not matter. A `dtype` that the weights were cast to is written to `config.json`, as are
     fields that the run overrides; `own_config` is written in its place for a model that is another one.
 
-    A collective; everything is synced to disk when it returns.
+    A collective; everything is synced to disk when it returns. What goes wrong on rank 0, which writes, is raised on
+    every rank, when all have come to the end: DiskFull, if possible before anything is written.
     """
+    needed = sum(nbytes.values())
+    with FirstRank() as first:
+        first.do(lambda: require_space(directory, needed))
     groups = list(_files(nbytes, file_nbytes))
-    is_writer = dist.get_rank() == 0
-    if is_writer:
-        directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     total = 0
-    for index, keys in enumerate(groups, start=1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        content = {name: full for key in keys for name, full in collect(key).items()}
-        if is_writer:
+    with full_disk_told(directory, needed), FirstRank() as first:
+        first.do(lambda: directory.mkdir(parents=True, exist_ok=True))
+        for index, keys in enumerate(groups, start=1):
+            file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+            content = {name: full for key in keys for name, full in collect(key).items()}
             weight_map |= dict.fromkeys(content, file)
             total += sum(full.nbytes for full in content.values())
-            save_file(content, directory / file, metadata={"format": "pt"})
-    if is_writer:
+            first.do(partial(save_file, content, directory / file, metadata={"format": "pt"}))
         if len(groups) > 1:
             index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-            (directory / INDEX_FILE).write_text(index_text)
-        _copy_other_files(directory, model_config)
+            first.do(lambda: (directory / INDEX_FILE).write_text(index_text))
+        first.do(lambda: _copy_other_files(directory, model_config))
         if own_config is not None:
-            own_config.save_pretrained(directory)
+            first.do(lambda: own_config.save_pretrained(directory))
         else:
-            _write_config(directory / "config.json", model_config.override_config, dtype)
-        sync_to_disk(directory)
-    dist.barrier()
+            first.do(lambda: _write_config(directory / "config.json", model_config.override_config, dtype))
+        first.do(lambda: sync_to_disk(directory))
 
 
 def _files(nbytes: Mapping[str, int], file_nbytes: int) -> Iterator[list[str]]:

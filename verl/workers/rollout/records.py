@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
@@ -83,6 +83,8 @@ class WeightVersionSpan:
     start: int
     stop: int
     version: int
+    replica: str = field(default="", compare=False)
+    """Whose engine sampled them; its server fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +97,7 @@ class TokenOutput:
     stop_reason: StopReason
     weight_versions: tuple[WeightVersionSpan, ...]
     """Cover all tokens, in order, without gaps."""
+
+    def by(self, replica: str) -> TokenOutput:
+        """The same, with who sampled it."""
+        return replace(self, weight_versions=tuple(replace(span, replica=replica) for span in self.weight_versions))

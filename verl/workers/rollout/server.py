@@ -97,7 +97,8 @@ class RolloutServer:
         try:
             async with asyncio.timeout(timeout_s):
                 with self._spans.during("generating"):
-                    return await self._engine.generate(prompt_ids, sampling, request_id)
+                    output = await self._engine.generate(prompt_ids, sampling, request_id)
+            return output.by(name)
         except TimeoutError as exc:
             raise ReplicaTimeout(
                 f"{name}: request {request_id} not finished within rollout.generate_timeout_s={timeout_s}"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from verl.utils.config import ConfigError
 from verl.workers.engine import training_state
+from verl.workers.engine.checkpoint_files import read_metadata
 from verl.workers.engine.fsdp.mesh import replication_allowed
 
 MAX_NAMES_IN_MESSAGE = 20
@@ -94,7 +94,7 @@ def _has_frozen(model: nn.Module) -> bool:
 def _require_same_tensors(directory: Path, model_state: Mapping[str, torch.Tensor]) -> None:
     saved = {
         name.removeprefix("model."): tuple(entry.size)
-        for name, entry in FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        for name, entry in read_metadata(directory).state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
     own = {name: tuple(tensor.shape) for name, tensor in model_state.items()}

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
 from verl.checkpoint_engine.types import Box
 from verl.utils.config import ConfigError
+from verl.utils.disk import full_disk_told
 from verl.utils.files import sync_to_disk
+from verl.utils.first_rank import FirstRank
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, tied_aliases
 
@@ -158,14 +159,16 @@ class Adapters:
         for layer, factors in self._pairs.items():
             for part, factor in zip((A, B), factors, strict=True):
                 tensors[_in_peft(layer, part)] = _whole(factor).cpu().contiguous()
-        if dist.get_rank() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-            config = _peft_config(self._config, list(self._pairs))
-            config.inference_mode = True
-            config.save_pretrained(directory)
-            sync_to_disk(directory)
-        dist.barrier()
+        with full_disk_told(directory, sum(tensor.nbytes for tensor in tensors.values())), FirstRank() as first:
+            first.do(lambda: self._write_peft(directory, tensors))
+
+    def _write_peft(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = _peft_config(self._config, list(self._pairs))
+        config.inference_mode = True
+        config.save_pretrained(directory)
+        sync_to_disk(directory)
 
 
 def base_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:

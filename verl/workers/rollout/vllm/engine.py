@@ -65,7 +65,11 @@ class VLLMEngine:
             self._bind_threads()
         self._leftovers = Leftovers()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
-        with told_in_a_line(self._spec.name, self._spec.device), self._leftovers.finding_shared_memory():
+        with (
+            told_in_a_line(self._spec.name, self._spec.device),
+            self._leftovers.taking_temporary_files(),
+            self._leftovers.finding_shared_memory(),
+        ):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
             init_info = {"check_engine": self._spec.config.checkpoint_engine.get("check_engine", "first")}
             await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))

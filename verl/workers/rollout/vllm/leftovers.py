@@ -1,12 +1,13 @@
 """What vLLM leaves on the machine when its processes are ended, and who removes it.
 
-vLLM 0.32 keeps its sockets as files and, for each worker, a ring buffer of 160 MiB in shared memory; libraries that it
-loads make semaphores. Processes that are killed remove none of them; its own shutdown kills them. A janitor therefore
-outlives the server and cleans up.
+vLLM 0.32 keeps its sockets as files, lets its ranks meet through a temporary file that it never removes, and has, for
+each worker, a ring buffer of 160 MiB in shared memory; libraries that it loads make semaphores. Processes that are
+killed remove none of them; its own shutdown kills them. A janitor therefore outlives the server and cleans up.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import threading
@@ -17,9 +18,10 @@ from pathlib import Path
 import psutil
 
 from verl import envs
-from verl.checkpoint_engine.janitor import Janitor
+from verl.checkpoint_engine.janitor import Janitor, sweep
 
 SHM_DIR = Path("/dev/shm")
+PREFIX = "verl-vllm-"
 LOOK_EVERY_S = 0.05
 OURS = ("psm_", "vllm_", "sem.mp-")
 """Names that Python's and vLLM's files there begin with. Arenas, which children map, too, have their own owner."""
@@ -29,8 +31,11 @@ class Leftovers:
     """Belongs to the server process, the parent of vLLM's processes. Removed when that ends, however it ends."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="verl-vllm-"))
-        """For vLLM's sockets. The path is short: a socket's may have 107 characters."""
+        sweep(Path(tempfile.gettempdir()), PREFIX)
+        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        """For vLLM's sockets and temporary files. The path is short: a socket's may have 107 characters."""
+        self._lock = (self.directory / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
         self._found: set[Path] = set()
 
@@ -39,6 +44,20 @@ class Leftovers:
         directory = Path(tempfile.mkdtemp(prefix="verl-adapter-", dir=envs.shm_dir()))
         self._janitor.watch(directory)
         return directory
+
+    @contextmanager
+    def taking_temporary_files(self) -> Iterator[None]:
+        """What this process makes in the block, and what processes that begin in it ever make, is in `directory`."""
+        before = tempfile.tempdir, os.environ.get("TMPDIR")
+        tempfile.tempdir = os.environ["TMPDIR"] = str(self.directory)
+        try:
+            yield
+        finally:
+            tempfile.tempdir, variable = before
+            if variable is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = variable
 
     @contextmanager
     def finding_shared_memory(self) -> Iterator[None]:
@@ -71,12 +90,10 @@ class Leftovers:
         for path in shared_memory_of(os.getpid()) - self._found:
             self._found.add(path)
             self._janitor.watch(path)
-            if path.name.startswith("vllm_"):
-                # The ranks of one engine met through a file; their shared memory is called after it.
-                self._janitor.watch(Path(tempfile.gettempdir()) / path.name.partition("-")[0])
 
     def remove(self) -> None:
         self._janitor.close()
+        self._lock.close()
 
 
 def shared_memory_of(pid: int) -> set[Path]:

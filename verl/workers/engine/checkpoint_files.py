@@ -1,0 +1,152 @@
+"""Files of torch DCP: read without running code of theirs, written only where there is room. All are collectives."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from verl.utils.config import ConfigError
+from verl.utils.disk import DiskFull, full_disk_told, is_of_full_disk, require_space
+
+METADATA_FILE = ".metadata"
+"""Written last by torch DCP: its presence says that the checkpoint is complete."""
+_DCP = "torch.distributed.checkpoint"
+_DATA = {
+    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata")),
+    *((f"{_DCP}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    (f"{_DCP}.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+"""What DCP's metadata are made of, beside torch's dtypes: classes that hold values and do nothing."""
+
+
+def write_state(directory: Path, state: dict[str, Any]) -> None:
+    """Write and sync to disk.
+
+    Every rank raises DiskFull if there is no room: before anything is written, or where a quota ends it.
+    """
+    planner = _SavePlanner(directory)
+    try:
+        save(state, storage_writer=FileSystemWriter(directory, sync_files=True, overwrite=False), planner=planner)
+    except CheckpointException as exc:  # no subclass of Exception, and the same on every rank
+        raise _of_save(exc, directory, planner.needed_nbytes) from exc
+
+
+def read_state(directory: Path, state: dict[str, Any]) -> None:
+    """Fill `state`. Raises ConfigError for files that are not what their metadata say."""
+    try:
+        load(state, storage_reader=_Reader(directory), planner=_LoadPlanner())
+    except CheckpointException as exc:
+        first = next(failure for failure, _ in exc.failures.values())
+        if isinstance(first, ConfigError):
+            raise first from exc
+        raise ConfigError(f"{directory} cannot be loaded: {_one_line(first)}") from exc
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Raises ConfigError if `directory` is no complete checkpoint. No collective."""
+    if not (directory / METADATA_FILE).is_file():
+        raise ConfigError(f"{directory} is not a training checkpoint: it has no {METADATA_FILE}")
+    return _Reader(directory).read_metadata()
+
+
+def _of_save(exc: CheckpointException, directory: Path, needed_nbytes: int | None) -> Exception:
+    """What all ranks raise for it. Only rank 0 knows how many bytes the ranks wanted to write."""
+    first = next(failure for failure, _ in exc.failures.values())
+    if isinstance(first, DiskFull):
+        return first
+    if not any(is_of_full_disk(failure) for failure, _ in exc.failures.values()):
+        return RuntimeError(f"{directory} was not written: {_one_line(first)}")
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            with full_disk_told(directory, needed_nbytes):
+                raise next(failure for failure, _ in exc.failures.values() if is_of_full_disk(failure))
+        except DiskFull as full:
+            told = [full]
+    dist.broadcast_object_list(told, src=0)
+    return DiskFull(*told[0].args)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Looks, on rank 0, whether all of it fits, before any rank begins to write."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self.needed_nbytes: int | None = None
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        self.needed_nbytes = sum(
+            math.prod(entry.size) * entry.properties.dtype.itemsize
+            for entry in metadata.state_dict_metadata.values()
+            if isinstance(entry, TensorStorageMetadata)
+        )
+        require_space(self._directory, self.needed_nbytes)
+        return plans, metadata
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Values beside tensors are numbers and texts; DCP would unpickle whatever is there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            plain = torch.load(value, weights_only=True)
+        except Exception as exc:
+            name = read_item.dest_index.fqn
+            raise ConfigError(f"{name} of the checkpoint is no plain value: {_one_line(exc)}") from exc
+        safe = io.BytesIO()
+        torch.save(plain, safe)  # nothing of `plain` runs code when the planner unpickles it
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path) / METADATA_FILE
+        try:
+            metadata = _DataUnpickler(io.BytesIO(file.read_bytes())).load()
+        except Exception as exc:
+            raise ConfigError(f"{file} is not the metadata of a checkpoint: {_one_line(exc)}") from exc
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise ConfigError(f"{file} is not the metadata of a checkpoint: it holds a {type(metadata).__name__}")
+        return metadata
+
+
+class _DataUnpickler(pickle._Unpickler):
+    """Makes nothing but what `_DATA` names: other pickles could run any code.
+
+    The one in Python: that in C takes as much memory as a number in the file says.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _DATA:
+            return getattr(importlib.import_module(module), name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
+
+
+def _one_line(exc: BaseException) -> str:
+    return (str(exc).splitlines() or [type(exc).__name__])[0][:200]

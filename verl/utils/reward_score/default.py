@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from verl.utils.config import ConfigError
@@ -45,15 +46,20 @@ def math(solution: str, ground_truth: str) -> bool:
     # math-verify's time limits are signals, which only the main thread may set.
     limit_s = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     truth = parse(ground_truth, parsing_timeout=limit_s) or parse(f"${ground_truth}$", parsing_timeout=limit_s)
-    return bool(verify(truth, parse(solution, parsing_timeout=limit_s), timeout_seconds=limit_s))
+    try:
+        return bool(verify(truth, parse(solution, parsing_timeout=limit_s), timeout_seconds=limit_s))
+    except Exception:  # noqa: BLE001 - a response that the library stumbles over is no right answer
+        return False
 
 
-def _number(text: str) -> str | float:
+def _number(text: str) -> str | Decimal:
+    """The number that `text` is, exactly: floats would take 12345678901234567890123 for its neighbours."""
     cleaned = text.strip().replace(",", "").replace("$", "")
     try:
-        return float(cleaned)
-    except ValueError:
+        number = Decimal(cleaned)
+    except InvalidOperation:
         return cleaned
+    return number if number.is_finite() else cleaned
 
 
 RULES: dict[str, Callable[[str, str], bool]] = {

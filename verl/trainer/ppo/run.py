@@ -73,19 +73,24 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
     job = _checked(trainer_class.adapted(config))
-    with _tracking(job) as tracking, _cluster(job) as cluster, _agent_loops(job, cluster) as manager:
+    with (
+        _tracking(job) as tracking,
+        job.reward_manager as reward_manager,
+        _cluster(job) as cluster,
+        _agent_loops(job, cluster) as manager,
+    ):
         max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
         rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
         trainer = trainer_class(
             config=job.config,
             cluster=cluster,
             rollouts=rollouts,
-            reward_manager=job.reward_manager,
+            reward_manager=reward_manager,
             train_dataloader=job.loaders["train"],
             validator=Validator(
                 config=job.config,
                 rollouts=rollouts,
-                reward_manager=job.reward_manager,
+                reward_manager=reward_manager,
                 dataloader=job.loaders["val"],
             ),
             checkpoints=job.checkpoints,
@@ -137,6 +142,8 @@ def _checked(config: PPOConfig) -> _Job:
             load_reward_function(config.custom_reward_function),
             num_workers=config.reward_model.num_workers,
             reward_fn_key=config.data.reward_fn_key,
+            timeout_s=config.reward_model.timeout_s,
+            keep_special_tokens=config.reward_model.keep_special_tokens,
         ),
         total_steps=total_steps,
     )

@@ -2,5 +2,17 @@
 
 from verl.utils.reward_score.default import default_compute_score
 from verl.utils.reward_score.loading import RewardFunction, load_reward_function
+from verl.utils.reward_score.pool import Abandoned, ScoringError, ScoringPool
+from verl.utils.reward_score.process import NoNumber, Raised, Scored
 
-__all__ = ["RewardFunction", "default_compute_score", "load_reward_function"]
+__all__ = [
+    "Abandoned",
+    "NoNumber",
+    "Raised",
+    "RewardFunction",
+    "Scored",
+    "ScoringError",
+    "ScoringPool",
+    "default_compute_score",
+    "load_reward_function",
+]

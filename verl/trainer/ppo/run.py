@@ -22,6 +22,7 @@ from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.cluster import Cluster, make_replicas
+from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_session import check_arguments, starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
@@ -29,7 +30,6 @@ from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
-from verl.utils.dataset import build_dataloader, build_dataset, resolve_data_files
 from verl.utils.device import resolve_device
 from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.reward_score import load_reward_function
@@ -122,7 +122,7 @@ def _checked(config: PPOConfig) -> _Job:
     replicas = make_replicas(config, model_path=model_path, device=device)
     agent_loop_manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    loaders = _dataloaders(config, tokenizer)
+    loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
     return _Job(
@@ -212,7 +212,8 @@ def _local_critic(
 def _agent_loop_manager_class(config: PPOConfig) -> Any:
     """The agent loops. Named by configuration: this package lies below `verl.experimental` and does not import it.
 
-    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with `check_config`.
+    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with
+    `check_config`, and with `shown_tools` if its prompts show tools.
     """
     target = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     module, _, name = target.partition(":")
@@ -222,18 +223,6 @@ def _agent_loop_manager_class(config: PPOConfig) -> Any:
         raise ConfigError(f"rollout.agent.agent_loop_manager_class={target!r} is not module:Class: {exc}") from exc
     manager_class.check_config(config)
     return manager_class
-
-
-def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, StatefulDataLoader]:
-    data = config.data
-    train: Any = build_dataset(resolve_data_files(data.train_files, "train"), tokenizer, data, "train")
-    val: Any = build_dataset(resolve_data_files(data.val_files, "val"), tokenizer, data, "val")
-    if len(train) < data.train_batch_size:
-        raise ConfigError(f"data.train_batch_size={data.train_batch_size} exceeds the {len(train)} training samples")
-    return {
-        "train": build_dataloader(train, data, batch_size=data.train_batch_size, shuffle=data.shuffle, drop_last=True),
-        "val": build_dataloader(val, data, batch_size=data.val_batch_size or len(val), shuffle=False),
-    }
 
 
 def _total_steps(config: PPOConfig, steps_per_epoch: int) -> int:

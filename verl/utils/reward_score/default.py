@@ -22,10 +22,15 @@ def default_compute_score(
     rule = RULES.get(data_source)
     if rule is None:
         raise ConfigError(
-            f"there is no built-in reward for data_source {data_source!r} (there is for {', '.join(sorted(RULES))}): "
+            f"there is no built-in reward for data_source {data_source!r} (there is for {', '.join(known_sources())}): "
             "set custom_reward_function.path to a file that defines compute_score"
         )
     return float(rule(solution_str, str(ground_truth)))
+
+
+def known_sources() -> list[str]:
+    """The data sources that have a rule here."""
+    return sorted(RULES)
 
 
 def exact_match(solution: str, ground_truth: str) -> bool:

@@ -31,7 +31,8 @@ from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.device import resolve_device
-from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
+from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
+from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
@@ -112,6 +113,7 @@ def _checked(config: PPOConfig) -> _Job:
     checkpoints = CheckpointDirectory(config.trainer)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
+    _require_model(config.actor_rollout_ref.model, model_path)
     _require_positions(config)
     _require_heads(config)
     adapters = _adapter_shapes(config, model_path)
@@ -122,6 +124,7 @@ def _checked(config: PPOConfig) -> _Job:
     replicas = make_replicas(config, model_path=model_path, device=device)
     agent_loop_manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    require_embeddings(tokenizer, load_hf_config(config.actor_rollout_ref.model), f"{MODEL_KEY}.path={model_path}")
     loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
     total_steps = _total_steps(config, len(loaders["train"]))
     config = _with_schedule(config, total_steps)
@@ -179,6 +182,16 @@ def _agent_loops(job: _Job, cluster: Cluster) -> Any:
     return job.agent_loop_manager_class(job.config, cluster.server_handles, tokenizer_path)
 
 
+def _require_model(model: HFModelConfig, directory: Path) -> None:
+    """The files of the policy, and of a tokenizer elsewhere, are whole, and its weights are those of its config."""
+    if model.tokenizer_path is not None and Path(model.tokenizer_path).expanduser().is_dir():
+        require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
+    key = f"{MODEL_KEY}.path"
+    require_whole_files(directory, key)
+    shapes = weight_shapes(directory, key)
+    require_fit(load_hf_config(model), shapes, key, remote=model.trust_remote_code)
+
+
 def _require_engine(config: PPOConfig, strategy: str, model: HFModelConfig, device: str, labels: int = 0) -> None:
     """Engines of `strategy` can hold the model in the local directory `model.path`; `labels` as a critic has them."""
     TrainEngineRegistry.check_job(
@@ -203,7 +216,11 @@ def _local_critic(
     critic, model = config.critic, config.critic.model
     if model.path is not None:
         path = resolve_model_path(model.path)
+        require_whole_files(path, "critic.model.path")
+        shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+        hf_config = load_hf_config(replace(critic.hf_model(str(policy)), path=str(path)))
+        require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code)
         critic = replace(critic, model=replace(model, path=str(path)))
     _require_engine(config, critic.strategy, critic.hf_model(str(policy)), device, labels=1)
     return critic

@@ -316,6 +316,49 @@ def test_a_model_directory_without_weights_says_so(refuse, tiny_model, tmp_path)
     assert "has no weights" in message
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+
+
+def _edit_config(directory, **fields):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+MODEL_DAMAGE = {
+    "truncated": (lambda d: os.truncate(d / "model.safetensors", 5000), ["model.safetensors is truncated", "5000"]),
+    "pointer": (lambda d: (d / "model.safetensors").write_text(POINTER), ["model.safetensors is a git-lfs pointer"]),
+    "config pointer": (lambda d: (d / "config.json").write_text(POINTER), ["config.json is a git-lfs pointer"]),
+    "bin": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [".bin files are not read"]),
+    "shapes": (lambda d: _edit_config(d, intermediate_size=96), ["does not fit the weights", "by the config"]),
+    "vocabulary": (lambda d: _edit_config(d, vocab_size=300), ["by the config", "embed_tokens.weight is [264,"]),
+}
+
+
+@pytest.mark.parametrize(("damage", "parts"), MODEL_DAMAGE.values(), ids=MODEL_DAMAGE)
+def test_a_model_whose_files_are_not_whole_or_not_of_one_model_is_refused(refuse, tiny_model, tmp_path, damage, parts):
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    damage(directory)
+    (message,) = refuse(f"actor_rollout_ref.model.path={directory}")
+    assert message.startswith("actor_rollout_ref.model.path")
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_tokenizer_of_another_model_is_refused(refuse, tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model, tmp_path / "tokenizer")
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 264, "content": "<new>"})
+    file.write_text(json.dumps(tokenizer))
+    (message,) = refuse(f"actor_rollout_ref.model.tokenizer_path={directory}")
+    assert "has embeddings for 264 tokens (vocab_size), and its tokenizer 1 ids beyond them, such as 264" in message
+
+
+def test_a_data_source_without_a_reward_is_refused(refuse, parquet):
+    path = parquet(["1+1="] * 4, data_source=["builtin/arithmetic", "my/sums", "my/sums", "my/sums"])
+    (message,) = refuse(f"data.train_files={path}")
+    assert f"data.train_files: row 1 of {path}: there is no built-in reward for data_source='my/sums'" in message
+
+
 def test_only_the_prompts_that_are_too_long_are_counted(refuse, parquet):
     path = parquet(["1+1=", "1+1=", "1" * 80, "1" * 90])
     (message,) = refuse(f"data.train_files={path}")

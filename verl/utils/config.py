@@ -89,28 +89,44 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build `cls` from `values`; `path` is the dotted key of the section, for messages.
 
-    Raises ConfigError for an unknown key (with the nearest known one), a value of the wrong type, a value outside
-    `choices` or `Bounds`, and whatever `__post_init__` of the class rejects.
+    Raises ConfigError for unknown keys (a line for each, with the nearest known one), a value of the wrong type, a
+    value outside `choices` or `Bounds`, and whatever `__post_init__` of the class rejects.
     """
     hints = field_types(typing.cast("Any", cls))
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
+    if unknown := [str(key) for key in values if key not in known]:
+        prefix = f"{path}." if path else ""
+        raise ConfigError(
+            "\n".join(f"unknown configuration key {prefix + key!r}.{did_you_mean(key, known)}" for key in unknown)
+        )
     for key, value in values.items():
         dotted = f"{path}.{key}" if path else str(key)
-        if key not in known:
-            raise ConfigError(f"unknown configuration key {dotted!r}.{did_you_mean(str(key), known)}")
         arguments[key] = _convert(hints[key], value, dotted)
         _require_bounds(arguments[key], known[key].metadata.get("bounds"), dotted)
         choices = known[key].metadata.get("choices")
         if choices and arguments[key] not in choices:
-            allowed = ", ".join(str(choice) for choice in choices)
-            raise ConfigError(
-                f"{dotted}={value!r} is not one of: {allowed}.{did_you_mean(str(value), map(str, choices))}"
-            )
+            raise ConfigError(_not_a_choice(dotted, value, choices, known[key].metadata["help"]))
     try:
         return cls(**arguments)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}" if path else str(exc)) from exc
+
+
+def _not_a_choice(dotted: str, value: Any, choices: tuple[Any, ...], help_text: str) -> str:
+    words = [_written(choice) for choice in choices]
+    if len(words) == 1:
+        return f"{dotted}={_written(value)} is not possible, only {words[0]}: {help_text}"
+    shown = repr(value) if isinstance(value, str) else _written(value)
+    near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.6)
+    return f"{dotted}={shown} is not one of: {', '.join(words)}." + (f" Did you mean {near[0]!r}?" if near else "")
+
+
+def _written(value: Any) -> str:
+    """As the user writes it in YAML and on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _require_bounds(value: Any, bounds: Bounds | None, dotted: str) -> None:
@@ -132,7 +148,7 @@ def _convert(hint: Any, value: Any, dotted: str) -> Any:
         return _convert_union(typing.get_args(hint), value, dotted)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{dotted} is a section of keys; it cannot be set to {value!r}")
+            raise ConfigError(f"{dotted} is a section of keys; it cannot be set to {_written(value)}")
         return from_mapping(typing.cast("type[Any]", hint), value, dotted)
     if hint is Any:
         return value
@@ -172,8 +188,10 @@ def _convert_union(members: tuple[Any, ...], value: Any, dotted: str) -> Any:
 
 
 def _convert_sequence(hint: Any, value: Any, dotted: str) -> Any:
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{dotted} takes a list, not {value!r}")
+    if isinstance(value, (str, int, float)):
+        value = [value]  # as it stands on the command line: trainer.logger=console
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{dotted} takes a list, not {_written(value)}")
     item = (typing.get_args(hint) or (Any,))[0]
     items = [_convert(item, element, f"{dotted}[{index}]") for index, element in enumerate(value)]
     return typing.get_origin(hint)(items)

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import verl
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.config.help import plain_page, print_help
 from verl.trainer.config.schema import keys
@@ -108,6 +109,31 @@ def test_help_can_be_printed_on_a_terminal_and_into_a_pipe(terminal):
     assert "tensor_model_parallel_size" in text
     assert "…" not in text
     assert "custom_reward_function.path=reward.py custom_reward_function.name=compute_score" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_help_wraps_at_the_width_of_the_terminal_but_for_commands(width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    print_help(console)
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if len(line) > width and not line.startswith("    python -m ")] == []
+
+
+def test_help_can_be_of_some_sections(capsys):
+    assert run("--help", "trainer", "checkpoint_engine.deadlines") == []
+    page = capsys.readouterr().out
+    assert "  trainer.logger=" in page
+    assert "  checkpoint_engine.deadlines.stage_s=" in page
+    assert "  data." not in page
+    assert "usage" not in page
+    with pytest.raises(SystemExit):
+        run("--help", "trainr")
+    assert capsys.readouterr().err == "error: --help trainr: no such section. Did you mean 'trainer'?\n"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert run("--version") == []
+    assert capsys.readouterr().out == f"verl-sync {verl.__version__}\n"
 
 
 def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):

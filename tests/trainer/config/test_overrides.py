@@ -5,6 +5,8 @@ from verl.trainer.config.schema import is_known
 from verl.trainer.config.verl_keys import VERL_KEYS
 from verl.utils.config import ConfigError
 
+SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model", "actor_rollout_ref.actor.optim")
+
 
 @pytest.mark.parametrize(
     ("override", "message"),
@@ -33,7 +35,22 @@ from verl.utils.config import ConfigError
             "'ray_kwargs.ray_init={a: 1, b: [2, 3], c: \"two words\"}', its keys",
         ),
         ("trainer.nnodes=1,2", "has several values"),
-        ("data=foo", "Could not find 'data/foo' Available options in 'data': legacy_data"),
+        (
+            "data=foo",
+            "data is a section of keys, and there is no file data/foo.yaml to take them from (there is legacy",
+        ),
+        ("checkpoint_engine=naive", "One key of it is set as checkpoint_engine.backend=naive"),
+        *((f"{section}=null", f"{section} is a section of keys; it cannot be set to null") for section in SECTIONS),
+        *((f"{section}=7", f"{section} is a section of keys; it cannot be set to 7") for section in SECTIONS),
+        ("trainer=[1]", "trainer is a section of keys; it cannot be set to [1]"),
+        (
+            "+trainer.foo=1",
+            "unknown configuration key 'trainer.foo'. See --help trainer for its keys. A leading + adds",
+        ),
+        ("+trainer.loger=1", "Did you mean 'trainer.logger'? A leading + adds no new keys."),
+        ("reward_model.enable=true", "reward_model.enable=true is not possible, only false: a reward model"),
+        ("global_profiler.tool=nsys", "global_profiler.tool='nsys' is not one of: null, torch."),
+        ("trainer.logger=null", "trainer.logger takes a list, not null"),
         ("data.seed=${foo}", "data.seed: Interpolation key 'foo' not found"),
         ("data.seed=???", "data.seed"),
         ("critic.model.lora_rank=8", "verl key 'critic.model.lora_rank' is not supported here: the critic is"),
@@ -46,6 +63,27 @@ def test_what_cannot_be_set_is_one_line_that_says_why(override, message):
         load_config([override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_unknown_keys_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["trainer.loger=x", "data.seed=3", "zork=3", "data=null"])
+    first, second, third = str(caught.value).splitlines()
+    assert "'trainer.loger'" in first
+    assert "'zork'" in second
+    assert third == "data is a section of keys; it cannot be set to null"
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("trainer.logger=console", lambda config: config.trainer.logger, ["console"]),
+        ("global_profiler.steps=3", lambda config: config.global_profiler.steps, [3]),
+        ("actor_rollout_ref.actor.profiler.ranks=0", lambda config: config.actor_rollout_ref.actor.profiler.ranks, [0]),
+    ],
+)
+def test_one_value_is_a_list_of_one(override, read, value):
+    assert read(load_config([override])) == value
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

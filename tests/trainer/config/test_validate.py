@@ -95,7 +95,7 @@ def test_the_defaults_fit_together():
         ),
         (
             ["global_profiler.tool=nsys"],
-            ["global_profiler.tool='nsys' is not one of: None, torch"],
+            ["global_profiler.tool='nsys' is not one of: null, torch"],
         ),
         (
             ["checkpoint_engine.engine_kwargs.naive.bucket=1"],

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -141,3 +142,14 @@ def test_data_sources_are_reported_apart_and_prompts_weigh_the_same_whatever_the
 def test_validation_results_of_different_length_are_rejected():
     with pytest.raises(ValueError, match="differ in length.*'reward': 1"):
         process_validation_metrics(["a", "a"], ["p", "q"], {"reward": [1.0]})
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.array(1), np.bool_(True), torch.tensor(1), True])
+def test_numbers_of_every_library_count_in_validation(number):
+    metrics = process_validation_metrics(["a"], ["0"], {"reward": [1.0], "right": [number]})
+    assert metrics["val-aux/a/right/mean@1"] == 1.0
+
+
+def test_equal_numbers_are_equal_predictions_of_any_type():
+    infos = {"reward": [0.0, 1.0, 1.0], "pred": ["5", np.int64(3), 3.0]}
+    assert process_validation_metrics(["a"] * 3, ["0"] * 3, infos)["val-aux/a/reward/maj@3"] == 1.0

@@ -22,6 +22,14 @@ def test_builtin_arithmetic_is_an_exact_match(solution, score):
         ("#### $-3.50", "-3.5", 1.0),
         ("#### 7, no: #### 12", "work #### 12", 1.0),
         ("#### 13", "12", 0.0),
+        ("#### 12345678901234567890123", "12345678901234567890123", 1.0),
+        ("#### 12345678901234567890123", "12345678901234567890124", 0.0),
+        ("#### 9007199254740993", "9007199254740992", 0.0),
+        ("#### 12,345,678,901,234,567,890,123.0", "12345678901234567890123", 1.0),
+        ("#### 0.30000000000000000001", "0.3", 0.0),
+        ("#### " + "9" * 5000, "1" * 5000, 0.0),
+        ("#### 5", "NaN", 0.0),
+        ("#### 5", "Infinity", 0.0),
         ("12", "12", 0.0),
     ],
 )
@@ -35,6 +43,16 @@ def test_gsm8k_takes_the_number_after_the_last_mark(solution, truth, score):
 )
 def test_math_compares_values_not_texts(solution, score):
     assert default_compute_score("HuggingFaceH4/MATH-500", solution, r"\frac{1}{2}") == score
+
+
+@pytest.mark.parametrize(("truth", "score"), [("12345678901234567890123", 1.0), ("12345678901234567890124", 0.0)])
+def test_math_compares_integers_exactly(truth, score):
+    assert default_compute_score("math_dapo", r"\boxed{12345678901234567890123}", truth) == score
+
+
+@pytest.mark.parametrize("solution", ["{" * 3000, r"\boxed{" * 500, "\ud800 $5$", "$1/0$", "$" * 999, r"$\frac{}{}$"])
+def test_no_response_makes_math_raise(solution):
+    assert default_compute_score("math_dapo", solution, "7") == 0.0
 
 
 def test_math_works_outside_the_main_thread():

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from verl.utils.config import ConfigError
@@ -34,6 +36,11 @@ def test_a_users_function_scores_with_its_keyword_arguments(load):
     assert function(data_source="x", solution_str="1", ground_truth="1", extra_info={}) == 1.5
 
 
+def test_a_users_function_travels_by_the_name_of_its_file(load):
+    function = pickle.loads(pickle.dumps(load(reward_kwargs={"bonus": 0.5})))
+    assert function(data_source="x", solution_str="1", ground_truth="1", extra_info={}) == 1.5
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -43,7 +50,6 @@ def test_a_users_function_scores_with_its_keyword_arguments(load):
             r"too_few\(data_source, solution_str\) cannot take \(data_source, solution_str, ground_truth",
         ),
         ({"reward_kwargs": {"malus": 1}}, "cannot take .*malus"),
-        ({"name": "later"}, "is async"),
         ({"name": "constant"}, "is float, not a function"),
     ],
 )

@@ -36,6 +36,14 @@ class AgentLoopBase(ABC):
         self.server_manager = server_manager
         self.tokenizer = tokenizer
 
+    @classmethod
+    def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
+        """Schemas of the tools that `run` gives `prompt_tokens`. The driver counts prompts with them.
+
+        Raises ConfigError for tools that cannot be loaded.
+        """
+        return ()
+
     @abstractmethod
     async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
         """`kwargs` are the sample's columns: `raw_prompt` (chat messages), `extra_info`, ...

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
-from verl.experimental.agent_loop.registry import known_loops, loop_factory
+from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
 from verl.experimental.agent_loop.tools import load_tools
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
@@ -56,6 +56,13 @@ class AgentLoopManager:
         loop_factory(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
         if rollout.multi_turn.tool_config_path is not None:
             load_tools(rollout.multi_turn.tool_config_path)
+
+    @staticmethod
+    def shown_tools(config: PPOConfig, agent_name: str | None) -> Sequence[Any]:
+        """Schemas of the tools in the prompts of that agent, or of samples that name none. Trainers count tokens with
+        them. Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
+        loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        return loop_class(agent_name or default_loop(config), loops).shown_tools(config)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.

@@ -72,15 +72,22 @@ def known_loops(config_path: str | None = None) -> dict[str, LoopEntry]:
 
 def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., AgentLoopBase]:
     """What builds a loop of that name; a name with a colon is its own "module:Class". Raises ConfigError."""
+    return partial(loop_class(name, loops), **_entry(name, loops).options)
+
+
+def loop_class(name: str, loops: Mapping[str, LoopEntry]) -> type[AgentLoopBase]:
+    """The class of that name's loop. Raises ConfigError."""
+    target = _entry(name, loops).target
+    return load_class(target, AgentLoopBase, f"agent loop {name!r}") if isinstance(target, str) else target
+
+
+def _entry(name: str, loops: Mapping[str, LoopEntry]) -> LoopEntry:
     entry = loops.get(name)
-    if entry is None:
-        if ":" not in name:
-            raise ConfigError(f"unknown agent loop {name!r}.{did_you_mean(name, loops)}")
-        entry = LoopEntry(name)
-    target: Any = entry.target
-    if isinstance(target, str):
-        target = load_class(target, AgentLoopBase, f"agent loop {name!r}")
-    return partial(target, **entry.options)
+    if entry is not None:
+        return entry
+    if ":" not in name:
+        raise ConfigError(f"unknown agent loop {name!r}.{did_you_mean(name, loops)}")
+    return LoopEntry(name)
 
 
 def _target(entry: LoopEntry) -> str:

@@ -12,8 +12,9 @@ from uuid import uuid4
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
-from verl.experimental.agent_loop.tools import PARSERS, ToolCall, load_tools
+from verl.experimental.agent_loop.tools import PARSERS, BaseTool, ToolCall, load_tools
 from verl.utils.config import did_you_mean
+from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions, StopReason
 
 # Stands for the assistant's message when we ask the chat template how tool answers are written.
@@ -29,13 +30,15 @@ class ToolAgentLoop(AgentLoopBase):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
-        path = self.multi_turn.tool_config_path
-        self.tools = load_tools(path) if path else {}
+        self.tools = _tools(self.config)
         self.parse = PARSERS[self.multi_turn.format]
 
+    @classmethod
+    def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
+        return [tool.schema for tool in _tools(config).values()]
+
     async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
-        schemas = [tool.schema for tool in self.tools.values()]
-        prompt_ids = await self.prompt_tokens(kwargs, schemas)
+        prompt_ids = await self.prompt_tokens(kwargs, self.shown_tools(self.config))
         request_id = uuid4().hex
         response = Response(sampling_params.max_tokens)
         metrics = {"generate_s": 0.0, "tools_s": 0.0, "tool_calls": 0.0}
@@ -104,3 +107,8 @@ class ToolAgentLoop(AgentLoopBase):
         if said and said[-1] == self.tokenizer.eos_token_id:  # the policy has written its own end of message
             after = after.removeprefix(end)
         return await self.tokens(after)
+
+
+def _tools(config: PPOConfig) -> dict[str, BaseTool]:
+    path = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    return load_tools(path) if path else {}

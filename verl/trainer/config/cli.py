@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl import __version__
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.help import print_help
 from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config
@@ -33,17 +34,20 @@ def run_hydra(
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
     starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
-    traceback. Supports --help, --cfg job, --package, --resolve, --config-name, --config-path and --config-dir as Hydra
-    does; `config_path` and `config_name` are their defaults, and files of the user's own can begin with those of
-    `config_path`. Leaves no output directory behind.
+    traceback. Supports --help [SECTION ...] and --version, and as Hydra does --cfg job, --package, --resolve,
+    --config-name, --config-path and --config-dir; `config_path` and `config_name` are their defaults, and files of the
+    user's own can begin with those of `config_path`. Leaves no output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path, config_name=config_name)
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.help:
-        print_help()
+    if arguments.version:
+        sys.stdout.write(f"verl-sync {__version__}\n")
         return
     try:
+        if arguments.help:
+            print_help(sections=arguments.overrides)
+            return
         where = {
             "config_path": arguments.config_path,
             "config_name": arguments.config_name,
@@ -69,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl.trainer.config.schema import documented_sections, yaml_text
+from verl.trainer.config.schema import Section, documented_sections, yaml_text
+from verl.utils.config import ConfigError, did_you_mean
 
-USAGE = "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] [--help]"
+USAGE = (
+    "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] "
+    "[--help [SECTION ...]] [--version]"
+)
 ABOUT = (
     "Trains a language model with reinforcement learning: PPO-family advantages, a sharded trainer, a rollout engine, "
     "and verified weight synchronisation between them. With no argument: a built-in model on built-in problems."
@@ -31,44 +37,55 @@ FLAGS = (
     ("--cfg job", "print the composed configuration and stop (--package KEY: one section; --resolve: interpolations)"),
     ("--config-name NAME", "YAML file to start from, without .yaml; it may say `defaults: [ppo_trainer, _self_]`"),
     ("--config-path DIR", "directory of that file; --config-dir DIR: one more directory to search"),
-    ("--help", "this page"),
+    ("--help [SECTION ...]", "this page, or the keys below some sections: --help trainer"),
+    ("--version", "the version of this package"),
 )
 REFERENCE = "Every key with its type and meaning: docs/configuration.md"
 
 
-def print_help(console: Console | None = None) -> None:
-    """Write the page to stdout: tables on a terminal, one key per line where output is piped."""
+def print_help(console: Console | None = None, sections: Sequence[str] = ()) -> None:
+    """Write the page to stdout: tables on a terminal, one key per line where output is piped.
+
+    With `sections` only those, with what is below them. Raises ConfigError for one that does not exist.
+    """
     console = console or Console()
+    chosen = _chosen(sections)
     if console.is_terminal:
-        _rich_page(console)
+        _rich_page(console, chosen, whole=not sections)
     else:
-        console.print(Text(plain_page()), soft_wrap=True)
+        console.print(Text(plain_page(sections)), soft_wrap=True)
 
 
-def plain_page() -> str:
-    lines = [f"usage: {USAGE}", "", ABOUT, "", "examples:"]
-    lines += [f"  {_command(arguments)}    # {what}" for what, arguments in EXAMPLES]
-    lines += ["", "options:", *(f"  {flag:<20} {meaning}" for flag, meaning in FLAGS)]
-    lines += ["", REFERENCE, "", "keys:"]
-    for section in documented_sections():
+def _chosen(paths: Sequence[str]) -> list[Section]:
+    found = [each for each in documented_sections() if not paths or any(_below(each.path, path) for path in paths)]
+    for path in paths:
+        if not any(_below(each.path, path) for each in documented_sections()):
+            known = [each.path for each in documented_sections() if each.path]
+            raise ConfigError(f"--help {path}: no such section.{did_you_mean(path, known)}")
+    return found
+
+
+def _below(path: str, section: str) -> bool:
+    return path == section or path.startswith(f"{section}.")
+
+
+def plain_page(sections: Sequence[str] = ()) -> str:
+    lines: list[str] = []
+    if not sections:
+        lines += [f"usage: {USAGE}", "", ABOUT, "", "examples:"]
+        lines += [f"  {_command(arguments)}    # {what}" for what, arguments in EXAMPLES]
+        lines += ["", "options:", *(f"  {flag:<20} {meaning}" for flag, meaning in FLAGS)]
+        lines += ["", REFERENCE, "", "keys:"]
+    for section in _chosen(sections):
         lines += ["", f"{section.path}: {section.doc}"]
         lines += [f"  {key.path}={yaml_text(key.default)}    {key.help_with_allowed}" for key in section.keys]
     return "\n".join(lines)
 
 
-def _rich_page(console: Console) -> None:
-    lines = [Text.assemble(("usage: ", "bold"), USAGE), Text(), Text(ABOUT), Text(), Text("examples", "bold")]
-    for what, arguments in EXAMPLES:
-        lines += [Text(f"  {what}", "dim"), Text(f"    {_command(arguments)}")]
-    lines += [Text(), Text("options", "bold")]
-    for line in lines:
-        console.print(line, soft_wrap=True)  # commands stay on one line, to be copied
-    options = Table.grid(padding=(0, 2))
-    for flag, meaning in FLAGS:
-        options.add_row(Text(f"  {flag}", "cyan"), Text(meaning))
-    console.print(options)
-    console.print(f"\n{REFERENCE}")
-    for section in documented_sections():
+def _rich_page(console: Console, sections: Sequence[Section], *, whole: bool) -> None:
+    if whole:
+        _rich_beginning(console)
+    for section in sections:
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_column(ratio=2, overflow="fold")
         table.add_column(ratio=3)
@@ -78,6 +95,21 @@ def _rich_page(console: Console) -> None:
         console.print()
         console.print(Text.assemble((section.path, "bold"), (f"  {section.doc}", "dim")))
         console.print(table)
+
+
+def _rich_beginning(console: Console) -> None:
+    console.print(Text.assemble(("usage: ", "bold"), USAGE))
+    console.print(Text(f"\n{ABOUT}\n"))
+    console.print(Text("examples", "bold"))
+    for what, arguments in EXAMPLES:
+        console.print(Text(f"  {what}", "dim"))
+        console.print(Text(f"    {_command(arguments)}"), soft_wrap=True)  # commands stay on one line, to be copied
+    console.print(Text("\noptions", "bold"))
+    options = Table.grid(padding=(0, 2))
+    for flag, meaning in FLAGS:
+        options.add_row(Text(f"  {flag}", "cyan"), Text(meaning))
+    console.print(options)
+    console.print(f"\n{REFERENCE}")
 
 
 def _command(arguments: str) -> str:

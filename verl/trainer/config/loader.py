@@ -5,6 +5,7 @@ Hydra's compose API does the composing. It writes no files, changes no directory
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def compose_tree(
         with initialize_config_dir(str(directory), job_name=name, version_base="1.3"):
             return compose(name, overrides=[*arguments, f"hydra.searchpath={_hydra_list(search)}"])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as exc:
-        raise ConfigError(_one_line(exc)) from exc
+        raise ConfigError(_no_such_file(_one_line(exc))) from exc
 
 
 def _with_backend(config: PPOConfig) -> PPOConfig:
@@ -93,8 +94,10 @@ def build_config(values: Any, explicit: Collection[str] = ()) -> PPOConfig:
     """The typed configuration of composed plain `values`; `explicit` are the keys that the command line set."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a configuration file holds a mapping, not {values!r}")
-    for dotted in unknown_keys(values):
-        raise ConfigError(key_error(dotted) or f"unknown configuration key {dotted!r}.")
+    if unknown := list(unknown_keys(values)):
+        raise ConfigError(
+            "\n".join(key_error(dotted) or f"unknown configuration key {dotted!r}." for dotted in unknown)
+        )
     return from_mapping(PPOConfig, merge_checkpoint_engine(move_keys(values, explicit), explicit))
 
 
@@ -203,6 +206,19 @@ def _groups(roots: Sequence[Path]) -> set[str]:
 def _hydra_list(items: Sequence[str]) -> str:
     quoted = ",".join("'" + item.replace("'", "\\'") + "'" for item in items)
     return f"[{quoted}]"
+
+
+def _no_such_file(message: str) -> str:
+    """`section=value` chooses a file for the section; most who write it want to set one of its keys."""
+    found = re.search(r"Could not find '(\w+)/([^']+)' Available options in '\w+': (.+)", message)
+    if found is None:
+        return message
+    section, value, files = found.groups()
+    key = next((name for name in ("backend", "name", "tool") if f"{section}.{name}" in keys()), "<key>")
+    return (
+        f"{section} is a section of keys, and there is no file {section}/{value}.yaml to take them from (there is "
+        f"{files}). One key of it is set as {section}.{key}={value}"
+    )
 
 
 def _one_line(exc: Exception) -> str:

@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from verl.trainer.config.schema import section_paths
 from verl.trainer.config.suggest import key_error
 from verl.utils.config import ConfigError
 
@@ -35,13 +36,14 @@ def _remedy(text: str) -> str:
 
 
 def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
-    """The overrides with every key checked; raises ConfigError for the first that cannot be set.
+    """The overrides with every key checked; raises ConfigError with a line for each that cannot be set.
 
     Setting a key becomes Hydra's `++key=value`, which sets it whether or not the composed YAML already holds it: keys
     of free-form sections are new by nature, and a YAML file of the user's own need not list every key. The schema has
     already said that the key exists. Choices of config groups (`rollout=...`) and Hydra's own keys pass unchanged.
     """
     result: list[str] = []
+    problems: list[str] = []
     for override in parse(overrides):
         text = override.input_line or ""
         key = override.key_or_group
@@ -54,8 +56,15 @@ def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
             result.append(text)
             continue
         if message := key_error(key):
-            raise ConfigError(message)
+            added = text.startswith("+") and message.startswith("unknown configuration key")
+            problems.append(message + (" A leading + adds no new keys." if added else ""))
+            continue
+        if key in groups and key in section_paths() and not override.is_delete() and not _is_mapping(override):
+            problems.append(f"{key} is a section of keys; it cannot be set to {text.partition('=')[2]}")
+            continue
         result.append(text if override.is_delete() else "++" + text.lstrip("+"))
+    if problems:
+        raise ConfigError("\n".join(problems))
     return result
 
 
@@ -68,4 +77,10 @@ def _is_group_choice(override: Override, groups: Collection[str]) -> bool:
     """Whether it selects a file of a config group: `data=my_data`, `rollout@actor_rollout_ref.rollout=mine`."""
     if override.package is not None:
         return True
-    return override.key_or_group in groups and isinstance(override.value(), (str, list, type(None)))
+    value = override.value()
+    files = value if isinstance(value, list) else [value]
+    return override.key_or_group in groups and bool(files) and all(isinstance(file, str) for file in files)
+
+
+def _is_mapping(override: Override) -> bool:
+    return isinstance(override.value(), dict)

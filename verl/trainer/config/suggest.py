@@ -48,7 +48,7 @@ def unknown_keys(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _suggestion(dotted: str) -> str:
-    everything = [*keys(), *section_paths()]
+    everything = [*keys(), *(path for path in section_paths() if not dotted.startswith(f"{path}."))]
     if above := [path for path in keys() if dotted.startswith(f"{path}.")]:
         return f" {above[0]!r} is a value, not a section."
     nearest_first = sorted(everything, key=lambda path: -difflib.SequenceMatcher(None, dotted, path).ratio())
@@ -59,9 +59,16 @@ def _suggestion(dotted: str) -> str:
         or difflib.get_close_matches(dotted, everything, n=1, cutoff=0.7)
         or [path for path in nearest_first if _last(path) in difflib.get_close_matches(_last(dotted), {_last(path)})]
     )
+    found = [path for path in found if _last(path) == _last(dotted) or not _only_shares_its_section(path, dotted)]
     if not found:
-        return " See --help for every key."
+        section = dotted.rpartition(".")[0]
+        return f" See --help {section} for its keys." if section in section_paths() else " See --help for every key."
     return f" Did you mean {' or '.join(map(repr, found[:3]))}?"
+
+
+def _only_shares_its_section(path: str, dotted: str) -> bool:
+    alike = difflib.SequenceMatcher(None, _last(path), _last(dotted)).ratio()
+    return path.rpartition(".")[0] == dotted.rpartition(".")[0] and alike < 0.5
 
 
 def _last(dotted: str) -> str:

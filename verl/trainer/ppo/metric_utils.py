@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, tensors_of
+from verl.utils.plain import as_float, as_number
 from verl.workers.rollout.records import NO_VERSION
 
 PER_RESPONSE_TOKEN = ("gen",)
@@ -123,29 +124,39 @@ def process_validation_metrics(
     predictions = infos.get("pred")
     for (data_source, _), positions in prompts.items():
         for variable, values in infos.items():
-            numbers = [(position, values[position]) for position in positions if _is_number(values[position])]
+            found = [(position, as_float(values[position])) for position in positions]
+            numbers = [(position, number) for position, number in found if number is not None]
             if not numbers:
                 continue
             section = "val-core" if variable == "reward" else "val-aux"
-            scores = [float(number) for _, number in numbers]
-            collected[f"{section}/{data_source}/{variable}/mean@{len(scores)}"].append(float(np.mean(scores)))
+            scores = [number for _, number in numbers]
+            collected[f"{section}/{data_source}/{variable}/mean@{len(scores)}"].append(_mean(scores))
             if len(scores) == 1:
                 continue
             collected[f"val-aux/{data_source}/{variable}/best@{len(scores)}"].append(max(scores))
             if variable == "reward" and predictions is not None:
                 majority = _majority([predictions[position] for position, _ in numbers])
                 collected[f"val-aux/{data_source}/reward/maj@{len(scores)}"].append(scores[majority])
-    return {name: float(np.mean(values)) for name, values in collected.items()}
+    return {name: _mean(values) for name, values in collected.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    with np.errstate(invalid="ignore"):  # of infinities of both signs
+        return float(np.mean(values))
 
 
 def _majority(predictions: Sequence[Any]) -> int:
     """Position of the first prediction of the commonest kind."""
-    keys = [str(prediction) for prediction in predictions]
+    keys = [_text(prediction) for prediction in predictions]
     return keys.index(Counter(keys).most_common(1)[0][0])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, np.number, np.bool_))
+def _text(prediction: Any) -> str:
+    """Equal numbers are equal predictions, whichever type they have: 3, 3.0 and NumPy's."""
+    number = as_number(prediction)
+    if number is None:
+        return str(prediction)
+    return str(int(number) if isinstance(number, float) and number.is_integer() else number)
 
 
 _SPREAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mean": torch.mean, "max": torch.max, "min": torch.min}

@@ -39,6 +39,7 @@ from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
 from verl.utils.disk import DiskFull
+from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
@@ -264,7 +265,7 @@ class RayPPOTrainer:
         """`token_level_scores`, and the reward function's other numbers as metrics."""
         reward = self.reward_manager(batch)
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
-        now.metrics |= _means("reward_extra", reward.extra_info)
+        now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
         return self._balanced(batch)
 
@@ -435,8 +436,8 @@ def needs_critic(config: PPOConfig) -> bool:
 
 def _means(prefix: str, columns: Mapping[str, list[Any]]) -> Metrics:
     """Means of the columns that hold numbers."""
-    numbers = {
-        name: [float(value) for value in values if isinstance(value, (bool, int, float))]
-        for name, values in columns.items()
+    found = {
+        name: [number for each in values if (number := as_float(each)) is not None] for name, values in columns.items()
     }
-    return {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in numbers.items() if values}
+    with np.errstate(invalid="ignore"):  # of infinities of both signs
+        return {f"{prefix}/{name}/mean": float(np.mean(numbers)) for name, numbers in found.items() if numbers}

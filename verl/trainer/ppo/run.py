@@ -21,6 +21,7 @@ from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.types import ITEMSIZE
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.ppo.cluster import Cluster, make_replicas
+from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.ray_session import check_arguments, starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
@@ -28,9 +29,10 @@ from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
-from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
+from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
-from verl.utils.model import load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
+from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
+from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
@@ -73,19 +75,24 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
     job = _checked(trainer_class.adapted(config), trainer_class)
-    with _tracking(job) as tracking, _cluster(job) as cluster, _agent_loops(job, cluster) as manager:
+    with (
+        _tracking(job) as tracking,
+        job.reward_manager as reward_manager,
+        _cluster(job) as cluster,
+        _agent_loops(job, cluster) as manager,
+    ):
         max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
         rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
         trainer = trainer_class(
             config=job.config,
             cluster=cluster,
             rollouts=rollouts,
-            reward_manager=job.reward_manager,
+            reward_manager=reward_manager,
             train_dataloader=job.loaders["train"],
             validator=Validator(
                 config=job.config,
                 rollouts=rollouts,
-                reward_manager=job.reward_manager,
+                reward_manager=reward_manager,
                 dataloader=job.loaders["val"],
             ),
             checkpoints=job.checkpoints,
@@ -111,6 +118,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
             warn_of_lacking_contents("critic.checkpoint", config.critic.checkpoint)
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
+    _require_model(config.actor_rollout_ref.model, model_path)
     _require_positions(config)
     _require_heads(config)
     adapters = _adapter_shapes(config, model_path)
@@ -121,7 +129,8 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     replicas = make_replicas(config, model_path=model_path, device=device)
     agent_loop_manager_class = _agent_loop_manager_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    loaders = _dataloaders(config, tokenizer)
+    require_embeddings(tokenizer, load_hf_config(config.actor_rollout_ref.model), f"{MODEL_KEY}.path={model_path}")
+    loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
     if resume_from is not None:
         loaders["train"].check(trainer_class.position_in_data(checkpoints.read(resume_from).dataloader))
     total_steps = _total_steps(config, len(loaders["train"]))
@@ -143,6 +152,8 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
             load_reward_function(config.custom_reward_function),
             num_workers=config.reward_model.num_workers,
             reward_fn_key=config.data.reward_fn_key,
+            timeout_s=config.reward_model.timeout_s,
+            keep_special_tokens=config.reward_model.keep_special_tokens,
         ),
         total_steps=total_steps,
     )
@@ -178,6 +189,16 @@ def _agent_loops(job: _Job, cluster: Cluster) -> Any:
     return job.agent_loop_manager_class(job.config, cluster.server_handles, tokenizer_path)
 
 
+def _require_model(model: HFModelConfig, directory: Path) -> None:
+    """The files of the policy, and of a tokenizer elsewhere, are whole, and its weights are those of its config."""
+    if model.tokenizer_path is not None and Path(model.tokenizer_path).expanduser().is_dir():
+        require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
+    key = f"{MODEL_KEY}.path"
+    require_whole_files(directory, key)
+    shapes = weight_shapes(directory, key)
+    require_fit(load_hf_config(model), shapes, key, remote=model.trust_remote_code)
+
+
 def _require_engine(config: PPOConfig, strategy: str, model: HFModelConfig, device: str, labels: int = 0) -> None:
     """Engines of `strategy` can hold the model in the local directory `model.path`; `labels` as a critic has them."""
     TrainEngineRegistry.check_job(
@@ -202,7 +223,11 @@ def _local_critic(
     critic, model = config.critic, config.critic.model
     if model.path is not None:
         path = resolve_model_path(model.path)
+        require_whole_files(path, "critic.model.path")
+        shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+        hf_config = load_hf_config(replace(critic.hf_model(str(policy)), path=str(path)))
+        require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code)
         critic = replace(critic, model=replace(model, path=str(path)))
     _require_engine(config, critic.strategy, critic.hf_model(str(policy)), device, labels=1)
     return critic
@@ -211,7 +236,8 @@ def _local_critic(
 def _agent_loop_manager_class(config: PPOConfig) -> Any:
     """The agent loops. Named by configuration: this package lies below `verl.experimental` and does not import it.
 
-    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with `check_config`.
+    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with
+    `check_config`, and with `shown_tools` if its prompts show tools.
     """
     target = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     module, _, name = target.partition(":")
@@ -221,26 +247,6 @@ def _agent_loop_manager_class(config: PPOConfig) -> Any:
         raise ConfigError(f"rollout.agent.agent_loop_manager_class={target!r} is not module:Class: {exc}") from exc
     manager_class.check_config(config)
     return manager_class
-
-
-def _dataloaders(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptLoader]:
-    data = config.data
-    files = resolve_data_files(data.train_files, "train")
-    train: Any = build_dataset(files, tokenizer, data, "train")
-    val: Any = build_dataset(resolve_data_files(data.val_files, "val"), tokenizer, data, "val")
-    if len(train) < data.train_batch_size:
-        raise ConfigError(f"data.train_batch_size={data.train_batch_size} exceeds the {len(train)} training samples")
-    return {
-        "train": build_dataloader(
-            train,
-            data,
-            batch_size=data.train_batch_size,
-            shuffle=data.shuffle,
-            drop_last=True,
-            source=fingerprint(files),
-        ),
-        "val": build_dataloader(val, data, batch_size=data.val_batch_size or len(val), shuffle=False),
-    }
 
 
 def _total_steps(config: PPOConfig, steps_per_epoch: int) -> int:

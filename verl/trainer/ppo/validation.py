@@ -43,6 +43,7 @@ class Validator:
         sources: list[str] = []
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
+        abandoned = 0
         for batch_index, rows in enumerate(self._dataloader):
             prompts = DataProto.from_dict(non_tensors=rows)
             prompts.non_tensor_batch["uid"] = np.array(
@@ -53,10 +54,12 @@ class Validator:
             batch = prompts.union(self._rollouts.generate_sequences(prompts))
             reward = self._reward_manager(batch)
             infos["reward"] += reward.reward_tensor.sum(-1).tolist()
-            for name, values in reward.extra_info.items():
-                infos[name] += values
+            abandoned += len(reward.abandoned)
+            for name in {*infos, *reward.extra_info} - {"reward"}:  # a batch may lack what another has
+                infos[name] += [None] * (len(sources) - len(infos[name]))
+                infos[name] += reward.extra_info.get(name, [None] * len(batch))
             sources += batch.non_tensor_batch[self._config.data.reward_fn_key].tolist()
             uids += batch.non_tensor_batch["uid"].tolist()
             self._samples.write(step, batch, reward)
             self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
-        return process_validation_metrics(sources, uids, infos)
+        return process_validation_metrics(sources, uids, infos) | {"reward/val_abandoned": abandoned}

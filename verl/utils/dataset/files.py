@@ -1,10 +1,11 @@
-"""Parquet files: where they are, and whether they hold the columns that a run needs."""
+"""Data files: where they are, and their rows. Parquet and JSON Lines, told apart by what is in them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.builtin import builtin_data, is_builtin
 from verl.utils.config import ConfigError, did_you_mean
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
 
 KEYS = {"train": "data.train_files", "val": "data.val_files"}
 BUILTIN_SPLITS = {"train": "train", "val": "test"}
+PARQUET = b"PAR1"
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
+SHOWN_FILES = 3
 
 
 def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list[Path]:
-    """The parquet files behind `files`: built-in names, made on first use, and local files.
+    """The files behind `files`: built-in names, made on first use, and local files.
 
     `split` is `train` or `val`: a built-in name stands for its training or its held-out part. Raises ConfigError
-    naming every file that does not exist.
+    naming every file that does not exist, and the first that is a directory.
     """
     names = [files] if isinstance(files, str) else list(files)
     if not names:
@@ -29,32 +33,154 @@ def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list
         builtin_data(name, BUILTIN_SPLITS[split]) if is_builtin(name) else Path(name).expanduser().absolute()
         for name in map(str, names)
     ]
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(each.name for each in path.iterdir() if each.suffix in (".parquet", ".jsonl"))
+            shown = ", ".join(inside[:SHOWN_FILES]) + (", ..." if len(inside) > SHOWN_FILES else "")
+            raise ConfigError(
+                f"{KEYS[split]}: {path} is a directory; name the files in it ({shown or 'it has no data files'})"
+            )
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise ConfigError(
             f"{KEYS[split]}: no such file: {', '.join(missing)}. Data sets are not downloaded: "
-            "give local parquet files, or builtin:arithmetic"
+            "give local parquet or JSON Lines files, or builtin:arithmetic"
         )
     return paths
 
 
-def read_table(files: Sequence[Path], columns: Sequence[str]) -> pyarrow.Table:
-    """The rows of all files. Raises ConfigError for a file that is no parquet, or lacks one of `columns`."""
+class Rows:
+    """The rows of several files, one after another, as dicts with the columns of all of them.
+
+    A file keeps its own types: a column may be text in one and a number in the next.
+    """
+
+    def __init__(self, files: Sequence[Path], columns: Sequence[str], limit: int = -1) -> None:
+        """At most `limit` rows, if that is not negative. Raises ConfigError for a file without one of `columns`, or
+        that cannot be read."""
+        self._parts: list[tuple[Path, _Part]] = []
+        self._size = 0
+        for path in files:
+            part = _read(path)
+            for column in columns:
+                if column not in part.columns:
+                    raise ConfigError(f"{path} has no column {column!r}.{did_you_mean(column, part.columns)}")
+            self._parts.append((path, part))
+            self._size += len(part)
+        self._size = self._size if limit < 0 else min(limit, self._size)
+        self._columns = list(dict.fromkeys(name for _, part in self._parts for name in part.columns))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """The rows from `start` up to `stop`, each with every column."""
+        found: list[dict[str, Any]] = []
+        first = 0
+        stop = min(stop, self._size)
+        for _, part in self._parts:
+            low, high = max(start - first, 0), min(stop - first, len(part))
+            if low < high:
+                found += part.read(low, high)
+            first += len(part)
+        return [dict.fromkeys(self._columns) | row for row in found]
+
+    def place(self, row: int) -> str:
+        """Where the user finds it: `row 3 of train.parquet`, from 0, or `line 4 of train.jsonl`, from 1."""
+        for path, part in self._parts:
+            if row < len(part):
+                return f"{part.place(row)} of {path}"
+            row -= len(part)
+        raise IndexError(row)
+
+
+class _Parquet:
+    def __init__(self, table: pyarrow.Table) -> None:
+        self._table = table
+        self.columns: list[str] = table.column_names
+
+    def __len__(self) -> int:
+        rows: int = self._table.num_rows
+        return rows
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self._table.slice(start, stop - start).to_pylist()
+        return rows
+
+    def place(self, row: int) -> str:
+        return f"row {row}"
+
+
+class _JsonLines:
+    def __init__(self, rows: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """`rows` have their line numbers, from 1."""
+        self._rows = rows
+        self.columns = list(dict.fromkeys(name for _, row in rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        return [row for _, row in self._rows[start:stop]]
+
+    def place(self, row: int) -> str:
+        return f"line {self._rows[row][0]}"
+
+
+_Part = _Parquet | _JsonLines
+
+
+def _read(path: Path) -> _Part:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            beginning = file.read(len(GIT_LFS)).removeprefix(b"\xef\xbb\xbf").lstrip()
+            file.seek(max(0, size - len(PARQUET)))
+            end = file.read()
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    if size == 0:
+        raise ConfigError(f"{path} is empty: it has 0 bytes")
+    if beginning.startswith(GIT_LFS):
+        raise ConfigError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` where it is")
+    if beginning.startswith(PARQUET):
+        if end != PARQUET or size < 3 * len(PARQUET):
+            raise ConfigError(f"{path} is truncated: it begins as a parquet file of which the end is missing")
+        part: _Part = _read_parquet(path)
+    elif beginning.startswith(b"{"):
+        part = _read_json_lines(path)
+    else:
+        remedy = ""
+        if beginning.startswith(b"["):
+            remedy = f": it begins as one JSON list; `jq -c '.[]' {path.name}` writes its rows as lines"
+        raise ConfigError(f"{path} cannot be read: it is neither parquet nor JSON Lines{remedy}")
+    if not len(part):
+        raise ConfigError(f"{path} has no rows")
+    return part
+
+
+def _read_parquet(path: Path) -> _Parquet:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    tables = []
-    for path in files:
-        try:
-            present = pq.read_schema(path).names
-        except (pa.ArrowInvalid, OSError) as exc:
-            raise ConfigError(f"{path} cannot be read as parquet: {exc}") from exc
-        for column in columns:
-            if column not in present:
-                raise ConfigError(f"{path} has no column {column!r}.{did_you_mean(column, present)}")
-        tables.append(pq.read_table(path))
     try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
-        names = ", ".join(str(path) for path in files)
-        raise ConfigError(f"columns of the same name have different types in {names}: {exc}") from exc
+        return _Parquet(pq.ParquetFile(path).read())
+    except (pa.ArrowException, OSError) as exc:
+        raise ConfigError(f"{path} cannot be read as parquet, it may be truncated or damaged: {exc}") from exc
+
+
+def _read_json_lines(path: Path) -> _JsonLines:
+    rows: list[tuple[int, dict[str, Any]]] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as exc:  # also what is no UTF-8
+                cut = "" if line.endswith(b"\n") else "; it is the last line: the file may be truncated"
+                raise ConfigError(f"line {number} of {path} is not JSON: {exc}{cut}") from exc
+            if not isinstance(row, dict):
+                raise ConfigError(f"line {number} of {path} is no JSON object: {str(row)[:80]!r}")
+            rows.append((number, row))
+    return _JsonLines(rows)

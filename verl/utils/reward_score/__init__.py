@@ -1,6 +1,19 @@
 """Scoring of responses by rule: the built-in rules, or a function of the user's own."""
 
-from verl.utils.reward_score.default import default_compute_score
+from verl.utils.reward_score.default import default_compute_score, known_sources
 from verl.utils.reward_score.loading import RewardFunction, load_reward_function
+from verl.utils.reward_score.pool import Abandoned, ScoringError, ScoringPool
+from verl.utils.reward_score.process import NoNumber, Raised, Scored
 
-__all__ = ["RewardFunction", "default_compute_score", "load_reward_function"]
+__all__ = [
+    "Abandoned",
+    "NoNumber",
+    "Raised",
+    "RewardFunction",
+    "Scored",
+    "ScoringError",
+    "ScoringPool",
+    "default_compute_score",
+    "known_sources",
+    "load_reward_function",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from verl.utils.config import ConfigError
@@ -21,10 +22,15 @@ def default_compute_score(
     rule = RULES.get(data_source)
     if rule is None:
         raise ConfigError(
-            f"there is no built-in reward for data_source {data_source!r} (there is for {', '.join(sorted(RULES))}): "
+            f"there is no built-in reward for data_source {data_source!r} (there is for {', '.join(known_sources())}): "
             "set custom_reward_function.path to a file that defines compute_score"
         )
     return float(rule(solution_str, str(ground_truth)))
+
+
+def known_sources() -> list[str]:
+    """The data sources that have a rule here."""
+    return sorted(RULES)
 
 
 def exact_match(solution: str, ground_truth: str) -> bool:
@@ -45,15 +51,20 @@ def math(solution: str, ground_truth: str) -> bool:
     # math-verify's time limits are signals, which only the main thread may set.
     limit_s = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     truth = parse(ground_truth, parsing_timeout=limit_s) or parse(f"${ground_truth}$", parsing_timeout=limit_s)
-    return bool(verify(truth, parse(solution, parsing_timeout=limit_s), timeout_seconds=limit_s))
+    try:
+        return bool(verify(truth, parse(solution, parsing_timeout=limit_s), timeout_seconds=limit_s))
+    except Exception:  # noqa: BLE001 - a response that the library stumbles over is no right answer
+        return False
 
 
-def _number(text: str) -> str | float:
+def _number(text: str) -> str | Decimal:
+    """The number that `text` is, exactly: floats would take 12345678901234567890123 for its neighbours."""
     cleaned = text.strip().replace(",", "").replace("$", "")
     try:
-        return float(cleaned)
-    except ValueError:
+        number = Decimal(cleaned)
+    except InvalidOperation:
         return cleaned
+    return number if number.is_finite() else cleaned
 
 
 RULES: dict[str, Callable[[str, str], bool]] = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from verl.utils.config import ConfigError
@@ -15,7 +15,9 @@ KEY = "custom_reward_function"
 DEFAULT_NAME = "compute_score"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 RewardFunction = Callable[..., Any]
-"""`(*, data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"`, called by keyword."""
+"""`(*, data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"`, called by keyword.
+
+What it returns may be awaitable."""
 
 
 class RewardFunctionSettings(Protocol):
@@ -29,11 +31,28 @@ class RewardFunctionSettings(Protocol):
     def reward_kwargs(self) -> dict[str, Any]: ...
 
 
+class FileFunction:
+    """A function in a file of the user's, with `reward_kwargs` bound. Pickled it is a file name, and is loaded anew."""
+
+    def __init__(self, path: str, name: str, reward_kwargs: dict[str, Any]) -> None:
+        """Raises ConfigError if the file or the name is missing, or if it is no function."""
+        self._recipe = (path, name, reward_kwargs)
+        self.function = load_from_file(path, name, key=KEY)
+        if not callable(self.function):
+            kind = type(self.function).__name__
+            raise ConfigError(f"{KEY}.name={name!r} in {path} is {kind}, not a function")
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments, **self._recipe[2])
+
+    def __reduce__(self) -> tuple[type[FileFunction], tuple[str, str, dict[str, Any]]]:
+        return FileFunction, self._recipe
+
+
 def load_reward_function(config: RewardFunctionSettings) -> RewardFunction:
     """The user's function with `reward_kwargs` bound, or `default_compute_score` if no path is set.
 
-    Raises ConfigError if the file or the name is missing, if it is no plain function, or if it does not take the
-    arguments.
+    Raises ConfigError if the file or the name is missing, if it is no function, or if it does not take the arguments.
     """
     if config.path is None:
         if config.reward_kwargs:
@@ -43,15 +62,11 @@ def load_reward_function(config: RewardFunctionSettings) -> RewardFunction:
         if config.name != DEFAULT_NAME:
             raise ConfigError(f"{KEY}.name={config.name} is set, but {KEY}.path is not: in which file is it?")
         return default_compute_score
-    function = load_from_file(config.path, config.name, key=KEY)
-    if not callable(function):
-        raise ConfigError(f"{KEY}.name={config.name!r} in {config.path} is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{KEY}.name={config.name!r} in {config.path} is async; a reward function is a plain `def`")
-    signature = inspect.signature(function)
+    function = FileFunction(str(Path(config.path).expanduser().absolute()), config.name, config.reward_kwargs)
+    signature = inspect.signature(function.function)
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS), **config.reward_kwargs)
     except TypeError as exc:
         expected = ", ".join([*ARGUMENTS, *config.reward_kwargs])
         raise ConfigError(f"{config.path}: {config.name}{signature} cannot take ({expected}) by name: {exc}") from exc
-    return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function
+    return function

@@ -62,4 +62,12 @@ class RewardModelConfig:
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
     reward_manager: str = option("naive", "scores each response with the reward function", choices=("naive",))
-    num_workers: int = option(1, "threads that score responses", least=1)
+    num_workers: int = option(1, "processes that score responses", least=1)
+    timeout_s: float = option(
+        30.0,
+        "deadline for scoring one response; when it passes, the response gets 0 and is named in a warning",
+        above=0,
+    )
+    keep_special_tokens: bool = option(
+        False, "the reward function sees special tokens, such as <think> in some vocabularies, but not the end token"
+    )

@@ -21,9 +21,11 @@ class DataConfig:
     """Prompts: where they are and how they become token ids."""
 
     train_files: str | list[str] = option(
-        "builtin:arithmetic", "parquet file or list of them; builtin:arithmetic is made on first use"
+        "builtin:arithmetic", "parquet or JSON Lines file, or list of them; builtin:arithmetic is made on first use"
     )
-    val_files: str | list[str] = option("builtin:arithmetic", "parquet file or list of them with held-out problems")
+    val_files: str | list[str] = option(
+        "builtin:arithmetic", "parquet or JSON Lines file, or list of them, with held-out problems"
+    )
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
     train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)", least=0)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import contextlib
+import logging
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
-from verl.utils.reward_score import RewardFunction
+from verl.utils.reward_score import Abandoned, NoNumber, Raised, RewardFunction, Scored, ScoringError, ScoringPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_CHARACTERS = 120
+TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
@@ -31,9 +35,11 @@ class RewardOutput:
     reward_tensor: torch.Tensor
     """float32 [B, R]: the score on the last valid token of the response, 0 elsewhere."""
     responses: list[str]
-    """The scored texts, without special tokens."""
+    """The scored texts, without special tokens unless they were asked for."""
     extra_info: dict[str, list[Any]]
     """Whatever else the reward function returned: per name one value per response, None where it returned none."""
+    abandoned: list[int] = field(default_factory=list)
+    """Responses with score 0 because scoring them took too long, or ended its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,15 @@ class _Sample:
     ground_truth: Any
     extra_info: dict[str, Any]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.response,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+
     def __str__(self) -> str:
         shown = self.response[:SHOWN_CHARACTERS] + ("..." if len(self.response) > SHOWN_CHARACTERS else "")
         names = "".join(
@@ -56,7 +71,11 @@ class _Sample:
 
 
 class NaiveRewardManager:
-    """Runs on the driver, in `num_workers` threads. `reward_fn_key` names the column that holds the data source."""
+    """Runs on the driver; the reward function runs in `num_workers` processes, which `close` or `with` ends.
+
+    `reward_fn_key` names the column that holds the data source. With `keep_special_tokens` the function sees all of a
+    response but the token that ends it.
+    """
 
     def __init__(
         self,
@@ -65,33 +84,51 @@ class NaiveRewardManager:
         num_workers: int = 1,
         *,
         reward_fn_key: str = "data_source",
+        timeout_s: float = TIMEOUT_S,
+        keep_special_tokens: bool = False,
     ) -> None:
+        """`timeout_s` is the deadline of one response. Raises ConfigError for a function that no process can have."""
         self._tokenizer = tokenizer
-        self._compute_score = compute_score
-        self._num_workers = num_workers
+        self._pool = ScoringPool(_pickled(compute_score), num_workers=num_workers, timeout_s=timeout_s)
         self._reward_fn_key = reward_fn_key
+        self._keep_special_tokens = keep_special_tokens
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Score every response of `data`, which has `responses`, `attention_mask` and the columns of the data set.
 
-        An empty response (no valid token) is scored, too; no token can carry its score, so its row stays 0. Raises
-        RewardError, chained to what the reward function raised, for the first sample that fails; ConfigError for a data
-        source without a rule.
+        An empty response (no valid token) is scored, too; no token can carry its score, so its row stays 0. A response
+        whose scoring does not end is named in a warning and gets 0. Raises RewardError, chained to what the reward
+        function raised, for a sample on which it raises; ConfigError for a data source without a rule.
         """
         if data.batch is None:
             raise ValueError("there are no responses to score: the batch has no tensors")
         responses = data.batch["responses"]
         batch_size, width = responses.shape
         lengths = data.batch["attention_mask"][:, -width:].sum(-1)
-        texts = self._tokenizer.batch_decode(
-            [row[:length].tolist() for row, length in zip(responses, lengths.tolist(), strict=True)],
-            skip_special_tokens=True,
-        )
-        scores, extra_info = _columns(self._score_all(self._samples(data, texts)))
+        texts = self._texts([row[:length].tolist() for row, length in zip(responses, lengths.tolist(), strict=True)])
+        results, abandoned = self._score_all(self._samples(data, texts))
+        scores, extra_info = _columns(results)
         reward_tensor = torch.zeros(batch_size, width, dtype=torch.float32)
         rows = torch.nonzero(lengths > 0).flatten()
         reward_tensor[rows, lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)[rows]
-        return RewardOutput(reward_tensor=reward_tensor, responses=texts, extra_info=extra_info)
+        return RewardOutput(reward_tensor=reward_tensor, responses=texts, extra_info=extra_info, abandoned=abandoned)
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        self._pool.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _texts(self, rows: list[list[int]]) -> list[str]:
+        if self._keep_special_tokens:
+            ends = {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
+            rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
+        return self._tokenizer.batch_decode(rows, skip_special_tokens=not self._keep_special_tokens)
 
     def _samples(self, data: DataProto, texts: list[str]) -> list[_Sample]:
         columns = data.non_tensor_batch
@@ -119,36 +156,50 @@ class NaiveRewardManager:
             )
         ]
 
-    def _score_all(self, samples: list[_Sample]) -> list[dict[str, Any]]:
-        if self._num_workers == 1:
-            return [self._score(sample) for sample in samples]
-        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward") as pool:
-            return list(pool.map(self._score, samples))
-
-    def _score(self, sample: _Sample) -> dict[str, Any]:
+    def _score_all(self, samples: Sequence[_Sample]) -> tuple[list[Scored], list[int]]:
+        """A result per sample, and the positions of those that have none of their own."""
         try:
-            result = self._compute_score(
-                data_source=sample.data_source,
-                solution_str=sample.response,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-            )
-        except ConfigError:
-            raise
-        except Exception as exc:
-            raise RewardError(f"the reward function raised {type(exc).__name__}: {exc} on {sample}") from exc
-        named = result if isinstance(result, dict) else {"score": result}
-        score = named.get("score")
-        if isinstance(score, torch.Tensor) and score.numel() == 1:
-            score = score.item()
-        if not isinstance(score, numbers.Real) or not math.isfinite(score):
-            raise RewardError(
-                f"the reward function returned {str(result)[:SHOWN_CHARACTERS]} instead of a finite number, or a dict "
-                f"with one under 'score', on {sample}"
-            )
-        return {**named, "score": float(score)}
+            outcomes = self._pool.score([sample.arguments for sample in samples])
+        except ScoringError as exc:
+            raise RewardError(str(exc)) from exc
+        results, abandoned = [], []
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if isinstance(outcome, Raised):
+                cause = outcome.cause()
+                if isinstance(cause, ConfigError):
+                    raise cause
+                raise RewardError(f"the reward function raised {outcome.message} on {sample}") from cause
+            if isinstance(outcome, NoNumber):
+                raise RewardError(
+                    f"the reward function returned {outcome.shown} instead of a finite number, or a dict with one "
+                    f"under 'score', on {sample}"
+                )
+            if isinstance(outcome, Abandoned):
+                logger.warning("scoring %s was given up, it gets 0: %s", sample, outcome.why)
+                abandoned.append(sample.position)
+            results.append(outcome if isinstance(outcome, Scored) else Scored(0.0, {}))
+        return results, abandoned
 
 
-def _columns(results: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[Any]]]:
-    names = dict.fromkeys(name for result in results for name in result if name != "score")
-    return [result["score"] for result in results], {name: [result.get(name) for result in results] for name in names}
+def _pickled(function: RewardFunction) -> bytes:
+    """By name if that does, else by its code, as for functions made on the way and those of a script."""
+    if getattr(function, "__module__", None) != "__main__":
+        with contextlib.suppress(Exception):  # pickle raises what it likes; there is another way
+            return pickle.dumps(function)
+    from ray import cloudpickle
+
+    try:
+        code: bytes = cloudpickle.dumps(function)  # type: ignore[no-untyped-call]
+    except Exception as exc:
+        raise ConfigError(
+            f"the reward function {function!r} cannot be given to the processes that score: {exc}. What it holds on to "
+            "must be picklable; or name its file in custom_reward_function.path, which each process loads"
+        ) from exc
+    return code
+
+
+def _columns(results: Sequence[Scored]) -> tuple[list[float], dict[str, list[Any]]]:
+    names = dict.fromkeys(name for result in results for name in result.others)
+    return [result.score for result in results], {
+        name: [result.others.get(name) for result in results] for name in names
+    }

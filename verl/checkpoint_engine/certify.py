@@ -1,0 +1,319 @@
+"""Prove that a model's weights reach vLLM whole: run before a new architecture is trained.
+
+    python -m verl.checkpoint_engine.certify --model DIR
+
+A real engine starts from dummy weights and gets three versions through the checkpoint engine: the model's, another one,
+and the model's again. After each, every tensor that vLLM computes with is compared, bit for bit, with what vLLM loads
+from disk, and greedy tokens with Hugging Face's. Needs vLLM, and memory for the model three times. Exit code 0: all is
+equal; 1: something differs; 2: it could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
+from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.utils.console import log_to_console
+from verl.utils.signals import end_when_told
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
+    from verl.checkpoint_engine.types import Shard, TensorSpec
+
+PROMPT_LENGTHS = (3, 8, 17)
+NUM_TOKENS = 12
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Where another token than Hugging Face's is no difference: their scores are this near, in standard deviations."""
+VERSIONS = (("dummy weights", "model"), ("the model's weights", "other"), ("other weights", "model"))
+"""What the engine has, and what it gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One version that the engine got."""
+
+    before: str
+    seconds: float
+    tensors: int
+    """That vLLM computes with, on all ranks."""
+    different: Mapping[str, str]
+    """By name, in words."""
+    tokens: int
+    """That were generated."""
+    wrong_tokens: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What was tried, and what came out."""
+
+    model: str
+    architecture: str
+    dtype: str
+    tensor_parallel_size: int
+    backend: str
+    vllm: str
+    steps: list[Step] = field(default_factory=list)
+    refusal: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.refusal is None and not any(step.different or step.wrong_tokens for step in self.steps)
+
+
+class FileSource:
+    """The weights of safetensors files, as one trainer rank has them. Implements `WeightSource`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises ConfigError for files that cannot be loaded."""
+        from safetensors import safe_open
+
+        self._tensors = read_checkpoint(files)
+        self._open: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(file, framework="pt", device="cpu")
+            self._open |= dict.fromkeys(opened.keys(), opened)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        from verl.checkpoint_engine.types import TensorSpec
+
+        return [TensorSpec(name=tensor.name, shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in self._tensors]
+
+    def shards(self) -> Sequence[Shard]:
+        from verl.checkpoint_engine.types import Box, Shard
+
+        return [Shard(tensor.name, Box.whole(tuple(tensor.shape))) for tensor in self._tensors]
+
+    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
+        rows = tuple(map(slice, shard.box.start, shard.box.stop))
+        opened = self._open[shard.name]
+        destination.copy_(opened.get_slice(shard.name)[rows] if rows else opened.get_tensor(shard.name))
+
+
+def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path) -> Certificate:
+    """Raises ConfigError for a model or a backend that cannot be tried."""
+    config = CheckpointEngineConfig.from_mapping({"backend": backend})
+    checkpoint_files(model)
+    directories = {"model": model, "other": scratch / "other"}
+    _write_other(model, directories["other"])
+    prompts = list(_prompts(model))
+    expected = {name: HuggingFace(directory, dtype) for name, directory in directories.items()}  # before vLLM is there
+    dtype = expected["model"].dtype
+
+    import vllm
+
+    from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
+
+    hf_config = json.loads((model / "config.json").read_text())
+    certificate = Certificate(
+        model=str(model),
+        architecture=", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "?")]),
+        dtype=dtype,
+        tensor_parallel_size=ranks,
+        backend=backend,
+        vllm=vllm.__version__,
+    )
+    engine = CertifiedEngine(
+        model, dtype=dtype, ranks=ranks, max_model_len=max(PROMPT_LENGTHS) + NUM_TOKENS + 1, check_engine="always"
+    )
+    try:
+        asyncio.run(_run(certificate, engine, directories, expected, prompts, config, scratch))
+    except CheckpointEngineError as exc:
+        return Certificate(**{**vars(certificate), "refusal": str(exc)})
+    finally:
+        engine.close()
+    return certificate
+
+
+async def _run(
+    certificate: Certificate,
+    engine: CertifiedEngine,
+    directories: Mapping[str, Path],
+    expected: Mapping[str, HuggingFace],
+    prompts: Sequence[Sequence[int]],
+    config: CheckpointEngineConfig,
+    scratch: Path,
+) -> None:
+    from verl import envs
+    from verl.checkpoint_engine.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+
+    for version, (before, name) in enumerate(VERSIONS):
+        source = FileSource(checkpoint_files(directories[name]))
+        job = f"certify-{scratch.name}-{version}"
+        manager = CheckpointEngineManager(
+            config=config,
+            trainers=[TrainerRank(0, source, config)],
+            nodes=[RolloutNode(0, config, job=job, shm_dir=envs.shm_dir())],
+        )
+        try:
+            await manager.add_replicas([engine])
+            began = time.monotonic()
+            await manager.update_weights(version)
+            seconds = time.monotonic() - began
+            tensors, different = await asyncio.to_thread(engine.compare_with_disk, directories[name])
+            tokens = await asyncio.to_thread(engine.generate, prompts, NUM_TOKENS)
+        finally:
+            await manager.close()
+        answers = zip(prompts, tokens, strict=True)
+        wrong = [text for prompt, found in answers for text in expected[name].differs(prompt, found)]
+        certificate.steps.append(
+            Step(
+                before=before,
+                seconds=seconds,
+                tensors=tensors,
+                different=different,
+                tokens=sum(map(len, tokens)),
+                wrong_tokens=wrong,
+            )
+        )
+
+
+class HuggingFace:
+    """transformers' own model, computed as its config says."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        asked = "auto" if dtype == "auto" else getattr(torch, dtype)
+        auto: Any = AutoModelForCausalLM
+        try:
+            self._model = auto.from_pretrained(directory, dtype=asked, attn_implementation="eager").eval()
+        except (OSError, ValueError, KeyError, ImportError) as exc:
+            reason = " ".join(str(exc).split())
+            raise ConfigError(f"--model {directory}: transformers cannot load it: {reason}") from exc
+        self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self._close = CLOSE.get(self.dtype, CLOSE["bfloat16"])
+
+    def differs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+        """The first of `tokens` that is neither the most likely one nor about as likely, in words; or nothing."""
+        import torch
+
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        if not logits.isfinite().all():
+            return ["Hugging Face's scores are not finite"]
+        for place, (scores, token) in enumerate(zip(logits, tokens, strict=True)):
+            behind = float((scores.max() - scores[token]) / scores.std())
+            if behind > self._close:
+                likely = int(scores.argmax())
+                return [
+                    f"token {place} after {len(prompt)} is {token}, Hugging Face's is {likely} ({behind:.2g} std ahead)"
+                ]
+        return []
+
+
+def _write_other(model: Path, directory: Path) -> None:
+    """A second version: the rows of every tensor in another order."""
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir()
+    for file in model.iterdir():
+        if file.is_file() and file.suffix not in (".safetensors", ".bin"):
+            shutil.copyfile(file, directory / file.name)
+    for file in checkpoint_files(model):
+        tensors = {name: _changed(tensor) for name, tensor in load_file(file).items()}
+        save_file(tensors, directory / file.name, metadata={"format": "pt"})
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    """As large as it was, and of the same values where they are not all the same."""
+    if not tensor.is_floating_point():
+        return tensor
+    moved = tensor.flatten().roll(1).reshape(tensor.shape)
+    return moved if not moved.equal(tensor) else (tensor.float() * 1.0625).to(tensor.dtype)
+
+
+def _prompts(model: Path) -> Iterator[list[int]]:
+    import torch
+    from transformers import AutoConfig
+
+    vocab = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    for length in PROMPT_LENGTHS:
+        yield torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def table(certificate: Certificate) -> str:
+    """For people."""
+    lines = [
+        f"{certificate.architecture} in {certificate.dtype}, tensor parallel {certificate.tensor_parallel_size}, "
+        f"{certificate.backend}, vLLM {certificate.vllm}",
+        f"{'the engine had':<22}{'sync':>9}{'tensors':>10}{'different':>11}{'tokens':>8}{'wrong':>7}",
+    ]
+    lines += [
+        f"{step.before:<22}{step.seconds:>7.2f} s{step.tensors:>10}{len(step.different):>11}{step.tokens:>8}"
+        f"{len(step.wrong_tokens):>7}"
+        for step in certificate.steps
+    ]
+    for step in certificate.steps:
+        lines += [f"  after {step.before}: {name} {text}" for name, text in list(step.different.items())[:10]]
+        lines += [f"  after {step.before}: {text}" for text in step.wrong_tokens[:10]]
+    if certificate.refusal:
+        lines.append(f"  refused: {certificate.refusal}")
+    lines.append("certified: the engine computes with what the files say" if certificate.passed else "NOT certified")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.checkpoint_engine.certify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model directory")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", *CLOSE), help="the engine's (default: that of the model's files)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of the engine (default 1)"
+    )
+    parser.add_argument("--backend", default="naive", metavar="B", help="of the checkpoint engine (default naive)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code. The table is printed; what cannot be tried is said on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {options.tensor_parallel_size}")
+        with tempfile.TemporaryDirectory(prefix="verl-certify-") as scratch:
+            certificate = certify(
+                options.model.expanduser().absolute(),
+                dtype=options.dtype,
+                ranks=options.tensor_parallel_size,
+                backend=options.backend,
+                scratch=Path(scratch),
+            )
+    except CheckpointEngineError as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        return 2
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(certificate) | {"passed": certificate.passed}, indent=2) + "\n")
+    sys.stdout.write(table(certificate) + "\n")
+    return 0 if certificate.passed else 1
+
+
+if __name__ == "__main__":
+    log_to_console()
+    end_when_told()
+    sys.exit(main())

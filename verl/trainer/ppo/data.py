@@ -1,0 +1,80 @@
+"""The prompts of a job: read, checked and counted on the driver before anything starts."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.config import ConfigError
+from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
+from verl.utils.reward_score import known_sources
+from verl.workers.config import PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def build_dataloaders(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, agent_loop_manager_class: Any
+) -> dict[str, PromptLoader]:
+    """Of the splits `train` and `val`. Raises ConfigError for data that this job cannot use."""
+    data = config.data
+    shown_tools = getattr(agent_loop_manager_class, "shown_tools", None)
+    given_files = {"train": data.train_files, "val": data.val_files}
+    files = {split: resolve_data_files(given, split) for split, given in given_files.items()}
+    datasets: dict[str, Any] = {}
+    for split in files:
+        datasets[split] = build_dataset(
+            files[split],
+            tokenizer,
+            data,
+            split,
+            shown_tools=None if shown_tools is None else partial(shown_tools, config),
+        )
+        if config.custom_reward_function.path is None:
+            require_rewards(datasets[split], data.reward_fn_key)
+        else:
+            _warn_without_truths(datasets[split], split)
+    train, val = datasets["train"], datasets["val"]
+    if len(train) < data.train_batch_size:
+        raise ConfigError(f"data.train_batch_size={data.train_batch_size} exceeds the {len(train)} training samples")
+    return {
+        "train": build_dataloader(
+            train,
+            data,
+            batch_size=data.train_batch_size,
+            shuffle=data.shuffle,
+            drop_last=True,
+            source=fingerprint(files["train"]),
+        ),
+        "val": build_dataloader(val, data, batch_size=data.val_batch_size or len(val), shuffle=False),
+    }
+
+
+def require_rewards(dataset: Any, key: str) -> None:
+    """Raises ConfigError for a sample that no built-in rule can ever reward: no rule for its source, or no truth.
+
+    Data sets of the user's own that do not tell their `sources` are scored as they come.
+    """
+    for name, source in getattr(dataset, "sources", {}).items():
+        if name not in known_sources():
+            raise ConfigError(
+                f"{source.first}: there is no built-in reward for {key}={name!r}, which {source.count} samples have "
+                f"(there is for {', '.join(known_sources())}): set custom_reward_function.path to a file that defines "
+                "compute_score"
+            )
+        if source.without_truth:
+            raise ConfigError(
+                f"{source.first}: reward_model.ground_truth is empty in {source.without_truth} of the {source.count} "
+                f"samples of {key}={name!r}: no response to them could be right"
+            )
+
+
+def _warn_without_truths(dataset: Any, split: str) -> None:
+    """A function of the user's own may need none."""
+    sources = getattr(dataset, "sources", {}).values()
+    if sources and all(source.without_truth == source.count for source in sources):
+        logger.warning("reward_model.ground_truth is empty in all %s samples", split)

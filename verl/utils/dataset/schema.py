@@ -1,0 +1,137 @@
+"""What a row has to look like, and how it looks to everything that reads it: one place for both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from verl.utils.dataset.settings import DataSettings
+
+SHOWN_CHARACTERS = 80
+NO_CHAT = "no list of chat messages {role, content}"
+
+
+class RowError(ValueError):
+    """The row is no sample; the message names the key. Whoever reads the file adds its name and the row."""
+
+
+def sample(row: Mapping[str, Any], config: DataSettings) -> dict[str, Any]:
+    """The row as it is used; raises RowError for one that cannot be.
+
+    The prompt column holds chat messages without the nulls that parquet puts into fields which only other rows have,
+    `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed.
+    """
+    return {
+        **row,
+        config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key),
+        config.reward_fn_key: _name(row.get(config.reward_fn_key), config.reward_fn_key),
+        "reward_model": _mapping(row.get("reward_model"), "reward_model", "{style, ground_truth}"),
+        "extra_info": _extra_info(row.get("extra_info")),
+        **({"agent_name": _agent_name(row["agent_name"])} if "agent_name" in row else {}),
+    }
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the null fields of dicts, at every level. Nulls in lists stay: their places mean something."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def is_empty_truth(truth: Any) -> bool:
+    """Whether there is nothing that a response could be compared with. 0 and False are something."""
+    return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
+
+
+def _messages(prompt: Any, key: str) -> list[dict[str, Any]]:
+    messages = without_nulls(_parsed(prompt))
+    if not isinstance(messages, list) or not messages:
+        raise RowError(f"{key} is {NO_CHAT}: {_shown(prompt)}")
+    for index, message in enumerate(messages):
+        _check_message(message, f"{key}[{index}]")
+    if not any(_says_something(message) for message in messages):
+        raise RowError(f"{key} is blank: no message has any text")
+    return messages
+
+
+def _check_message(message: Any, key: str) -> None:
+    if not isinstance(message, dict):
+        raise RowError(f"{key} is {_shown(message)}, no chat message {{role, content}}")
+    if "role" not in message and "from" in message:
+        raise RowError(f"{key} has {sorted(message)}: ShareGPT's {{from, value}} has to become {{role, content}}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role.strip():
+        raise RowError(f"{key}.role is {_shown(role)}, not a name such as 'user'")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    if isinstance(content, str):
+        _check_text(content, f"{key}.content")
+    elif not (isinstance(content, list) and content and all(isinstance(part, dict) and part for part in content)):
+        raise RowError(f"{key}.content is {_shown(content)}, neither text nor a list of parts {{type, ...}}")
+    else:
+        for number, part in enumerate(content):
+            if part.get("type", "text") == "text":
+                if not isinstance(part.get("text"), str):
+                    raise RowError(f"{key}.content[{number}].text is {_shown(part.get('text'))}, not text")
+                _check_text(part["text"], f"{key}.content[{number}].text")
+
+
+def _check_text(text: str, key: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise RowError(f"{key} cannot be written as UTF-8, character {exc.start} is half of a pair") from exc
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if isinstance(content, list):
+        return any(part.get("type", "text") != "text" or part["text"].strip() for part in content)
+    return bool(message.get("tool_calls")) or bool(str(content).strip())
+
+
+def _name(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"{key} is {_shown(value)}, not a name")
+    return value
+
+
+def _agent_name(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"agent_name is {_shown(value)}, not a name")
+    return value
+
+
+def _extra_info(value: Any) -> dict[str, Any]:
+    found = _mapping(value, "extra_info", "a dict")
+    if "tools_kwargs" in found:
+        found["tools_kwargs"] = without_nulls(found["tools_kwargs"])
+    return found
+
+
+def _mapping(value: Any, key: str, expected: str) -> dict[str, Any]:
+    """A dict of one's own; null is an empty one."""
+    parsed = _parsed(value)
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, dict):
+        raise RowError(f"{key} is {_shown(value)}, not {expected}")
+    return dict(parsed)
+
+
+def _parsed(value: Any) -> Any:
+    """What JSON text says; anything else as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)[:SHOWN_CHARACTERS]

@@ -1,0 +1,167 @@
+"""Whether the files of a model are whole and belong together. The driver asks before any process starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+Shapes = dict[str, tuple[int, ...]]
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
+SHOWN = 3
+_HEADER_SIZE = 8
+_LARGEST_HEADER = 100 << 20
+"""As the library has it."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def require_whole_files(directory: Path, key: str) -> None:
+    """Raises ConfigError for a file in `directory`, which `key` names, that only stands for one: a git-lfs pointer, or
+    a link to a file that is not there, as downloads leave them that did not end."""
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"{key}: {path} is a link to {path.readlink()}, which does not exist")
+        if path.is_file() and _beginning(path, len(GIT_LFS)) == GIT_LFS:
+            raise ConfigError(f"{key}: {path} is a git-lfs pointer, not the file: run `git lfs pull` in {directory}")
+
+
+def weight_shapes(directory: Path, key: str) -> Shapes:
+    """Of all tensors in the safetensors files of `directory`, from their headers alone.
+
+    Raises ConfigError for weights in another format, a file that is missing, truncated or damaged, and an index that
+    names tensors which its files do not have.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        if (directory / SINGLE_FILE).is_file():
+            return _header(directory / SINGLE_FILE, key)
+        raise ConfigError(f"{key}={directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{_other_weights(directory)}")
+    try:
+        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(file_of.values()))
+        "".join(files)  # TypeError unless they are texts
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ConfigError(f"{key}: {index} is no index of weights: {type(exc).__name__}: {exc}") from exc
+    missing = [file for file in files if not (directory / file).is_file()]
+    if missing:
+        raise ConfigError(f"{key}={directory} lacks {_some(missing)}, which {INDEX_FILE} names")
+    held = {file: _header(directory / file, key) for file in files}
+    absent = [name for name, file in file_of.items() if name not in held[file]]
+    if absent:
+        raise ConfigError(
+            f"{key}: {INDEX_FILE} says that {file_of[absent[0]]} has {_some(absent)}, and it has not: the files are "
+            "of different models"
+        )
+    return {name: held[file][name] for name, file in file_of.items()}
+
+
+def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], key: str, *, remote: bool) -> None:
+    """Raises ConfigError if the model of `config` has other layers than the weights, or layers of other shapes.
+
+    Compared are tensors that both have by the same name: some architectures keep theirs otherwise than their weights
+    do, and the trainer's engine knows how. `remote`: the model's own code may be run.
+    """
+    expected, ignored = _expected(config, key, remote=remote)
+    problems = [
+        f"{name} is {list(shapes[name])} there and {list(shape)} by the config"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    both = {_family(name) for name in expected} & {_family(name) for name in shapes}
+    problems += [f"{name} is not there" for name in expected if name not in shapes and _family(name) in both]
+    problems += [
+        f"{name} is not in the config's model"
+        for name in shapes
+        if name not in expected and _family(name) in both and not any(re.search(each, name) for each in ignored)
+    ]
+    if problems:
+        raise ConfigError(f"{key}: config.json, with overrides, does not fit the weights: {_some(problems, '; ')}")
+
+
+def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, key: str) -> None:
+    """Raises ConfigError for a tokenizer with ids that the embedding of the model has no rows for."""
+    vocabulary = tokenizer.get_vocab()
+    rows = config.get_text_config().vocab_size
+    beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows)
+    if beyond:
+        number, token = beyond[0]
+        raise ConfigError(
+            f"{key} has embeddings for {rows} tokens (vocab_size), and its tokenizer {len(beyond)} ids beyond them, "
+            f"such as {number} for {token!r}: the model and the tokenizer do not belong together"
+        )
+
+
+def _expected(config: PretrainedConfig, key: str, *, remote: bool) -> tuple[Shapes, list[str]]:
+    """Parameters of the model, and patterns of what it leaves in its weights. Takes no memory for the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=remote)
+    except Exception as exc:
+        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {exc}") from exc
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, list(ignored)
+
+
+def _family(name: str) -> str:
+    """The name without the numbers of layers and experts."""
+    return _NUMBER.sub("#", name)
+
+
+def _header(path: Path, key: str) -> Shapes:
+    from safetensors import SafetensorError, safe_open
+
+    size = path.stat().st_size
+    length = int.from_bytes(_beginning(path, _HEADER_SIZE), "little")
+    if not size:
+        raise ConfigError(f"{key}: {path} is empty")
+    if size < _HEADER_SIZE or _HEADER_SIZE + length > size and length <= _LARGEST_HEADER:
+        raise ConfigError(f"{key}: {path} is truncated: it has {size} bytes, and its header is longer")
+    with path.open("rb") as file:
+        file.seek(_HEADER_SIZE)
+        try:
+            header = json.loads(file.read(length) if length <= _LARGEST_HEADER else b"")
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            needed = _HEADER_SIZE + length + max((int(each["data_offsets"][1]) for each in entries.values()), default=0)
+            shapes = {name: tuple(map(int, each["shape"])) for name, each in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as exc:
+            raise ConfigError(f"{key}: {path} is no safetensors file: {type(exc).__name__}: {exc}") from exc
+    if size < needed:
+        raise ConfigError(f"{key}: {path} is truncated: it has {size} of {needed} bytes")
+    try:
+        with safe_open(path, framework="np"):
+            return shapes
+    except SafetensorError as exc:
+        raise ConfigError(f"{key}: {path} is damaged: {exc}") from exc
+
+
+def _other_weights(directory: Path) -> str:
+    if not any(directory.glob("*.bin")):
+        return "; other formats are not read"
+    return (
+        '. Its .bin files are not read, since that would run code in them. If you trust them: `python -c "from '
+        f"transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}').save_pretrained('NEW')\"` "
+        "writes safetensors"
+    )
+
+
+def _beginning(path: Path, length: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(length)
+
+
+def _some(items: list[str], separator: str = ", ") -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return separator.join(items[:SHOWN]) + more

@@ -1,0 +1,209 @@
+"""Calls a reward function in processes, with a deadline for every sample.
+
+Nothing else can end what a response makes a library compute: it may never let go of Python's lock, and the time limits
+of math-verify are signals, which only reach a main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verl.utils.reward_score.process import Outcome, Raised
+
+START_S = 120.0
+"""A process imports the user's file and what that imports; on a busy machine that takes a while."""
+TALK_S = 30.0
+"""Longest that half a message may take: somebody has stopped the process."""
+ENDING_S = 1.0
+"""A process that has closed its end of the line is about to end."""
+SAMPLES_AT_ONCE = 64
+_COMMAND = """import sys
+sys.path[:] = sys.argv[3:]
+from verl.utils.reward_score.process import main
+main(*map(int, sys.argv[1:3]))
+"""
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """The sample's process had to be killed, or has died; `why` says which."""
+
+    why: str
+
+
+class ScoringError(RuntimeError):
+    """No process can be started that scores."""
+
+
+class ScoringPool:
+    """`num_workers` processes, started when they are first needed and kept. `close` ends them; so does the collector.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, function: bytes, *, num_workers: int, timeout_s: float) -> None:
+        """`function` is pickled. `timeout_s` is the deadline of one sample."""
+        self._function = function
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker] = []
+        weakref.finalize(self, _end_all, self._workers)
+
+    def start(self) -> None:
+        """Begin to start the processes; does not wait for them."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker(self._function, self._timeout_s))
+
+    def close(self) -> None:
+        """End the processes. Idempotent; the next `score` starts new ones."""
+        _end_all(self._workers)
+
+    def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Outcome | Abandoned | None]:
+        """What the function made of each sample's keyword arguments, in order.
+
+        A sample that takes longer than the deadline, or whose process dies, is `Abandoned`, and the process replaced.
+        When the function has raised, what is not done is left out: None. Raises ScoringError if no process starts.
+        """
+        outcomes: list[Outcome | Abandoned | None] = [None] * len(samples)
+        queue = deque(_portions(len(samples), self._num_workers))
+        try:
+            while queue or any(worker.positions for worker in self._workers):
+                self._hand_out(queue, samples)
+                if self._collect(queue, outcomes):
+                    self.close()
+                    break
+        except BaseException:
+            self.close()
+            raise
+        return outcomes
+
+    def _hand_out(self, queue: deque[list[int]], samples: Sequence[Mapping[str, Any]]) -> None:
+        self.start()
+        for worker in list(self._workers):
+            if queue and worker.ready and not worker.positions:
+                try:
+                    worker.give(queue[0], samples)
+                except OSError:  # it has died since its last sample, which is no fault of this one
+                    self._drop(worker)
+                else:
+                    queue.popleft()
+
+    def _collect(self, queue: deque[list[int]], outcomes: list[Outcome | Abandoned | None]) -> bool:
+        """Wait for the next answers, or the next deadline. Whether the function has raised."""
+        waited_for = {worker.connection: worker for worker in self._workers if worker.positions or not worker.ready}
+        if not waited_for:
+            return False
+        soonest = min(worker.deadline for worker in waited_for.values())
+        answered = wait(list(waited_for), timeout=max(0.0, soonest - time.monotonic()))
+        for connection, worker in waited_for.items():
+            why = None
+            if connection in answered:
+                try:
+                    if worker.read(outcomes):
+                        return True
+                except (EOFError, OSError):
+                    why = f"its process {worker.end(ENDING_S)}"
+            elif time.monotonic() >= worker.deadline:
+                why = f"it took longer than reward_model.timeout_s={self._timeout_s:g}"
+            if why is not None:
+                self._replace(worker, why, queue, outcomes)
+        return False
+
+    def _replace(
+        self, worker: _Worker, why: str, queue: deque[list[int]], outcomes: list[Outcome | Abandoned | None]
+    ) -> None:
+        self._drop(worker)
+        if not worker.ready:
+            late = time.monotonic() >= worker.deadline
+            how = f"was not there within {START_S:g} s" if late else worker.end()
+            raise ScoringError(f"a process that scores {how} while it started")
+        outcomes[worker.positions.popleft()] = Abandoned(why)
+        if worker.positions:
+            queue.appendleft(list(worker.positions))
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)
+
+
+class _Worker:
+    """One process. `positions` are those of the samples that it has and has not answered, in order."""
+
+    def __init__(self, function: bytes, timeout_s: float) -> None:
+        ours, theirs = socket.socketpair()
+        seconds = struct.pack("ll", int(TALK_S), 0)
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, seconds)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(os.getpid()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # what the function has started ends with it
+            )
+        self.connection = Connection(ours.detach())
+        self.positions: deque[int] = deque()
+        self.ready = False
+        self.deadline = time.monotonic() + START_S
+        self._timeout_s = timeout_s
+        self._end = ""
+        with contextlib.suppress(OSError):  # dead already: reading will tell
+            self.connection.send((timeout_s, function))
+
+    def give(self, positions: Sequence[int], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Raises OSError if the process is gone."""
+        self.connection.send([(position, dict(samples[position])) for position in positions])
+        self.positions.extend(positions)
+        self.deadline = time.monotonic() + self._timeout_s
+
+    def read(self, outcomes: list[Outcome | Abandoned | None]) -> bool:
+        """Take one message. Whether the function has raised; raises EOFError or OSError if the process is gone."""
+        message = self.connection.recv()
+        self.deadline = time.monotonic() + self._timeout_s
+        if not self.ready:
+            if isinstance(message, Raised):
+                raise ScoringError(f"the reward function cannot be loaded: {message.message}") from message.cause()
+            self.ready = True
+            return False
+        position, outcome = message
+        self.positions.remove(position)
+        outcomes[position] = outcome
+        return isinstance(outcome, Raised)
+
+    def end(self, patience_s: float = 0.0) -> str:
+        """Kill the process, after `patience_s` if need be, and what it has started. How it ended. Idempotent."""
+        if not self._end:
+            self.connection.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=patience_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._process.wait()
+            self._end = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+        return self._end
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
+    workers.clear()
+
+
+def _portions(count: int, num_workers: int) -> list[list[int]]:
+    """Runs of positions: long enough that talking costs little, short enough that all processes end together."""
+    size = max(1, min(SAMPLES_AT_ONCE, math.ceil(count / (8 * num_workers))))
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]

@@ -182,7 +182,7 @@ EXPERTS: dict[str, Config] = {
     "flex_olmo": _like(_WIDE, num_experts=4, num_experts_per_tok=2, intermediate_size=64),
     "phimoe": _like(_WIDE, _LOCAL_EXPERTS, attention_bias=True, lm_head_bias=True),
     "deepseek_v2": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE),
-    "deepseek_v3": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE),
+    "deepseek_v3": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE, topk_method="noaux_tc"),
     "glm4_moe": _like(_HEAD, _ROUTED, _FIRST_DENSE, use_qk_norm=True, attention_bias=True),
     "glm4_moe_lite": _like(_LATENT, _EQUAL_HEADS, _ROUTED, mlp_layer_types=["dense", "sparse"]),
     "dots1": _like(_WIDE, _ROUTED, _FIRST_DENSE, layer_types=["full_attention"] * 2),

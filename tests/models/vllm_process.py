@@ -111,16 +111,18 @@ def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
                 return
             wanted = live_tensors(expected[version])
             found = differences(live_tensors(live), wanted)
-            outcome.different |= {f"{name} (version {version})": text for name, text in list(found.items())[:MOST_NAMES]}
+            outcome.different |= {
+                f"{name} (version {version})": text for name, text in list(found.items())[:MOST_NAMES]
+            }
             outcome.num_tensors = len(wanted)
-        outcome.whole = engine._loads_whole
+        outcome.whole = bool(engine._why_whole)
 
 
 def _config(directory: Path, dtype: str, load_format: str) -> Any:
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
-    from vllm.config import WeightTransferConfig
 
     return EngineArgs(
         model=str(directory),
@@ -151,9 +153,7 @@ def _engine(config: Any, model: Any) -> Any:
     from verl.checkpoint_engine.receivers import vllm_plugin
 
     vllm_plugin.register()
-    return WeightTransferEngineFactory.create_engine(
-        config.weight_transfer_config, config, torch.device("cpu"), model
-    )
+    return WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, torch.device("cpu"), model)
 
 
 @contextlib.contextmanager

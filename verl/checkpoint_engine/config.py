@@ -156,9 +156,9 @@ class CheckpointEngineConfig:
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
     check_engine: str = option(
         "first",
-        "compare what an engine computes with after loading: at its first version every tensor with a load as from disk, "
-        "which needs the memory of a second model meanwhile; always: at later versions also that all of them were "
-        "written anew",
+        "compare what an engine computes with after loading: at its first version every tensor with a load as from "
+        "disk, which needs the memory of a second model meanwhile; always: at later versions also that all of them "
+        "were written anew",
         choices=("first", "always", "off"),
     )
     activation: str = option(

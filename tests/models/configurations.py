@@ -186,7 +186,7 @@ EXPERTS: dict[str, Config] = {
     "glm4_moe": _like(_HEAD, _ROUTED, _FIRST_DENSE, use_qk_norm=True, attention_bias=True),
     "glm4_moe_lite": _like(_LATENT, _EQUAL_HEADS, _ROUTED, mlp_layer_types=["dense", "sparse"], topk_method="noaux_tc"),
     "dots1": _like(_WIDE, _ROUTED, _FIRST_DENSE, layer_types=["full_attention"] * 2, topk_method="noaux_tc"),
-    "minimax_m2": _like(_HEAD, _LOCAL_EXPERTS, rotary_dim=16),
+    "minimax_m2": _like(_HEAD, _LOCAL_EXPERTS, rotary_dim=16, scoring_func="sigmoid"),
     "gpt_oss": _like(_HEAD, _LOCAL_EXPERTS, _WINDOWS),
     "granitemoe": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS),
     "granitemoeshared": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS, shared_intermediate_size=64),

@@ -1,115 +1,179 @@
-"""vLLM's models of many architectures, in one process without an engine: what a sync leaves beside a load from disk.
+"""What live vLLM models compute with, against models that vLLM loaded from disk: one process, no engine.
 
-    python -m tests.models.vllm_process DIRECTORY NAME ...
+    python -m tests.models.vllm_process DIRECTORY ARCHITECTURE:DTYPE ...
 
-Writes checkpoints below DIRECTORY. Prints one line of JSON for each architecture: what is wrong with it, by dtype.
+Writes checkpoints of two versions of each architecture below DIRECTORY, unless they are there. Prints one line of JSON
+for each cell, when it is done: see `Outcome`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
-from tests.models.architectures import ARCHITECTURES, write_checkpoint
+VERSIONS = (1, 2)
+MOST_NAMES = 5
 
-DTYPES = ("float32", "bfloat16")
-FIRST, SECOND = 0, 1
-"""Seeds of the two versions."""
+
+@dataclass
+class Outcome:
+    """Of one architecture at one dtype."""
+
+    architecture: str
+    dtype: str
+    num_tensors: int = 0
+    """Compared, of one version."""
+    whole: bool = False
+    """Versions are loaded as from disk, into a second model: vLLM's reload does not reach all of it."""
+    different: dict[str, str] = field(default_factory=dict)
+    """Tensor, with the version that was to be loaded, to what is different. Empty if all are equal."""
+    refused: str | None = None
+    """Why our side does not load it."""
+    died: str | None = None
+    """An error that is none of ours: a defect."""
+    not_run: str | None = None
+    """Why vLLM does not build or load the checkpoint from disk, in its words."""
+    seconds: float = 0.0
 
 
 def main() -> None:
-    base, names = Path(sys.argv[1]), sys.argv[2:]
-    for name in names:  # before vLLM changes the classes of transformers
-        for dtype in DTYPES:
-            for seed in (FIRST, SECOND):
-                directory = base / name / dtype / str(seed)
-                write_checkpoint(ARCHITECTURES[name], directory, seed=seed, dtype=getattr(torch, dtype))
-    for name in names:
-        found = {dtype: problem(base / name / dtype, dtype) for dtype in DTYPES}
-        sys.stdout.write("\n" + json.dumps({"name": name} | found) + "\n")
-        sys.stdout.flush()
+    import torch
+
+    base = Path(sys.argv[1])
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on CPU has it
+    out = sys.stdout
+    for cell in sys.argv[2:]:
+        name, _, dtype = cell.partition(":")
+        began = time.perf_counter()
+        outcome = Outcome(name, dtype)
+        directories = {version: _written(base, name, version) for version in VERSIONS}
+        try:
+            _compare(outcome, directories)
+        finally:
+            gc.collect()
+        outcome.seconds = round(time.perf_counter() - began, 2)
+        out.write("\n" + json.dumps(asdict(outcome)) + "\n")
+        out.flush()
 
 
-def problem(directory: Path, dtype: str) -> str | None:
-    """What a model that started from dummy weights has that one loaded from disk has not; None if nothing."""
-    try:
-        model, config = build(directory / str(FIRST), dtype, "dummy")
-    except Exception as exc:  # noqa: BLE001 - whatever vLLM raises, it says that it cannot run the model
-        return f"vLLM cannot build it: {_line(exc)}"
-    disk = {}
-    try:
-        for seed in (FIRST, SECOND):
-            disk[seed] = build(directory / str(seed), dtype, "auto")[0]
-    except Exception as exc:  # noqa: BLE001
-        return f"vLLM cannot load it from disk: {_line(exc)}"
+def _written(base: Path, name: str, version: int) -> Path:
+    from tests.models.architectures import ARCHITECTURES, write_checkpoint
+
+    directory = base / f"{name}-{version}"
+    if not directory.exists():
+        write_checkpoint(ARCHITECTURES[name], directory, seed=version)
+    return directory
+
+
+def file_weights(directory: Path) -> Iterator[tuple[str, Any]]:
+    """As a trainer sends them: every tensor of the directory's files under its own name."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield name, opened.get_tensor(name)
+
+
+def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
+    from verl.checkpoint_engine.errors import ActivationError, IntegrityError
     from verl.checkpoint_engine.receivers.vllm_live import differences, live_tensors
 
-    engine = transfer_engine(model, config)
-    for version, seed in enumerate((FIRST, SECOND, SECOND, FIRST)):
+    try:
+        config = _config(directories[1], outcome.dtype, "dummy")
+    except Exception as exc:  # noqa: BLE001 - told
+        outcome.not_run = _line(exc)
+        return
+    with _distributed(config):
         try:
-            engine.load(lambda seed=seed: weights(directory / str(seed)), version)
-        except Exception as exc:  # noqa: BLE001
-            return f"version {version} is refused: {_line(exc)}"
-        if wrong := differences(live_tensors(model), live_tensors(disk[seed])):
-            return f"version {version}: {len(wrong)} tensors differ: {dict(list(wrong.items())[:3])}"
-    return None
+            expected = {version: _model(_config(path, outcome.dtype, "auto")) for version, path in directories.items()}
+        except Exception as exc:  # noqa: BLE001 - told
+            outcome.not_run = _line(exc)
+            return
+        live = _model(config)
+        engine = _engine(config, live)
+        for version, path in directories.items():
+            try:
+                engine.load(lambda path=path: file_weights(path), version)
+            except (ActivationError, IntegrityError) as exc:
+                outcome.refused = _line(exc)
+                return
+            except Exception as exc:  # noqa: BLE001 - told
+                outcome.died = _line(exc)
+                return
+            wanted = live_tensors(expected[version])
+            found = differences(live_tensors(live), wanted)
+            outcome.different |= {
+                f"{name} (version {version})": text for name, text in list(found.items())[:MOST_NAMES]
+            }
+            outcome.num_tensors = len(wanted)
+        outcome.whole = bool(engine._why_whole)
 
 
-def build(directory: Path, dtype: str, load_format: str) -> tuple[Any, Any]:
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import (
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-        model_parallel_is_initialized,
-    )
+def _config(directory: Path, dtype: str, load_format: str) -> Any:
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
-    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-    from verl.checkpoint_engine.receivers.vllm_build import own_tables
+    from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 
-    _set_torch_accelerator_to_noop()
-    config = EngineArgs(
+    return EngineArgs(
         model=str(directory),
         dtype=dtype,
         load_format=load_format,
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=64,
+        weight_transfer_config=WeightTransferConfig(backend=ENGINE_NAME),
     ).create_engine_config()
-    with set_current_vllm_config(config), own_tables():
-        if not model_parallel_is_initialized():
-            store = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as the process
-            init_distributed_environment(1, 0, f"file://{store.name}", 0, backend="gloo")
-            ensure_model_parallel_initialized(1, 1)
-        return get_model(vllm_config=config), config
 
 
-def transfer_engine(model: Any, config: Any) -> Any:
-    from vllm.config import WeightTransferConfig
+def _model(config: Any) -> Any:
+    """Built beside others of this process: with layers of its own in the configuration."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
 
-    from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo, ArenaWeightTransferEngine
-    from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+    from verl.checkpoint_engine.receivers.vllm_build import filled_memory, own_tables
 
-    engine = ArenaWeightTransferEngine(WeightTransferConfig(backend=ENGINE_NAME), config, torch.device("cpu"), model)
-    engine.init_transfer_engine(ArenaInitInfo(check_engine="always"))
-    return engine
+    with set_current_vllm_config(config), own_tables(), filled_memory():
+        return get_model(vllm_config=config)
 
 
-def weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(directory.glob("*.safetensors")):
-        yield from load_file(file).items()
+def _engine(config: Any, model: Any) -> Any:
+    import torch
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from verl.checkpoint_engine.receivers import vllm_plugin
+
+    vllm_plugin.register()
+    return WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, torch.device("cpu"), model)
+
+
+@contextlib.contextmanager
+def _distributed(config: Any) -> Iterator[None]:
+    """Groups of one rank, made for each configuration: that of experts depends on it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+
+    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(config):
+        state.init_distributed_environment(1, 0, f"file://{directory}/store", 0, backend="gloo")
+        state.ensure_model_parallel_initialized(1, 1)
+        try:
+            yield
+        finally:
+            state.destroy_model_parallel()
+            state.destroy_distributed_environment()
 
 
 def _line(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
+    return f"{type(exc).__name__}: {' '.join(str(exc).split())}"[:600]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verl.checkpoint_engine.types import Shard, TensorSpec
+from verl.checkpoint_engine.types import EngineCheckResult, Shard, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +63,14 @@ class Replica(Protocol):
     async def pause(self, mode: str) -> None:
         """Stop generating; `mode` (abort, wait, keep) says what happens to requests in flight. Idempotent."""
 
-    async def activate(self, arena_path: str, version: int) -> None:
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         """Load `version` from the arena at `arena_path` into every rank. Called while paused.
 
         The engine checks that the arena's committed version is `version`, that all of the model's weights are loaded,
-        and drops prefix caches. Raises ActivationError.
+        and drops prefix caches. An engine that can tell also compares what it then computes with with the version, and
+        says what it found: `checkpoint_engine.check_engine`.
+
+        Raises ActivationError; IntegrityError, naming tensors, if the engine computes with anything but the version.
         """
 
     async def resume(self) -> None:

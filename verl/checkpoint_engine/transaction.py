@@ -40,7 +40,7 @@ from verl.checkpoint_engine.errors import (
 from verl.checkpoint_engine.participants import NodePort, TrainerPort
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.ports import Replica
-from verl.checkpoint_engine.types import PHASES, SyncReport
+from verl.checkpoint_engine.types import PHASES, EngineCheckResult, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class SyncTransaction:
     trainer_blocked_s: float = 0.0
     paused_s: dict[str, float] = field(default_factory=dict)
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
+    engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
     digests: bytes = b""
     """Of all pieces, once they are staged."""
     committed: bool = False
@@ -147,6 +148,7 @@ class SyncTransaction:
             replicas_quarantined=tuple(self.quarantined),
             retries=self.retries,
             error=str(error) or type(error).__name__ if error else None,
+            engine_checks=dict(self.engine_checks),
         )
 
     async def _move_with_retries(self) -> bytes:
@@ -296,9 +298,14 @@ class SyncTransaction:
         )
         return await self._survivors(
             paused,
-            {replica.name: replica.activate(self.fleet.arena_paths[replica.node_index], version) for replica in paused},
+            {replica.name: self._activate_one(replica, version) for replica in paused},
             "activate",
         )
+
+    async def _activate_one(self, replica: Replica, version: int) -> None:
+        checked = await replica.activate(self.fleet.arena_paths[replica.node_index], version)
+        if checked is not None:
+            self.engine_checks[replica.name] = checked
 
     async def _resume(self, replicas: Sequence[Replica]) -> list[Replica]:
         resumed = await self._survivors(replicas, {replica.name: replica.resume() for replica in replicas}, "resume")
@@ -312,7 +319,7 @@ class SyncTransaction:
         timeout_s = self.config.deadlines.resume_s if phase == "resume" else self.config.deadlines.activate_s
         failures = await each_within(timeout_s, calls, version=self.version, phase=phase)
         for name, error in failures.items():
-            if not isinstance(error, ActivationError):
+            if not isinstance(error, (ActivationError, IntegrityError)):
                 error = ActivationError(error.message, version=self.version, phase=phase, member=name)
             self.quarantined[name] = error
             logger.error("quarantined: %s", error)

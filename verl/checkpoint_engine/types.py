@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 ITEMSIZE = {
@@ -107,6 +107,16 @@ class Member:
         return f"{self.role}-{self.index}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCheckResult:
+    """That an engine computes with the version that it was told to load, as far as it has looked."""
+
+    seconds: float
+    """Of the activation, the longest of the engine's ranks."""
+    found: str
+    """What was compared, or why not all was."""
+
+
 PHASES = ("prepare", "publish", "stage", "verify", "wait", "commit", "activate", "resume")
 """The phases of a sync in order. `prepare` is zero except when shards, nodes or layout are new; `wait` is for rollouts
 to come to a boundary, after which they may get new weights, and zero where nothing generates during a sync."""
@@ -140,6 +150,8 @@ class SyncReport:
     replicas_quarantined: tuple[str, ...]
     retries: int
     error: str | None = None
+    engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
+    """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -160,6 +172,7 @@ class SyncReport:
             "replicas_updated": len(self.replicas_updated),
             "replicas_quarantined": len(self.replicas_quarantined),
             "retries": self.retries,
+            "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
         }
         scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}
         return {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}

@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.receivers.vllm_build import Weights, load_as_from_disk
 from verl.checkpoint_engine.receivers.vllm_live import LiveTensor, Packed, as_integers, differences, live_tensors
+from verl.checkpoint_engine.types import EngineCheckResult
 
 logger = logging.getLogger(__name__)
 
@@ -38,31 +39,44 @@ MARGIN = 1.2
 class EngineCheck:
     """One per vLLM worker. `before` a version is loaded, `after` it was."""
 
-    def __init__(self, mode: str, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Raises ValueError for a mode that is none."""
+    def __init__(
+        self,
+        mode: str,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        free: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        """`free` says how many bytes of a device are. Raises ValueError for a mode that is none."""
         if mode not in MODES:
             raise ValueError(f"check_engine must be one of {', '.join(MODES)}, not {mode!r}")
         self._mode = mode
         self._vllm_config = vllm_config
         self._device = device
+        self._free = free or free_nbytes
         self._passed = mode == "off"
         self._written: frozenset[str] | None = None
         """Names of what loading writes, known from a model that was watched while it was loaded."""
         self._fresh: torch.nn.Module | None = None
         self._marked: dict[str, LiveTensor] = {}
         self._seconds = 0.0
+        self._compared = False
+        self._why_not = ""
+        """Why there is no second model to compare with; empty if there was one."""
+        self.result: EngineCheckResult | None = None
+        """Of the version that was loaded last; None if nothing was looked at."""
 
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
         """`weights` makes those of the version; None if they come only once. `agree` says whether all ranks say so."""
         began = time.perf_counter()
+        self.result = None
         if not self._passed:
             whole = weights is not None and agree(self._fits(model))
             if weights is not None and whole:
                 self._build(weights)
             else:
-                self._say_why_not(model, weights)
+                self._why_not = self._reason(model, weights)
             names = self._written if self._written is not None else frozenset(dict(model.named_parameters()))
             self._marked = _mark(model, names, whole=True)
         elif self._mode == "always":
@@ -79,11 +93,13 @@ class EngineCheck:
         wrong = {
             name: "has values from before" for name, old in self._marked.items() if _is_stale(found.get(name), old)
         }
-        compared = self._fresh is not None
+        self._compared = self._fresh is not None
         if self._fresh is not None:
             expected = live_tensors(self._fresh)
+            # A forward pass may have added some, which a model that was never used does not have.
             wrong = differences({name: found[name] for name in found.keys() & expected.keys()}, expected) | wrong
-        num_marked = len(self._marked)
+            wrong |= dict.fromkeys(expected.keys() - found.keys(), "is not there")
+        text = self._text(len(found))
         self._fresh, self._marked = None, {}
         if wrong:
             named = "; ".join(f"{name} {text}" for name, text in list(wrong.items())[:MOST_NAMES])
@@ -95,9 +111,15 @@ class EngineCheck:
                 phase="activate",
             )
         self._passed = True
-        seconds = self._seconds + time.perf_counter() - began
-        how = "all equal a load from disk" if compared else f"{num_marked} of them were written anew"
-        logger.info("version %s: checked %d live tensors in %.3f s: %s", version, len(found), seconds, how)
+        self.result = EngineCheckResult(seconds=self._seconds + time.perf_counter() - began, found=text)
+        logger.info("version %s: %s (%.3f s)", version, text, self.result.seconds)
+
+    def _text(self, num_live: int) -> str:
+        if self._compared:
+            return f"{num_live} live tensors equal a load from disk"
+        written = f"{len(self._marked)} of {num_live} live tensors were written anew"
+        why_not, self._why_not = self._why_not, ""
+        return f"{written}; not compared with a load from disk: {why_not}" if why_not else written
 
     def forget(self) -> None:
         """What was prepared for a version that could not be loaded."""
@@ -118,18 +140,20 @@ class EngineCheck:
         self._written = frozenset(name for name, tensor in after.items() if before.get(name) != _digest(tensor))
 
     def _fits(self, model: torch.nn.Module) -> bool:
-        return needed_nbytes(model) < free_nbytes(self._device)
+        return needed_nbytes(model) < self._free(self._device)
 
-    def _say_why_not(self, model: torch.nn.Module, weights: Callable[[], Weights] | None) -> None:
-        reason = "the weights come only once"
-        if weights is not None:
-            gib = [nbytes / 2**30 for nbytes in (needed_nbytes(model), free_nbytes(self._device))]
-            reason = f"a second model needs {gib[0]:.1f} GiB on {self._device}, where {gib[1]:.1f} GiB are free"
+    def _reason(self, model: torch.nn.Module, weights: Callable[[], Weights] | None) -> str:
+        if weights is None:
+            reason = "the weights come only once"
+        else:
+            needed, free = (nbytes / 2**30 for nbytes in (needed_nbytes(model), self._free(self._device)))
+            reason = f"a second model needs {needed:.3g} GiB on {self._device}, where {free:.3g} GiB are free"
         logger.warning(
             "the live model is not compared with a load from disk (%s): only that every parameter is written anew is "
             "checked; `python -m verl.checkpoint_engine.certify` checks all of it",
             reason,
         )
+        return reason
 
 
 def needed_nbytes(model: torch.nn.Module) -> int:

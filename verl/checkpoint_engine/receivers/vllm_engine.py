@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from verl.checkpoint_engine.arena import open_committed
-from verl.checkpoint_engine.errors import ActivationError, TransportError
+from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
+from verl.checkpoint_engine.receivers.engine_reports import write_report
 from verl.checkpoint_engine.receivers.vllm_build import Weights, load_as_from_disk
 from verl.checkpoint_engine.receivers.vllm_check import EngineCheck, free_nbytes, needed_nbytes
 from verl.checkpoint_engine.receivers.vllm_fit import require_fit
 from verl.checkpoint_engine.receivers.vllm_reload import REFUSALS, Reload, require_exchangeable, take_over
+from verl.checkpoint_engine.types import EngineCheckResult
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
     version: int | None = None
     socket_paths: dict[str, str] | None = None
     """By device id. On accelerators a worker takes that of its device, on CPU the one at its rank's place."""
+    report_directory: str | None = None
+    """Where each worker writes what it found when it looked whether it computes with the version."""
     timeout_s: float = 600.0
     """For each wait for the ParameterServer."""
 
@@ -70,8 +75,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._check = EngineCheck("first", self.vllm_config, self.device)
-        self._loads_whole = False
-        """What vLLM's reload does not reach, found when it was tried, is loaded with a second model."""
+        self._why_whole = ""
+        """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
         """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode."""
@@ -98,6 +103,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             failure = exc
         finally:
             self._check.forget()
+        if update_info.report_directory is not None:
+            write_report(Path(update_info.report_directory), self._rank, self.checked, failure)
         self._raise_on_last(failure)
 
     def _receive(self, update_info: ArenaUpdateInfo) -> None:
@@ -112,25 +119,29 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def load(self, weights: Callable[[], Weights], version: int | None) -> None:
         """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names."""
         self._check.before(self.model, weights, self._all_agree)
-        if not self._loads_whole:
-            unreached = self._reload(weights(), version)
-            self._loads_whole = bool(unreached)
-            if unreached:
-                self._say_whole(unreached)
-        if self._loads_whole:
+        if not self._why_whole:
+            self._note_unreached(self._reload(weights(), version))
+        if self._why_whole:
             self._check.release()
             self._load_whole(weights(), version)
         self._check.after(self.model, version)
 
+    @property
+    def checked(self) -> EngineCheckResult | None:
+        """What was found out about the version that was loaded last."""
+        result = self._check.result
+        if not self._why_whole:
+            return result
+        return EngineCheckResult(seconds=result.seconds if result is not None else 0.0, found=self._why_whole)
+
     def load_once(self, weights: Weights) -> None:
         """What comes bucket by bucket, and only once."""
-        if self._loads_whole:
+        if self._why_whole:
             self._load_whole(weights, None)
             return
         self._check.before(self.model, None, self._all_agree)
-        if unreached := self._reload(weights, None):
-            self._loads_whole = True
-            self._say_whole(unreached)
+        self._note_unreached(self._reload(weights, None))
+        if self._why_whole:
             raise ActivationError(
                 f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
             )
@@ -144,14 +155,14 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         finally:
             reload.end()
 
-    def _say_whole(self, unreached: set[str]) -> None:
-        logger.warning(
-            "vLLM's reload does not reach %d parameters of %s (%s): every version is loaded as from disk, into a "
-            "second model, which takes longer and needs its memory",
-            len(unreached),
-            type(self.model).__name__,
-            ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else ""),
-        )
+    def _note_unreached(self, unreached: set[str]) -> None:
+        if unreached:
+            named = ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else "")
+            self._why_whole = (
+                f"vLLM's reload does not reach {len(unreached)} parameters of {type(self.model).__name__} ({named}): "
+                "every version is loaded as from disk, into a second model, which takes longer and needs its memory"
+            )
+            logger.warning(self._why_whole)
 
     def _load_whole(self, weights: Weights, version: int | None) -> None:
         kind = type(self.model).__name__
@@ -212,7 +223,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         torch.distributed.all_gather_object(failures, mine, group=world.cpu_group)
         told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         if told and world.rank_in_group == world.world_size - 1:
-            raise ActivationError("; ".join(told)) from failure
+            differs = any(text.startswith(f"{IntegrityError.__name__}: ") for text in failures if text is not None)
+            raise (IntegrityError if differs else ActivationError)("; ".join(told)) from failure
 
     def finish_weight_update(self) -> None:
         """Everything has been done by now. Called after a failure, too: of several ranks, one raises."""

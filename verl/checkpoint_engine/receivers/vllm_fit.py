@@ -16,7 +16,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -37,6 +38,7 @@ def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
     alone.compilation_config.static_forward_context = {}  # layers enter themselves, once
     with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
         model: Any = initialize_model(alone)
+        _put_on_meta(model)
         with set_current_vllm_config(alone):
             trial = _Trial(model, alone)
             problems = trial.load_all(tensors)
@@ -45,6 +47,15 @@ def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
             f"the checkpoint does not fit the engine's {type(model).__name__}, {len(problems)} problems: "
             + "; ".join(problems)
         )
+
+
+def _put_on_meta(model: torch.nn.Module) -> None:
+    """Some layers name the device of their parameters themselves."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                moved: Any = to_meta_tensor(parameter)
+                module._parameters[name] = moved
 
 
 class _Trial:
@@ -63,10 +74,14 @@ class _Trial:
             for name, parameter in module.named_parameters(recurse=False):
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 sized = self._plain and isinstance(module, LinearBase)
+                # A vocabulary's matrix is padded for all ranks together; its own loader knows how many rows there are.
+                whole = self._plain and not isinstance(module, (LinearBase, RoutedExperts, VocabParallelEmbedding))
                 full_name = f"{prefix}.{name}" if prefix else name
                 if isinstance(module, RoutedExperts):
                     self._expert_numel[full_name] = get_tensor_load_numel(parameter)
-                parameter.weight_loader = self._noting(full_name, loader, sized=sized)
+                parameter.weight_loader = self._noting(
+                    full_name, loader, sized=sized, most=parameter.numel() if whole else None
+                )
 
     def load_all(self, tensors: TensorShapes) -> list[str]:
         """What is wrong with the checkpoint; empty if nothing."""
@@ -114,7 +129,10 @@ class _Trial:
             self._current = name
             yield name, tensor
 
-    def _noting(self, parameter_name: str, loader: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
+    def _noting(
+        self, parameter_name: str, loader: Callable[..., Any], *, sized: bool, most: int | None
+    ) -> Callable[..., Any]:
+        """`most`: elements of a parameter that one tensor fills, or a rank's share of one."""
         signature = inspect.signature(loader)
 
         def noting(*arguments: Any, **named: Any) -> Any:
@@ -123,6 +141,9 @@ class _Trial:
             bound.apply_defaults()
             copied, answer = get_numel_loaded(loader, bound)
             self._copied_numel[parameter_name] += copied
+            tensor = bound.arguments.get("loaded_weight")
+            if most and isinstance(tensor, torch.Tensor) and tensor.numel() > most:
+                self._check_size(parameter_name, tensor, most)
             if sized:
                 self._check_size(parameter_name, bound.arguments["loaded_weight"], copied)
             return answer

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.types import EngineCheckResult
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -238,8 +239,9 @@ class RolloutReplica(ABC):
         """See the port. `wait` may take as long as the longest response: `rollout.generate_timeout_s`."""
         await self._call("pause", mode, deadline="generate_timeout_s" if mode == "wait" else "control_timeout_s")
 
-    async def activate(self, arena_path: str, version: int) -> None:
-        await self._call("activate", arena_path, version)
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
+        checked: EngineCheckResult | None = await self._call("activate", arena_path, version)
+        return checked
 
     async def resume(self) -> None:
         await self._call("resume")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.checkpoint_engine.types import EngineCheckResult
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
@@ -54,8 +55,12 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Generate again. Idempotent."""
 
-    async def activate(self, arena_path: str, version: int) -> None:
-        """Load every weight of `version` from the arena and forget caches computed with older weights."""
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
+        """Load every weight of `version` from the arena and forget caches computed with older weights.
+
+        Returns what the engine found when it looked whether it computes with `version`; None if it cannot tell. Raises
+        IntegrityError that names the tensors that are different.
+        """
 
     async def clear_cache(self) -> None:
         """Forget cached prefixes."""

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
+from verl.checkpoint_engine.types import EngineCheckResult
 from verl.utils.lifetime import end_with_raylet
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec
@@ -150,21 +151,23 @@ class RolloutServer:
         await self._engine.pause(mode)
 
     @ray.method(concurrency_group="control")
-    async def activate(self, arena_path: str, version: int) -> None:
-        """Load `version`. Raises ActivationError; the server then refuses to generate until an activation succeeds."""
-        await self._loop.run(self._locked(self._activate, arena_path, version))
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
+        """Load `version`. Raises ActivationError or, if the engine then computes with something else, IntegrityError;
+        the server then refuses to generate until an activation succeeds."""
+        return await self._loop.run(self._locked(self._activate, arena_path, version))
 
-    async def _activate(self, arena_path: str, version: int) -> None:
+    async def _activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         self._version, self._torn = None, True
         try:
             if self._weights_asleep:
                 await self._engine.wake(weights=True)
                 self._weights_asleep = False
             self._spans.begin("loading")
-            await self._engine.activate(arena_path, version)
+            checked = await self._engine.activate(arena_path, version)
         except Exception as exc:
             reason = exc.message if isinstance(exc, CheckpointEngineError) else f"{type(exc).__name__}: {exc}"
-            raise ActivationError(
+            kind = IntegrityError if isinstance(exc, IntegrityError) else ActivationError
+            raise kind(
                 f"weights from {arena_path} were not loaded: {reason}",
                 version=version,
                 phase="activate",
@@ -174,6 +177,7 @@ class RolloutServer:
             self._spans.end("loading", version)
         self._version, self._torn = version, False
         self._committed = (arena_path, version)
+        return checked
 
     @ray.method(concurrency_group="control")
     async def resume(self) -> None:

@@ -21,7 +21,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.arena import open_committed
+from verl.checkpoint_engine.receivers.engine_reports import take_reports
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+from verl.checkpoint_engine.types import EngineCheckResult
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -54,6 +56,8 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._leftovers: Leftovers | None = None
         self._activating = False
+        self._reports = Path()
+        """Where workers write what they found about a version."""
         self._adapter: LoRARequest | None = None
         """What a request says to be computed with the adapters; None until there are some."""
         self._adapter_directory: Path | None = None
@@ -64,6 +68,8 @@ class VLLMEngine:
         if self._spec.device == "cpu":
             self._bind_threads()
         self._leftovers = Leftovers()
+        self._reports = self._leftovers.directory / "reports"
+        self._reports.mkdir()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
         with (
             told_in_a_line(self._spec.name, self._spec.device),
@@ -186,20 +192,25 @@ class VLLMEngine:
     async def resume(self) -> None:
         await self._control(self._running().resume_generation())
 
-    async def activate(self, arena_path: str, version: int) -> None:
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         self._activating = True
         load = self._load if self._adapter_directory is None else self._load_adapters
         try:
             await self._control(load(self._running(), arena_path, version))
+        except Exception:
+            take_reports(self._reports, version)  # which raises what says more
+            raise
         finally:
             self._activating = False
+        return take_reports(self._reports, version)
 
     async def _load(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
         """All is asked for at once and done in this order: generation stands still, and round trips take time.
 
         Of several ranks the last alone raises what failed, and again when it shall finish; the others finish then.
         """
-        request = WeightTransferUpdateRequest(update_info={"arena_path": arena_path, "version": version})
+        update = {"arena_path": arena_path, "version": version, "report_directory": str(self._reports)}
+        request = WeightTransferUpdateRequest(update_info=update)
         await asyncio.gather(
             llm.start_weight_update(),
             llm.update_weights(request),

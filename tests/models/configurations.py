@@ -186,7 +186,7 @@ EXPERTS: dict[str, Config] = {
     "glm4_moe": _like(_HEAD, _ROUTED, _FIRST_DENSE, use_qk_norm=True, attention_bias=True),
     "glm4_moe_lite": _like(_LATENT, _EQUAL_HEADS, _ROUTED, mlp_layer_types=["dense", "sparse"], topk_method="noaux_tc"),
     "dots1": _like(_WIDE, _ROUTED, _FIRST_DENSE, layer_types=["full_attention"] * 2, topk_method="noaux_tc"),
-    "minimax_m2": _like(_HEAD, _LOCAL_EXPERTS, rotary_dim=16, scoring_func="sigmoid"),
+    "minimax_m2": _like(_HEAD, _LOCAL_EXPERTS, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True),
     "gpt_oss": _like(_HEAD, _LOCAL_EXPERTS, _WINDOWS),
     "granitemoe": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS),
     "granitemoeshared": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS, shared_intermediate_size=64),
@@ -302,7 +302,9 @@ STATE_SPACE: dict[str, Config] = {
     "qwen3_5_moe_text": _like(_HEAD, _EXPERTS, _DELTA_NET, shared_expert_intermediate_size=64),
     "olmo_hybrid": _like(_WIDE, _DELTA_NET, linear_num_key_heads=4),
     "minimax": _like(_HEAD, _LOCAL_EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=16),
-    "lfm2": _like(_WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "lfm2": _like(
+        _WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_dim=128, block_dim=128
+    ),
     "lfm2_moe": _like(_WIDE, _EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
     "kimi_linear": _like(
         _LATENT,

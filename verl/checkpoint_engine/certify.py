@@ -26,6 +26,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.checkpoint_engine.registry import resolve_backend
 from verl.utils.console import log_to_console
 from verl.utils.signals import end_when_told
 
@@ -108,6 +109,7 @@ class FileSource:
 def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path) -> Certificate:
     """Raises ConfigError for a model or a backend that cannot be tried."""
     config = CheckpointEngineConfig.from_mapping({"backend": backend})
+    resolve_backend(config).check_host(config)
     checkpoint_files(model)
     directories = {"model": model, "other": scratch / "other"}
     _write_other(model, directories["other"])

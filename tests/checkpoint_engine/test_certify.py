@@ -1,0 +1,91 @@
+"""The command that tells whether a model reaches vLLM whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.warm_workers import Fork, WarmWorkers
+from verl.checkpoint_engine.certify import Certificate, Step, _changed, main, table
+from verl.utils.builtin import make_tiny_model
+
+PASSED = Certificate(
+    model="DIR",
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    tensor_parallel_size=1,
+    backend="naive",
+    vllm="0",
+    steps=[Step(before="dummy weights", seconds=1.0, tensors=3, different={}, tokens=8, wrong_tokens=[])],
+)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_model_that_vllm_serves_right_is_certified(tmp_path, warm: WarmWorkers):
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe")
+    answer, printed = tmp_path / "answer.json", tmp_path / "printed"
+    with printed.open("w") as output:
+        arguments = ["--model", str(model), "--dtype", "bfloat16", "--backend", "gloo", "--json", str(answer)]
+        process = Fork(
+            warm,
+            "verl.checkpoint_engine.certify",
+            arguments,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    assert process.wait(280) == 0, printed.read_text()
+    found = json.loads(answer.read_text())
+    assert found["passed"]
+    assert [step["before"] for step in found["steps"]] == ["dummy weights", "the model's weights", "other weights"]
+    assert all(step["tensors"] > 10 and step["tokens"] == 36 for step in found["steps"])
+    assert all(step["different"] == {} and step["wrong_tokens"] == [] for step in found["steps"])
+    assert "certified: the engine computes with what the files say" in printed.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"different": {"model.packed": "has values from before"}},
+            "after dummy weights: model.packed has values from",
+        ),
+        ({"wrong_tokens": ["token 0 after 3: 7, Hugging Face: 9 (1.2 std ahead)"]}, "token 0 after 3: 7"),
+    ],
+)
+def test_any_difference_fails_and_is_named(change, text):
+    failed = replace(PASSED, steps=[replace(PASSED.steps[0], **change)])
+    assert PASSED.passed
+    assert not failed.passed
+    assert text in table(failed)
+    assert table(failed).endswith("NOT certified")
+    assert not replace(PASSED, refusal="no").passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--model", "{model}", "--backend", "glooo"], "glooo"),
+        (["--model", "{model}", "--tensor-parallel-size", "0"], "must be 1 or more, not 0"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line_and_exit_code_2(tmp_path, capsys, arguments, text):
+    model = make_tiny_model(tmp_path / "model", "llama")
+    assert main([argument.format(model=model) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert text in captured.err
+
+
+@pytest.mark.parametrize("values", [torch.randn(3, 4), torch.ones(5), torch.tensor(2.0), torch.randn(4).bfloat16()])
+def test_the_other_version_differs_in_every_tensor_and_has_its_shape_and_dtype(values):
+    other = _changed(values)
+    assert (other.shape, other.dtype) == (values.shape, values.dtype)
+    assert not torch.equal(other, values)

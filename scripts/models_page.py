@@ -68,7 +68,10 @@ def rendered() -> str:
         for architecture in ARCHITECTURES.values():
             if architecture.kind == kind:
                 cells = [_trained(trainer[architecture.name][strategy]) for strategy in STRATEGIES]
-                cells += [_megatron(architecture), _served([engine[architecture.name, dtype] for dtype in DTYPES])]
+                cells += [
+                    _megatron(architecture),
+                    _served([engine.get((architecture.name, dtype)) for dtype in DTYPES]),
+                ]
                 notes = f" ({architecture.notes})" if architecture.notes else ""
                 lines.append(f"| `{architecture.name}`{notes} | {' | '.join(cells)} |")
         lines.append("")
@@ -91,11 +94,12 @@ def _megatron(architecture: Architecture) -> str:
     return "right" if plain in MEGATRON else "refused: no table of it"
 
 
-def _served(rows: list[dict[str, Any]]) -> str:
-    found = dict.fromkeys(map(_outcome, rows))
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{row['dtype']}: {_outcome(row)}" for row in rows)
+def _served(rows: list[dict[str, Any] | None]) -> str:
+    """`rows`: by dtype."""
+    found = [_outcome(row) if row else "not tried" for row in rows]
+    if len(set(found)) == 1:
+        return found[0]
+    return "; ".join(f"{text} in {dtype}" for dtype, text in zip(DTYPES, found, strict=True))
 
 
 def _outcome(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,32 @@
+"""docs/models.md says what the results say, of every architecture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.models.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_up_to_date_and_has_a_row_for_every_architecture():
+    code = subprocess.run([sys.executable, "scripts/models_page.py", "--check"], cwd=ROOT).returncode
+    assert code == 0, "run python scripts/models_page.py"
+    rows = [line for line in (ROOT / "docs" / "models.md").read_text().splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == sorted(
+        ARCHITECTURES,
+        key=lambda name: list(dict.fromkeys(a.kind for a in ARCHITECTURES.values())).index(ARCHITECTURES[name].kind),
+    )
+    assert all(cell.strip() for row in rows for cell in row.strip("|").split(" | "))
+
+
+def test_the_results_of_the_trainers_cover_every_cell_and_none_is_wrong():
+    results = json.loads((ROOT / "tests" / "models" / "results" / "trainer.json").read_text())
+    assert results.keys() == ARCHITECTURES.keys()
+    for strategies in results.values():
+        for outcomes in strategies.values():
+            assert len(outcomes) == 5
+            assert "wrong" not in outcomes.values()

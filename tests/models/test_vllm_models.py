@@ -28,6 +28,7 @@ RUN = (
     "gpt_oss",
     "mamba",
     "qwen3_next",
+    "minimax_m2",
 )
 DTYPES = ("bfloat16", "float32")
 WHOLE = ("phi", "gpt_oss")
@@ -37,8 +38,6 @@ NOT_RUN = {
     "minimax": "does not dispatch through the Transformers attention interface",
     "recurrent_gemma": "does not dispatch through the Transformers attention interface",
     "nemotron_h": "is_act_and_mul=False is supported only for CUDA, XPU and ROCm",
-    "minimax_m2": "has no attribute 'scoring_func'",
-    "lfm2": "has no attribute 'conv_dim'",
     "olmo_hybrid": "module 'triton' has no attribute 'set_allocator'",
     "kimi_linear": "--mamba-block-size can only be set with --enable-prefix-caching",
     "qwen3_5_text": "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected",

@@ -33,7 +33,7 @@ import numpy as np
 
 from verl.checkpoint_engine.digest import Manifest, verify
 from verl.checkpoint_engine.encoded import unpacked
-from verl.checkpoint_engine.errors import ConfigError, IntegrityError
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
 from verl.checkpoint_engine.janitor import Janitor, await_removal, sweep
 from verl.checkpoint_engine.layout import Layout
 from verl.utils.files import read_regular
@@ -342,6 +342,17 @@ def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manif
             ) from exc
         stack.callback(view.close)
         yield manifest, view
+
+
+@contextlib.contextmanager
+def open_to_activate(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+    """`open_committed` for an engine that was told to load `version`. Raises ActivationError if it is not there."""
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(open_committed(arena_path, version))
+        except IntegrityError as exc:
+            raise ActivationError(exc.message, version=version, phase="activate") from exc
+        yield opened
 
 
 def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:

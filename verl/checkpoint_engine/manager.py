@@ -351,7 +351,7 @@ class CheckpointEngineManager:
             max(report.paused_s.values(), default=0.0),
         )
         if self._report_path is not None:
-            append(self._report_path, [msgspec.json.encode(report)])
+            append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
 
 
 def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:

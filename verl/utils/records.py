@@ -18,10 +18,10 @@ MOST_LEVELS = 50
 """Of lists within lists; what is deeper, or within itself, is told as text."""
 
 
-def append(path: Path, records: Iterable[bytes]) -> None:
+def append(path: Path, records: Iterable[bytes], what: str | None = None) -> None:
     """Add one line for each of these JSON texts, or nothing: half a line would spoil those that come after it.
 
-    What a full disk has no room for is told and left out. It is no reason to end a run.
+    What a full disk has no room for is told, as `what`, and left out. It is no reason to end a run.
     """
     lines = [record + b"\n" for record in records]
     if not lines:
@@ -33,7 +33,8 @@ def append(path: Path, records: Iterable[bytes]) -> None:
         finally:
             os.close(handle)
     except OSError as exc:
-        logger.error("%d records are not in %s: %s", len(lines), path, exc.strerror)  # noqa: TRY400 - told in one line
+        what = what or f"{len(lines)} records are"
+        logger.error("%s not in %s: %s", what, path, exc)  # noqa: TRY400 - told in one line
 
 
 def _write_whole(handle: int, data: bytes) -> None:
@@ -75,7 +76,7 @@ def _simple(value: Any, depth: int = 0) -> Any:
     return plain if isinstance(plain, str) else _simple(plain, depth + 1)
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def read(path: Path, what: str = "record") -> tuple[list[dict[str, Any]], bool]:
     """The records in file order, and whether the last line is complete; what a kill cut short is left out.
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not an object.
@@ -89,7 +90,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], bool]:
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: not a record: {line[:80]!r}")  # noqa: TRY004 - of the file's content
+            raise ValueError(f"{path}, line {number}: not a {what}: {line[:80]!r}")  # noqa: TRY004 - of the file's content
         found.append(record)
     return found, complete
 

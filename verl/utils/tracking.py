@@ -200,7 +200,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not a record.
     """
-    found = records.read(Path(path))[0]
+    found = records.read(Path(path), "record of metrics")[0]
     for number, record in enumerate(found, start=1):
         if not isinstance(record.get("step"), int):
             raise ValueError(f"{path}, line {number}: a record without a step: {str(record)[:80]!r}")  # noqa: TRY004

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from verl.checkpoint_engine.arena import open_committed
+from verl.checkpoint_engine.arena import open_to_activate
 from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
@@ -92,9 +92,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Load every weight of the version, all of it here: nothing is left for `finish_weight_update`.
 
         Raises ActivationError if the model has parameters that the version does not bring, naming all of them, the
-        version has tensors that the model does not know, or the model cannot be loaded right; IntegrityError if the
-        arena's committed version is another, or the model then computes with anything else than that version, naming
-        the tensors; TransportError if the ParameterServer is gone, silent or gave up.
+        version has tensors that the model does not know, the model cannot be loaded right, or the arena's committed
+        version is another; IntegrityError if the model then computes with anything else than that version, naming the
+        tensors; TransportError if the ParameterServer is gone, silent or gave up.
         """
         failure: Exception | None = None
         try:
@@ -113,7 +113,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
                 self.load_once(incoming.tensors())
         elif update_info.arena_path is not None and update_info.version is not None:
-            with open_committed(update_info.arena_path, update_info.version) as (_, slot):
+            with open_to_activate(update_info.arena_path, update_info.version) as (_, slot):
                 self.load(slot.tensors, update_info.version)
 
     def load(self, weights: Callable[[], Weights], version: int | None) -> None:

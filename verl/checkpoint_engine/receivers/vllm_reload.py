@@ -9,6 +9,7 @@ of a second model meanwhile.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class Reload:
         self._expected = {name for name, _ in model.named_parameters()} & set(_checkpoint_parameters(model))
         self._tied = tied_layers(model)
         self._expert_kernels = _forget_expert_kernels(model) if vllm_config.device_config.device_type == "cpu" else []
+        _name_loaders(model)
         initialize_layerwise_reload(model)
         for prefix, layer in model.named_modules():
             for name, parameter in layer._parameters.items():
@@ -125,6 +127,23 @@ class Reload:
             loader: Any = getattr(parameter, "weight_loader", None)
             if hasattr(loader, NOTING):
                 parameter.weight_loader = loader.__wrapped__
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """vLLM's reload asks loaders for their names, which partial functions have not."""
+    for layer in model.modules():
+        for tensor in (*layer._parameters.values(), *get_layerwise_info(layer).restore_metadata[0].values()):
+            loader: Any = getattr(tensor, "weight_loader", None)
+            if loader is not None and not hasattr(loader, "__name__"):
+                tensor.weight_loader = _named(loader)  # type: ignore[union-attr]
+
+
+def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
+    def weight_loader(*arguments: Any, **named: Any) -> Any:
+        return loader(*arguments, **named)
+
+    weight_loader.__signature__ = inspect.signature(loader)  # type: ignore[attr-defined]  # by that, arguments are told
+    return weight_loader
 
 
 def _set_parameters(layer: torch.nn.Module) -> set[str]:

@@ -23,7 +23,7 @@ from verl.workers.hf.packing import LENGTHS, takes_lengths
 
 
 def response_log_probs(
-    model: nn.Module, micro_batch: DataProto, *, temperature: float, calculate_entropy: bool, pack: bool
+    model: nn.Module, micro_batch: DataProto, *, temperature: float, calculate_entropy: bool, pack: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `responses` and entropies of their distributions at `temperature`: float32 [b, R], 0 on padding.
 
@@ -43,7 +43,7 @@ def response_log_probs(
     return log_prob, tokens.finished(entropy_from_logits(logits))
 
 
-def response_values(model: nn.Module, micro_batch: DataProto, *, pack: bool) -> torch.Tensor:
+def response_values(model: nn.Module, micro_batch: DataProto, *, pack: bool = False) -> torch.Tensor:
     """What a value head expects of each response token's state, before the token: float32 [b, R], 0 on padding."""
     tokens = _Tokens.of(micro_batch, pack=pack)
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from verl.checkpoint_engine.arena import open_committed
+from verl.checkpoint_engine.arena import open_to_activate
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch
@@ -138,7 +138,7 @@ class HFEngine:
         self._batch.forget()
 
     def _load(self, arena_path: str, version: int) -> None:
-        with open_committed(arena_path, version) as (_, view):
+        with open_to_activate(arena_path, version) as (_, view):
             load_weights(self._model, dict(view.tensors()))
 
     async def clear_cache(self) -> None:

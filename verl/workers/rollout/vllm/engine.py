@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl.checkpoint_engine.arena import open_committed
+from verl.checkpoint_engine.arena import open_to_activate
 from verl.checkpoint_engine.receivers.engine_reports import take_reports
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 from verl.checkpoint_engine.types import EngineCheckResult
@@ -223,7 +223,7 @@ class VLLMEngine:
         """vLLM reads adapters from files, whole, before it lets go of those that it has."""
         assert self._adapter_directory is not None  # `activate` has looked
         with (
-            open_committed(arena_path, version) as (_, view),
+            open_to_activate(arena_path, version) as (_, view),
             adapter_files(self._adapter_directory, dict(view.tensors()), self._spec.model) as directory,
         ):
             try:

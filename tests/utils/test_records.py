@@ -32,7 +32,7 @@ def test_a_full_disk_is_told_and_ends_nothing(caplog, tmp_path):
     path = tmp_path / "a.jsonl"
     path.symlink_to("/dev/full")
     put(path, 1, 2)
-    assert f"2 records are not in {path}: No space left on device" in caplog.text
+    assert f"2 records are not in {path}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_what_a_disk_takes_half_of_is_left_out_whole(monkeypatch, tmp_path):

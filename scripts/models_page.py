@@ -90,8 +90,9 @@ def _trained(outcomes: Mapping[str, str]) -> str:
 
 
 def _megatron(architecture: Architecture) -> str:
-    plain = architecture.name.removesuffix("-tied")
-    return "right" if plain in MEGATRON else "refused: no table of it"
+    if architecture.model_type not in MEGATRON:
+        return "refused: no table of it"
+    return "right" if architecture.rewrite is None else "not tried"
 
 
 def _served(rows: list[dict[str, Any] | None]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.checkpoint_engine.check_process import FORGETFUL
 from tests.warm_workers import Fork, WarmWorkers
 from verl.checkpoint_engine.certify import Certificate, Step, _changed, main, table
 from verl.utils.builtin import make_tiny_model
@@ -46,6 +47,27 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, warm: WarmWorkers
     assert all(step["tensors"] > 10 and step["tokens"] == 36 for step in found["steps"])
     assert all(step["different"] == {} and step["wrong_tokens"] == [] for step in found["steps"])
     assert "certified: the engine computes with what the files say" in printed.read_text()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_model_whose_loader_forgets_a_copy_is_not(tmp_path, warm: WarmWorkers):
+    model = make_tiny_model(tmp_path / "model", "llama")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": [FORGETFUL]}))
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        process = Fork(
+            warm,
+            "tests.checkpoint_engine.certify_process",
+            ["--model", str(model)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    assert process.wait(280) == 1, printed.read_text()
+    assert "model.packed" in printed.read_text()
+    assert printed.read_text().rstrip().endswith("NOT certified")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 
 A real engine starts from dummy weights and gets three versions through the checkpoint engine: the model's, another one,
 and the model's again. After each, every tensor that vLLM computes with is compared, bit for bit, with what vLLM loads
-from disk, and greedy tokens with Hugging Face's. Needs vLLM, and memory for the model three times. Exit code 0: all is
+from disk, and greedy tokens with Hugging Face's. Needs vLLM, memory for the model about six times (two of Hugging
+Face's, two of vLLM's, two slots of the arena) and room for it in the temporary directory ($TMPDIR). Exit code 0: all is
 equal; 1: something differs; 2: it could not be tried.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.registry import resolve_backend
@@ -107,7 +108,7 @@ class FileSource:
 
 
 def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path) -> Certificate:
-    """Raises ConfigError for a model or a backend that cannot be tried."""
+    """Raises ConfigError or BackendUnavailable for what cannot be tried, OSError for a full disk."""
     config = CheckpointEngineConfig.from_mapping({"backend": backend})
     resolve_backend(config).check_host(config)
     checkpoint_files(model)
@@ -117,9 +118,12 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
     expected = {name: HuggingFace(directory, dtype) for name, directory in directories.items()}  # before vLLM is there
     dtype = expected["model"].dtype
 
-    import vllm
+    try:
+        import vllm
 
-    from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
+        from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
+    except ImportError as exc:
+        raise BackendUnavailable(f"certify starts a vLLM engine, and vLLM cannot be imported: {exc}") from exc
 
     hf_config = json.loads((model / "config.json").read_text())
     certificate = Certificate(
@@ -130,9 +134,11 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
         backend=backend,
         vllm=vllm.__version__,
     )
-    engine = CertifiedEngine(
-        model, dtype=dtype, ranks=ranks, max_model_len=max(PROMPT_LENGTHS) + NUM_TOKENS + 1, check_engine="always"
-    )
+    max_model_len = max(PROMPT_LENGTHS) + NUM_TOKENS + 1
+    try:
+        engine = CertifiedEngine(model, dtype=dtype, ranks=ranks, max_model_len=max_model_len, check_engine="always")
+    except Exception as exc:
+        raise BackendUnavailable(f"vLLM cannot run {model}: {' '.join(str(exc).split())}") from exc
     try:
         asyncio.run(_run(certificate, engine, directories, expected, prompts, config, scratch))
     except CheckpointEngineError as exc:
@@ -306,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 backend=options.backend,
                 scratch=Path(scratch),
             )
-    except CheckpointEngineError as exc:
+    except (CheckpointEngineError, OSError) as exc:  # a full disk among them
         sys.stderr.write(f"error: {exc}\n")
         return 2
     if options.json is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import arenas_in
+from tests.full_disk import no_file_larger_than
 from verl.checkpoint_engine.arena import NodeArena, SlotView, committed_version, open_committed, read_committed
 from verl.checkpoint_engine.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
@@ -70,17 +69,6 @@ def served(arena: NodeArena, version: int) -> set[float]:
     return {
         value for _, tensor in read_committed(arena.directory, version) for value in tensor.float().unique().tolist()
     }
-
-
-@contextmanager
-def no_more_memory(nbytes: int) -> Iterator[None]:
-    """No file may grow beyond `nbytes`: the nearest thing to full shared memory that needs no privileges."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_committed_version_is_what_readers_get(arena: NodeArena):
@@ -230,7 +218,7 @@ def test_too_little_memory_is_reported_with_both_numbers_before_anything_is_allo
 
 
 def test_memory_that_runs_out_while_allocating_leaves_nothing_behind(tmp_path: Path):
-    with no_more_memory(4096), pytest.raises(ConfigError, match="cannot reserve"):
+    with no_file_larger_than(4096), pytest.raises(ConfigError, match="cannot reserve"):
         NodeArena.create(shm_dir=tmp_path, job="test", node="node-0", layout=LAYOUT, slots=2)
     assert not arenas_in(tmp_path)
 
@@ -238,7 +226,7 @@ def test_memory_that_runs_out_while_allocating_leaves_nothing_behind(tmp_path: P
 def test_an_owner_whose_memory_ran_out_can_begin_again_when_there_is_some(two_slots: NodeArena):
     commit(two_slots, 1)
     write(two_slots, 2)
-    with no_more_memory(4096), pytest.raises(ConfigError, match="cannot reserve"):
+    with no_file_larger_than(4096), pytest.raises(ConfigError, match="cannot reserve"):
         two_slots.drop()
     assert served(two_slots, 1) == {1}
     commit(two_slots, 3)

@@ -1,12 +1,11 @@
 import errno
 import os
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.full_disk import no_file_larger_than
 from verl.utils.disk import DiskFull, full_disk_told, require_space
 
 
@@ -25,17 +24,6 @@ def with_safetensors(path):
 
 def with_python(path):
     path.write_bytes(bytes(400_000))
-
-
-@contextmanager
-def no_file_larger_than(nbytes):
-    """A full disk, as far as writing is concerned, on any machine and for any user."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 WRITERS = [with_torch, with_torch_into_a_file, with_safetensors, with_python]

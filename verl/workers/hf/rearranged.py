@@ -50,12 +50,6 @@ class Piece:
         )
         return replace(self, box=Box(low, high), start=start)
 
-    def in_origin(self, box: Box) -> Box:
-        """Where `box`, a part of `self.box`, is in `origin`."""
-        inner = self.narrowed(box)
-        assert inner is not None
-        return inner.origin_box
-
     def in_rearranged(self, box: Box) -> Box | None:
         """Which part of `self.box` is that of `origin` in `box`; None if there is none."""
         low, high = list(self.box.start), list(self.box.stop)

@@ -26,6 +26,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 
 SMALL = MicroBatchLimits(max_tokens=24)
 WHOLE = MicroBatchLimits(max_sequences=100)
+PACKED = {"use_remove_padding": True}
 FSDP1 = {"strategy": "fsdp"}
 GATHERED = {"reshard_after_forward": False, "forward_prefetch": True}
 RECOMPUTED = {"model": {"enable_gradient_checkpointing": True}, "fsdp": {"optimizer_offload": True}}
@@ -92,6 +93,17 @@ def train(path, data, limits, options, steps=1):
         pytest.param("llama", False, 2, SMALL, {"fsdp": {"reshard_after_forward": False}}, id="kept gathered"),
         pytest.param("llama", False, 2, SMALL, {"fsdp": {"forward_prefetch": True}}, id="prefetched"),
         pytest.param("qwen2", True, 2, SMALL, {"model": {"enable_gradient_checkpointing": True}}, id="recomputed"),
+        pytest.param("qwen2", True, 2, SMALL, {"model": PACKED}, id="packed"),
+        pytest.param("qwen3_moe", False, 2, SMALL, {"model": PACKED}, id="experts of packed sequences"),
+        pytest.param("llama", False, 2, SMALL, FSDP1 | {"model": PACKED}, id="fsdp1: packed"),
+        pytest.param(
+            "qwen2",
+            True,
+            2,
+            WHOLE,
+            {"model": PACKED | {"enable_gradient_checkpointing": True}},
+            id="packed and recomputed",
+        ),
         pytest.param("qwen2", True, 2, SMALL, {"fsdp": {"optimizer_offload": True}}, id="offloaded optimizer"),
         pytest.param("qwen3_moe", False, 3, SMALL, {}, id="experts that three ranks cannot share evenly"),
         pytest.param("qwen3_moe", False, 2, SMALL, FSDP1, id="fsdp1: experts"),

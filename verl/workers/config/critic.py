@@ -35,8 +35,8 @@ class CriticModelConfig:
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
     use_remove_padding: bool = option(
-        True,
-        "compute no padding: sequences share a row (fsdp and fsdp2, with models that keep them apart there)",
+        False,
+        "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there; verl: true)",
     )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 

@@ -44,8 +44,8 @@ class HFModelConfig:
         "compare what trainer ranks hold after their start with the model's files, and buffers with transformers'",
     )
     use_remove_padding: bool = option(
-        True,
-        "compute no padding: sequences share a row (fsdp and fsdp2, with models that keep them apart there)",
+        False,
+        "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there; verl: true)",
     )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 

@@ -33,6 +33,14 @@ RUN = (
 DTYPES = ("bfloat16", "float32")
 WHOLE = ("phi", "gpt_oss")
 """vLLM's reload does not reach all of them: they are loaded as from disk."""
+KEPT_WIDE = {
+    "llama": set(),
+    "qwen3_moe": set(),
+    "mamba": {"A_log"},
+    "deepseek_v3": {"gate.e_score_correction_bias"},
+    "minimax_m2": {"block_sparse_moe.e_score_correction_bias", "gate.weight"},
+}
+"""How the names end of what vLLM keeps in float32 in a bfloat16 model."""
 NOT_RUN = {
     "llama-base": "There is no module or parameter named 'embed_tokens'",
     "diffllama": "does not dispatch through the Transformers attention interface",
@@ -74,6 +82,13 @@ def test_a_live_model_equals_its_load_from_disk_in_every_version(outcomes, name:
     assert (outcome.not_run, outcome.refused, outcome.died, outcome.different) == (None, None, None, {})
     assert outcome.num_tensors > 10
     assert outcome.whole == (name in WHOLE)
+
+
+@pytest.mark.parametrize("name", KEPT_WIDE)
+def test_an_engine_names_the_tensors_that_it_keeps_in_float32(outcomes, name: str):
+    names = outcomes[name, "bfloat16"].kept_wide
+    assert {next((end for end in KEPT_WIDE[name] if one.endswith(end)), one) for one in names} == KEPT_WIDE[name]
+    assert outcomes[name, "float32"].kept_wide == []
 
 
 @pytest.mark.parametrize("name", NOT_RUN)

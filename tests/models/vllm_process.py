@@ -35,6 +35,8 @@ class Outcome:
     """Compared, of one version."""
     whole: bool = False
     """Versions are loaded as from disk, into a second model: vLLM's reload does not reach all of it."""
+    kept_wide: list[str] = field(default_factory=list)
+    """Tensors of the file that vLLM keeps in float32 at any dtype."""
     different: dict[str, str] = field(default_factory=dict)
     """Tensor, with the version that was to be loaded, to what is different. Empty if all are equal."""
     refused: str | None = None
@@ -100,6 +102,7 @@ def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
             return
         live = _model(config)
         engine = _engine(config, live)
+        outcome.kept_wide = _kept_wide(engine, directories[1])
         for version, path in directories.items():
             try:
                 engine.load(lambda path=path: file_weights(path), version)
@@ -154,6 +157,17 @@ def _engine(config: Any, model: Any) -> Any:
 
     vllm_plugin.register()
     return WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, torch.device("cpu"), model)
+
+
+def _kept_wide(engine: Any, directory: Path) -> list[str]:
+    """Asked for as a server does."""
+    from verl.checkpoint_engine.receivers.engine_reports import take_names_kept_wide
+    from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo
+
+    reports = directory / "reports"
+    reports.mkdir(exist_ok=True)
+    engine.init_transfer_engine(ArenaInitInfo(report_directory=str(reports)))
+    return list(take_names_kept_wide(reports))
 
 
 @contextlib.contextmanager

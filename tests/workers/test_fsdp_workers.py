@@ -205,3 +205,17 @@ def test_log_probs_are_taken_at_the_temperature_of_the_batch(group):
     plain = group.compute_log_prob(data).batch["old_log_probs"]
     data.meta_info["temperature"] = 0.5
     assert not torch.allclose(group.compute_log_prob(data).batch["old_log_probs"], plain)
+
+
+def dtypes_sent(path, kept_wide):
+    worker = make_worker(path)
+    worker.init_model()
+    worker.keep_wide(kept_wide)
+    return {spec.name: spec.dtype for spec in worker.weight_source().specs()}
+
+
+def test_what_engines_keep_in_float32_is_sent_as_it_is_held(ranks, models):
+    routers = ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"]
+    sent = ranks.run(dtypes_sent, 1, models("qwen3_moe"), routers)[0]
+    assert sorted(name for name, dtype in sent.items() if dtype == "float32") == routers
+    assert set(sent.values()) == {"float32", "bfloat16"}

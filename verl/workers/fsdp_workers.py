@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +72,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         self.device_name = resolve_device(device)
         parts = role.split("_")
         self._has_actor, self._has_ref = "actor" in parts, "ref" in parts
+        self._kept_wide: frozenset[str] = frozenset()
+        """Tensors that rollout engines keep in float32."""
         self._loss_fn = loss_fn or (ActorLoss(config.actor) if self._has_actor else None)
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
@@ -240,8 +243,13 @@ class ActorRolloutRefWorker(WeightPublisher):
         """Write a Hugging Face directory; `dtype` as in `fsdp_config`, by default that of the sharded parameters."""
         self.actor.export_hf(Path(path), dtype)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_wide(self, names: Sequence[str]) -> None:
+        """Send these tensors as they are held: engines keep them in float32. Called before the first sync."""
+        self._kept_wide = frozenset(names)
+
     def weight_source(self) -> WeightSource:
-        return self.actor.weight_source(self.config.rollout.dtype)
+        return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)
 
     def close(self) -> None:
         if self._owns_process_group:

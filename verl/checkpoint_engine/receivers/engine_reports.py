@@ -1,9 +1,10 @@
 """How workers of an engine tell the process that serves it what they found: vLLM passes neither answers nor the kinds
-of errors on. One file for each rank, in a directory that the server names with each update."""
+of errors on. One file for each rank, in a directory that the server names."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint_engine.errors import IntegrityError
@@ -18,6 +19,20 @@ def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, 
         "differs": failure.message if isinstance(failure, IntegrityError) else None,
     }
     (directory / f"{rank}.json").write_text(json.dumps(report))
+
+
+def write_names_kept_wide(directory: Path, rank: int, names: Sequence[str]) -> None:
+    """Called by each worker that has built a model, once."""
+    (directory / f"{rank}.json").write_text(json.dumps(list(names)))
+
+
+def take_names_kept_wide(directory: Path) -> tuple[str, ...]:
+    """What all ranks together keep in float32, sorted. Called once, before anything else is written there."""
+    found: set[str] = set()
+    for file in directory.glob("*.json"):
+        found |= set(json.loads(file.read_text()))
+        file.unlink()
+    return tuple(sorted(found))
 
 
 def take_reports(directory: Path, version: int) -> EngineCheckResult | None:

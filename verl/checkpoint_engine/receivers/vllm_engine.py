@@ -26,12 +26,14 @@ from vllm.distributed.weight_transfer.base import (
 
 from verl.checkpoint_engine.arena import open_to_activate
 from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
+from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
-from verl.checkpoint_engine.receivers.engine_reports import write_report
+from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.checkpoint_engine.receivers.engine_reports import write_names_kept_wide, write_report
 from verl.checkpoint_engine.receivers.vllm_build import Weights, load_as_from_disk
 from verl.checkpoint_engine.receivers.vllm_check import EngineCheck, free_nbytes, needed_nbytes
-from verl.checkpoint_engine.receivers.vllm_fit import require_fit
+from verl.checkpoint_engine.receivers.vllm_fit import names_kept_wide, require_fit
 from verl.checkpoint_engine.receivers.vllm_reload import REFUSALS, Reload, require_exchangeable, take_over
 from verl.checkpoint_engine.types import EngineCheckResult
 
@@ -46,6 +48,8 @@ class ArenaInitInfo(WeightTransferInitInfo):
     """If given: dtype and shape of every tensor that an update will bring, to be refused now if they do not fit."""
     check_engine: str = "first"
     """When the live model is held against the version: see `vllm_check`."""
+    report_directory: str | None = None
+    """Where each worker writes which tensors of the model's directory it keeps in float32."""
 
 
 @dataclass
@@ -79,11 +83,17 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
-        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode."""
+        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode, ConfigError
+        if the weights in the model's directory cannot be read for a report."""
         self._check = EngineCheck(init_info.check_engine, self.vllm_config, self.device)
         # One rank speaks for all, whose models are alike; the last one, for the reason that `_raise_on_last` gives.
         if init_info.tensors is not None and self._rank == self.parallel_config.world_size - 1:
             require_fit(self.vllm_config, init_info.tensors)
+        if init_info.report_directory is not None:
+            files = checkpoint_files(Path(self.vllm_config.model_config.model))
+            tensors = {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in read_checkpoint(files)}
+            wide = names_kept_wide(self.vllm_config, tensors)
+            write_names_kept_wide(Path(init_info.report_directory), self._rank, wide)
 
     def start_weight_update(self) -> None:
         """Nothing happens before it is known what is loaded."""

@@ -6,6 +6,7 @@ no memory, and loads the checkpoint's names and shapes into that.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections import defaultdict
@@ -33,6 +34,27 @@ REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError, IndexError, Attr
 
 def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
     """Raises ActivationError that lists every tensor that the model lacks, does not know, or has in another shape."""
+    with _trial(vllm_config) as trial:
+        problems = trial.load_all(tensors)
+    if problems:
+        raise ActivationError(
+            f"the checkpoint does not fit the engine's {trial.kind}, {len(problems)} problems: " + "; ".join(problems)
+        )
+
+
+def names_kept_wide(vllm_config: Any, tensors: TensorShapes) -> list[str]:
+    """Those of `tensors` that fill parameters which the model has in float32 among narrower ones: routers, mostly."""
+    if vllm_config.model_config.dtype.itemsize >= torch.float32.itemsize:
+        return []
+    with _trial(vllm_config) as trial:
+        if not trial.wide:
+            return []
+        trial.load_all(tensors)
+    return sorted(set[str]().union(*(trial.sources[name] for name in trial.wide)))
+
+
+@contextlib.contextmanager
+def _trial(vllm_config: Any) -> Iterator[_Trial]:
     alone = copy.copy(vllm_config)
     alone.compilation_config = copy.copy(vllm_config.compilation_config)
     alone.compilation_config.static_forward_context = {}  # layers enter themselves, once
@@ -40,13 +62,7 @@ def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
         model: Any = initialize_model(alone)
         _put_on_meta(model)
         with set_current_vllm_config(alone):
-            trial = _Trial(model, alone)
-            problems = trial.load_all(tensors)
-    if problems:
-        raise ActivationError(
-            f"the checkpoint does not fit the engine's {type(model).__name__}, {len(problems)} problems: "
-            + "; ".join(problems)
-        )
+            yield _Trial(model, alone)
 
 
 def _put_on_meta(model: torch.nn.Module) -> None:
@@ -66,7 +82,11 @@ class _Trial:
         self._plain = vllm_config.model_config.quantization is None
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._current = ""
-        self._sources: dict[str, set[str]] = defaultdict(set)
+        self.kind = type(model).__name__
+        self.wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
+        """Parameters in float32."""
+        self.sources: dict[str, set[str]] = defaultdict(set)
+        """By parameter: the checkpoint's tensors that its loader was given."""
         self._misshapen: dict[str, str] = {}
         self._expert_numel: dict[str, int] = {}
         self._copied_numel: dict[str, int] = defaultdict(int)
@@ -108,7 +128,7 @@ class _Trial:
             for name, numel in self._expert_numel.items()
             if 0 < self._copied_numel[name] < numel
         ]
-        taken = refused.union(*self._sources.values())
+        taken = refused.union(*self.sources.values())
         problems += [
             f"{name} is of no expert of the model" for name in self._experts_here(weights) if name not in taken
         ]
@@ -136,7 +156,7 @@ class _Trial:
         signature = inspect.signature(loader)
 
         def noting(*arguments: Any, **named: Any) -> Any:
-            self._sources[parameter_name].add(self._current)
+            self.sources[parameter_name].add(self._current)
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             copied, answer = get_numel_loaded(loader, bound)
@@ -163,7 +183,7 @@ class _Trial:
         missing = []
         for name, _ in self._model.named_parameters():
             fused = next((part for part in name.split(".") if len(packed.get(part, ())) > 1), None)
-            given = {component for source in self._sources[name] for component in source.split(".")}
+            given = {component for source in self.sources[name] for component in source.split(".")}
             if fused is None:
                 missing += [name] if name not in loaded and not given else []
             elif fused not in given:  # a checkpoint may have it fused already

@@ -391,6 +391,7 @@ class Cluster:
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
+        self.actor.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
 
     async def _launch(self, replica: RolloutReplica, place: Placement) -> None:
         if self._config.trainer.placement == "separate":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,8 +77,11 @@ class TrainEngine(Protocol):
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """Write a Hugging Face model directory, at `dtype` or that of the parameters."""
 
-    def weight_source(self, rollout_dtype: str = "bfloat16") -> WeightSource:
-        """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective."""
+    def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> WeightSource:
+        """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective.
+
+        `rollout_dtype` is not for what the checkpoint or transformers keeps wider, nor for `kept_wide`.
+        """
 
 
 class ValueEngine(TrainEngine, Protocol):

@@ -102,6 +102,8 @@ class RolloutReplica(ABC):
         self.device = device
         self.mode: RolloutMode | None = None
         self.placement = Placement()
+        self.kept_wide: tuple[str, ...] = ()
+        """Tensors that the engine keeps in float32 at any `rollout.dtype`. Known once it has started."""
         self._handle: ActorHandle[RolloutServer] | None = None
         self._max_model_len = _max_model_len(config)
         for name in config.engine_kwargs:
@@ -187,7 +189,7 @@ class RolloutReplica(ABC):
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
         self._handle = actor.options(**self._actor_options()).remote(spec)
         try:
-            await self._call("start", deadline="startup_timeout_s")
+            self.kept_wide = await self._call("start", deadline="startup_timeout_s")
         except BaseException:
             self.kill()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,8 +40,12 @@ class Engine(Protocol):
     The server guarantees: `start` first and once; `activate` only while paused; `generate` only with whole weights.
     """
 
-    async def start(self) -> None:
-        """Load the model; return when `generate` would work."""
+    async def start(self) -> Collection[str] | None:
+        """Load the model; return when `generate` would work.
+
+        Returns the tensors of the model's directory that the engine keeps in float32 at any `rollout.dtype`: trainers
+        send those as they hold them. None is none.
+        """
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
         """Sample one response. Cancelling it ends the request in the engine."""

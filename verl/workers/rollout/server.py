@@ -115,8 +115,10 @@ class RolloutServer:
     # -- group control: called by the replica -----------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
-    async def start(self) -> None:
-        await self._loop.run(self._engine.start())
+    async def start(self) -> tuple[str, ...]:
+        """What the engine keeps in float32; see `Engine.start`."""
+        kept_wide = await self._loop.run(self._engine.start())
+        return tuple(kept_wide or ())
 
     @ray.method(concurrency_group="control")
     async def pid(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -212,7 +212,7 @@ class FSDPEngine:
         assert self._built_model is not None
         export_hf(directory, self._built_model, self._model_config, dtype=DTYPES[dtype] if dtype else None)
 
-    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
+    def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> FSDPWeightSource:
         tensors = self.sharding.held(self._built())
         if self._adapters is not None:
             tensors = self._adapters.sent(tensors)
@@ -220,7 +220,8 @@ class FSDPEngine:
             return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype)
         assert self._built_model is not None
         tensors = as_in_checkpoint(tensors, self._built_model.conversion)
-        return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype, kept_wide=self._built_model.kept_wide)
+        wide = self._built_model.kept_wide.union(kept_wide)
+        return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
 

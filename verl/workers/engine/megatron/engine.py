@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -286,9 +286,10 @@ class MegatronEngine:
             own_config=self._hf_config if self.labels else None,
         )
 
-    def weight_source(self, rollout_dtype: str = "bfloat16") -> FSDPWeightSource:
+    def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> FSDPWeightSource:
         self._built()
-        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype, kept_wide=self._kept_wide)
+        wide = self._kept_wide.union(kept_wide)
+        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
 

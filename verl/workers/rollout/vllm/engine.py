@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.arena import open_to_activate
-from verl.checkpoint_engine.receivers.engine_reports import take_reports
+from verl.checkpoint_engine.receivers.engine_reports import take_names_kept_wide, take_reports
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 from verl.checkpoint_engine.types import EngineCheckResult
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
@@ -62,7 +62,7 @@ class VLLMEngine:
         """What a request says to be computed with the adapters; None until there are some."""
         self._adapter_directory: Path | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> tuple[str, ...]:
         """Blocks the engine loop for as long as vLLM takes; nothing else can happen before anyway."""
         self._eos = eos_token_ids(self._spec.model)
         if self._spec.device == "cpu":
@@ -77,10 +77,14 @@ class VLLMEngine:
             self._leftovers.finding_shared_memory(),
         ):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
-            init_info = {"check_engine": self._spec.config.checkpoint_engine.get("check_engine", "first")}
+            init_info = {
+                "check_engine": self._spec.config.checkpoint_engine.get("check_engine", "first"),
+                "report_directory": str(self._reports),
+            }
             await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
         if self._spec.model.sends_adapters:
             self._adapter_directory = self._leftovers.memory_directory()
+        return take_names_kept_wide(self._reports)
 
     def _bind_threads(self) -> None:
         """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes.

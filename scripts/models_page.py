@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.models.architectures import ARCHITECTURES, Architecture  # noqa: E402
+from tests.models.test_megatron_models import REFUSED  # noqa: E402
 from verl.workers.engine.megatron.architectures import ARCHITECTURES as MEGATRON  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "models.md"
@@ -48,7 +49,8 @@ it and why.
   *log-probs* (those of Hugging Face's eager model row by row, float32, within 1e-4; fsdp2 with packed sequences where
   the model keeps them apart, fsdp with a row for each), *sent bytes* and *sent dtypes* (what engines get is the
   checkpoint, rounded where it may be) and *export* (loads with no missing key and equal tensors).
-* **megatron**: has a table of the architecture, which its own tests hold against Hugging Face.
+* **megatron**: log-probs (as above), sent bytes and export, with tensor parallel 1 and 2, where Megatron has a table of
+  the architecture.
 * **vLLM**: in {dtypes}, a live model that started from dummy weights equals vLLM's load from disk in every tensor
   that it computes with, after a first and after a second version. *right, whole*: vLLM's layerwise reload does not
   reach all of it, so every version is loaded as from disk, which takes longer. What vLLM 0.32 on CPU does not load
@@ -92,7 +94,7 @@ def _trained(outcomes: Mapping[str, str]) -> str:
 def _megatron(architecture: Architecture) -> str:
     if architecture.model_type not in MEGATRON:
         return "refused: no table of it"
-    return "right" if architecture.rewrite is None else "not tried"
+    return f"refused: {REFUSED[architecture.name]}" if architecture.name in REFUSED else "right"
 
 
 def _served(rows: list[dict[str, Any] | None]) -> str:

@@ -89,6 +89,12 @@ def test_any_difference_fails_and_is_named(change, text):
     assert not replace(PASSED, refusal="no").passed
 
 
+def test_wrong_tokens_of_equal_tensors_are_vllms_own():
+    wrong, different = {"wrong_tokens": ["token 0 after 3: 7"]}, {"different": {"model.packed": "differs"}}
+    told = [table(replace(PASSED, steps=[replace(PASSED.steps[0], **change)])) for change in (wrong, wrong | different)]
+    assert ["vLLM computes this model differently itself" in text for text in told] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

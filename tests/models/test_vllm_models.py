@@ -29,6 +29,8 @@ RUN = (
     "mamba",
     "qwen3_next",
     "minimax_m2",
+    "doge",
+    "dots1",
 )
 DTYPES = ("bfloat16", "float32")
 WHOLE = ("phi", "gpt_oss")
@@ -43,6 +45,13 @@ KEPT_WIDE = {
 """How the names end of what vLLM keeps in float32 in a bfloat16 model."""
 NOT_RUN = {
     "llama-base": "There is no module or parameter named 'embed_tokens'",
+    "qwen3-mtp": "There is no module or parameter named 'mtp'",
+    "mpt": "Model architecture MptForCausalLM was supported in vLLM until v0.28.0",
+    "xglm": "Model architectures ['XGLMForCausalLM'] ",
+    "afmoe": "'AfmoeConfig' object has no attribute 'score_func'",
+    "dbrx": "blocks.0.ffn.experts.w13_weight",
+    "glm4_moe_lite": "'Glm4MoeLiteConfig' object has no attribute 'first_k_dense_replace'",
+    "longcat_flash": "'LongcatFlashConfig' object has no attribute 'mla_scale_q_lora'",
     "diffllama": "does not dispatch through the Transformers attention interface",
     "codegen": "Model architectures ['CodeGenForCausalLM'] ",
     "gpt_neo": "Model architectures ['GPTNeoForCausalLM'] ",

@@ -274,6 +274,8 @@ def table(certificate: Certificate) -> str:
     for step in certificate.steps:
         lines += [f"  after {step.before}: {name} {text}" for name, text in list(step.different.items())[:10]]
         lines += [f"  after {step.before}: {text}" for text in step.wrong_tokens[:10]]
+    if any(step.wrong_tokens for step in certificate.steps) and not any(step.different for step in certificate.steps):
+        lines.append("  every tensor is that of vLLM's own load from disk: vLLM computes this model differently itself")
     if certificate.refusal:
         lines.append(f"  refused: {certificate.refusal}")
     lines.append("certified: the engine computes with what the files say" if certificate.passed else "NOT certified")

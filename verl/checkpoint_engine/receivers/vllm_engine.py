@@ -83,8 +83,10 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
-        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode, ConfigError
-        if the weights in the model's directory cannot be read for a report."""
+        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode.
+
+        ConfigError if the weights in the model's directory cannot be read for a report.
+        """
         self._check = EngineCheck(init_info.check_engine, self.vllm_config, self.device)
         # One rank speaks for all, whose models are alike; the last one, for the reason that `_raise_on_last` gives.
         if init_info.tensors is not None and self._rank == self.parallel_config.world_size - 1:

@@ -10,6 +10,7 @@ layer has enclosed. A tensor that can be reached in two ways has two names.
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ STATE = "kv_cache"
 """The attribute of attention and state-space layers that holds sequences, not weights."""
 LOADERS = ("weight_loader", "_weight_loader")
 """Attributes of parameters: how they are loaded, which a reload changes."""
+TRACED = re.compile(r"_tensor_constant\d+")
+"""What torch.fx leaves on a layer when it is traced: constants of its code, once in a process, not weights."""
 PROBE_ROWS = 256
 FOREIGN = (
     "torch",
@@ -77,7 +80,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._dtype = torch.float32
         modules = dict(model.named_modules())
-        self._seen |= {id(module) for module in modules.values()}  # each has its own name, wherever else it is held
+        self._seen |= {_identity(module) for module in modules.values()}  # each has a name, wherever else it is held
         for prefix, module in modules.items():
             self._module(prefix, module)
 
@@ -90,6 +93,7 @@ class _Walk:
             name: value
             for name, value in vars(module).items()
             if name not in ("_parameters", "_buffers", "_modules")
+            and not TRACED.fullmatch(name)
             and not (name == STATE and isinstance(module, AttentionLayerBase))
         }
         # Sorted: what was set again comes last in the dict, and names depend on who is met first.
@@ -101,15 +105,15 @@ class _Walk:
             self.found[path] = value.detach()
             self._children(path, {name: part for name, part in vars(value).items() if name not in LOADERS})
         elif value is not None and not isinstance(value, (str, bytes, int, float, type, types.ModuleType, Enum)):
-            if id(value) in self._seen:
+            if _identity(value) in self._seen:
                 return
-            self._seen.add(id(value))
+            self._seen.add(_identity(value))
             packed = _packed(value, self._dtype)
             if packed is not None:
                 self.found[path] = packed
             elif isinstance(value, torch.nn.Module):  # of no parent
                 for name, module in value.named_modules():
-                    self._seen.add(id(module))
+                    self._seen.add(_identity(module))
                     self._module(f"{path}.{name}" if name else path, module)
             else:
                 for name, child in _parts(value):
@@ -118,6 +122,11 @@ class _Walk:
     def _children(self, path: str, attributes: Mapping[str, Any]) -> None:
         for name, value in sorted(attributes.items()):
             self._visit(f"{path}.{name}", value)
+
+
+def _identity(value: Any) -> int:
+    """The same for layers that share their state: one has taken the other's over."""
+    return id(vars(value)) if isinstance(value, torch.nn.Module) else id(value)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

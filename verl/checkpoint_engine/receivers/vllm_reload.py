@@ -102,11 +102,28 @@ class Reload:
         # Loaders that do not report what they loaded return None; quantised models add parameters of their own.
         if self._vllm_config.model_config.quantization is not None:
             return set()
-        if loaded is not None and (missing := sorted(self._expected - loaded)):
+        if loaded is not None and (missing := self._not_among(loaded)):
             raise self._refused(
                 f"has {len(missing)} parameters that are not among the weights: {', '.join(missing)}", version
             )
         return self._expected - self._written | late
+
+    def _not_among(self, loaded: set[str]) -> list[str]:
+        """Expected parameters that are not loaded. A layer that others hold, too, has several names."""
+        missing = sorted(self._expected - loaded)
+        if not missing:
+            return []
+        known = {name for name, _ in self._model.named_modules()}
+        found = {self._place(name) for name in loaded if name.rpartition(".")[0] not in known}
+        return [name for name in missing if self._place(name) not in found]
+
+    def _place(self, name: str) -> tuple[int, str] | None:
+        """The layer of a parameter, and its name there. None if the model has no such layer."""
+        prefix, _, own_name = name.rpartition(".")
+        try:
+            return id(self._model.get_submodule(prefix)), own_name
+        except AttributeError:
+            return None
 
     def _refused(self, text: str, version: int | None) -> ActivationError:
         return ActivationError(f"{type(self._model).__name__} {text}", version=version, phase="activate")
@@ -203,15 +220,23 @@ def require_exchangeable(vllm_config: VllmConfig, why: str) -> None:
 
 def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
     """Have `model` be `fresh`, which is given up: layers stay the same objects to all who hold them, with the state of
-    their counterparts, but for the sequences that attention remembers.
+    their counterparts, but for the sequences that attention remembers and for what the engine gave a layer after it was
+    loaded (on CPU the kernel of each attention). Tensors that a layer has made of its weights meanwhile are forgotten.
 
     Raises ActivationError if the two are not built alike.
     """
     live, new = dict(model.named_modules()), dict(fresh.named_modules())
-    if live.keys() != new.keys():
+    mine = {id(new[name]): layer for name, layer in live.items() if name in new}
+    children = (child for layer in new.values() for child in layer._modules.values() if child is not None)
+    if live.keys() != new.keys() or not all(id(child) in mine for child in children):
         raise ActivationError(f"a second {type(model).__name__} is built of other layers than the first")
     for name, layer in live.items():
-        if isinstance(layer, AttentionLayerBase) and STATE in vars(layer):
-            setattr(new[name], STATE, getattr(layer, STATE))
+        attends = isinstance(layer, AttentionLayerBase)
+        for attribute, value in vars(layer).items():
+            given = attribute not in vars(new[name]) and (attends or not isinstance(value, torch.Tensor))
+            if given or (attends and attribute == STATE):
+                vars(new[name])[attribute] = value
+        for key, child in new[name]._modules.items():  # or the next version would be given to `fresh`'s alone
+            new[name]._modules[key] = None if child is None else mine[id(child)]
     for name, layer in live.items():
         object.__setattr__(layer, "__dict__", vars(new[name]))  # shared: whoever holds either sees the same

@@ -28,7 +28,7 @@ from verl.checkpoint_engine.errors import PlanError
 from verl.workers.hf.rearranged import Piece, Rearranged
 
 Shapes = Mapping[str, tuple[int, ...]]
-MAX_NAMES_IN_MESSAGE = 40
+MAX_NAMES_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Conversion:
             extra = sorted((*self.unexpected, *self.aside))  # what is missing may go by another name
             raise PlanError(
                 f"the tensors of {self.model} and of its checkpoint differ; "
-                f"in the model only: {_listed(self.missing)}; in the checkpoint only: {_listed(extra)}"
+                f"in the model only: {listed_names(self.missing)}; in the checkpoint only: {listed_names(extra)}"
             )
         if self.misshapen:
             raise PlanError(f"shapes differ; {'; '.join(self.misshapen[:MAX_NAMES_IN_MESSAGE])}")
@@ -284,7 +284,8 @@ def _shape_problem(target: str, own: tuple[int, ...], tensor: Rearranged) -> str
     return f"{name}: {own} in the model, {tuple(tensor.shape)} in the checkpoint"
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed_names(names: Iterable[str]) -> str:
+    """For messages: some of them, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - MAX_NAMES_IN_MESSAGE} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
     return (", ".join(names[:MAX_NAMES_IN_MESSAGE]) or "none") + more

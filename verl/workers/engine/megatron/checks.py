@@ -14,6 +14,7 @@ from verl.workers.config.model import HFModelConfig
 from verl.workers.engine.megatron.architectures import TIED_NAME, VALUE_HEAD, architecture_of
 from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tensor_shapes
 from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.conversion import listed_names
 
 KEY = "actor_rollout_ref.actor.megatron"
 
@@ -172,7 +173,8 @@ def _tensors(shapes: dict[str, tuple[int, ...]], checkpoint: Checkpoint, dims: D
     ]
     if missing or unexpected or different:
         yield (
-            "the model and its checkpoint differ; "
-            f"in the model only: {', '.join(missing) or 'none'}; in the checkpoint only: "
-            f"{', '.join(unexpected) or 'none'}; shapes: {'; '.join(different) or 'the same'}"
+            "strategy=megatron takes a checkpoint that has the model's tensors, each by itself under its usual name, "
+            f"and no others; in the model only: {listed_names(missing)}; in the checkpoint only: "
+            f"{listed_names(unexpected)}; shapes: {'; '.join(different) or 'the same'}; strategy=fsdp2 takes what "
+            "transformers takes"
         )

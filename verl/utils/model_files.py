@@ -68,8 +68,9 @@ def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     """Raises ConfigError if the model of `config` has other layers than the weights, or layers of other shapes.
 
     Compared are tensors that both have by the same name: some architectures keep theirs otherwise than their weights
-    do, and the trainer's engine knows how. `remote`: the model's own code may be run.
+    do, and the trainer's engine knows how. `remote`: the model's own code may be run. Quantised weights are refused.
     """
+    _require_unquantized(config, key)
     expected, ignored = _expected(config, key, remote=remote)
     problems = [
         f"{name} is {list(shapes[name])} there and {list(shape)} by the config"
@@ -85,6 +86,16 @@ def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     ]
     if problems:
         raise ConfigError(f"{key}: config.json, with overrides, does not fit the weights: {_some(problems, '; ')}")
+
+
+def _require_unquantized(config: PretrainedConfig, key: str) -> None:
+    found: Any = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if found is not None:
+        fields = found if isinstance(found, Mapping) else vars(found)
+        raise ConfigError(
+            f"{key}: the weights are quantised (quantization_config.quant_method={fields.get('quant_method')}), and what "
+            "is trained must be bfloat16, float16 or float32: write a dequantised copy of the model and name that one"
+        )
 
 
 def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, key: str) -> None:

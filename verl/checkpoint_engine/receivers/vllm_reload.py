@@ -235,7 +235,7 @@ def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
         for attribute, value in vars(layer).items():
             given = attribute not in vars(new[name]) and (attends or not isinstance(value, torch.Tensor))
             if given or (attends and attribute == STATE):
-                vars(new[name])[attribute] = value
+                new[name].__dict__[attribute] = value
         for key, child in new[name]._modules.items():  # or the next version would be given to `fresh`'s alone
             new[name]._modules[key] = None if child is None else mine[id(child)]
     for name, layer in live.items():

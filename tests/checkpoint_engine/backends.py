@@ -9,9 +9,16 @@ import pytest
 
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 
-PACKAGES = {"naive": (), "gloo": (), "nixl": ("nixl",), "mooncake": ("mooncake",), "kimi_ckpt_engine": ("mooncake",)}
+PACKAGES = {
+    "naive": (),
+    "gloo": (),
+    "tcp": (),
+    "nixl": ("nixl",),
+    "mooncake": ("mooncake",),
+    "kimi_ckpt_engine": ("mooncake",),
+}
 """What each needs. `nccl` and `hccl` take a device per member, so a process: see test_device_collectives.py."""
-QUICK = ("naive", "gloo", "nixl")
+QUICK = ("naive", "gloo", "tcp", "nixl")
 SLOW = ("mooncake", "kimi_ckpt_engine")
 """Mooncake's engine takes a second to end and holds Python's lock meanwhile: its members share fewer tests."""
 
@@ -24,7 +31,7 @@ def using(name: str, *values: Any) -> Any:
 
 
 BACKENDS = [using(name) for name in PACKAGES]
-CHAINS = [using("nixl"), using("mooncake")]
+CHAINS = [using("tcp"), using("nixl"), using("mooncake")]
 """Those that can follow `topology=chain`."""
 
 

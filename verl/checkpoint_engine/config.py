@@ -81,6 +81,17 @@ class NixlOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TcpOptions:
+    """Options of the backend `tcp`."""
+
+    num_connections: int = option(4, "most connections from a rollout node to each member that it reads from", least=1)
+    host: str | None = option(
+        None, "address under which a member is reached; null: that of `interface`, or of the default route"
+    )
+    interface: str | None = option(None, "network interface to use; null: the one of the default route")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MooncakeOptions:
     """Options of the backend `mooncake`."""
 

@@ -17,6 +17,7 @@ from verl.checkpoint_engine.config import (
     NaiveOptions,
     NcclOptions,
     NixlOptions,
+    TcpOptions,
 )
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.utils import config as strict
@@ -58,6 +59,7 @@ BUILTIN = {
     "gloo": Backend("verl.checkpoint_engine.backends.collective:GlooEngine", options=GlooOptions),
     "nccl": Backend("verl.checkpoint_engine.backends.collective:NcclEngine", extra="cuda", options=NcclOptions),
     "hccl": Backend("verl.checkpoint_engine.backends.collective:HcclEngine", extra="npu", options=HcclOptions),
+    "tcp": Backend("verl.checkpoint_engine.backends.tcp:TcpEngine", options=TcpOptions),
     "nixl": Backend("verl.checkpoint_engine.backends.nixl:NixlEngine", extra="nixl", options=NixlOptions),
     "mooncake": Backend(
         "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",

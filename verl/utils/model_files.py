@@ -94,7 +94,7 @@ def _require_unquantized(config: PretrainedConfig, key: str) -> None:
         fields = found if isinstance(found, Mapping) else vars(found)
         raise ConfigError(
             f"{key}: the weights are quantised (quantization_config.quant_method={fields.get('quant_method')}), and "
-            "what is trained must be bfloat16, float16 or float32: write a dequantised copy of the model and name that one"
+            "what is trained must be bfloat16, float16 or float32: write a dequantised copy of the model and name that"
         )
 
 

@@ -121,7 +121,7 @@ def _held_out(source: str, reward: float, room: int) -> str:
 
 
 class StepConsole:
-    """Prints every step and, on a terminal, keeps a progress bar below. Elsewhere: plain lines of at most 80 columns, no
+    """Prints every step and, on a terminal, keeps a progress bar below. Elsewhere: plain lines of up to 80 columns, no
     control characters.
 
     While the bar is up, what the process prints to stdout and stderr appears above it.

@@ -91,10 +91,13 @@ class AgentLoopBase(ABC):
         return await self.in_tokenizer_thread(lambda: self.tokenizer.encode(text, add_special_tokens=False))
 
     async def text(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """What the tokens say. Some vocabularies count `<tool_call>` and `<think>` among their special tokens."""
+        """What the tokens say, to the letter. Some vocabularies count `<tool_call>` and `<think>` among their special
+        tokens."""
         tokenizer: Any = self.tokenizer
         return await self.in_tokenizer_thread(
-            lambda: tokenizer.decode(token_ids, skip_special_tokens=not keep_special_tokens)
+            lambda: tokenizer.decode(
+                token_ids, skip_special_tokens=not keep_special_tokens, clean_up_tokenization_spaces=False
+            )
         )
 
     async def turns(self, tools: Sequence[Any] | None = None) -> Turns:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.experimental.agent_loop.pieces import pieces_tokenizer
 from tests.experimental.agent_loop.templates import ALTERNATING, FAMILIES, LLAMA, QWEN, tokenizer_of
 from verl.utils.chat_template import Turns, well_formed
 from verl.utils.config import ConfigError
@@ -29,6 +30,16 @@ def test_answers_are_written_as_the_template_writes_them(family, tools):
     said = ids(tokenizer, SAID + family.end)
     assert tokenizer.decode(turns.between(answers("42\n"), said)) == family.alone
     assert tokenizer.decode(turns.between(answers("42\n", "b"), said)) == family.answered
+
+
+@pytest.mark.parametrize("prepend", ["always", "first", "never"])
+def test_tokenizers_that_put_a_space_before_words_get_the_tokens_of_the_whole_text(family, prepend):
+    tokenizer = pieces_tokenizer(family, end="<|endoftext|>", prepend=prepend)
+    expected = ids(tokenizer, f"{SAID}{family.end}{family.answered}")
+    said = expected[: 1 + expected.index(tokenizer.convert_tokens_to_ids(family.end))]
+    replies = Turns(tokenizer, None, {}).between(answers("42\n", "b"), said)
+    assert [*said, *replies] == expected
+    assert Turns(tokenizer, None, {}).between(answers("42\n", "b"), [*said[:-1], tokenizer.eos_token_id]) == replies
 
 
 def test_one_token_ends_a_message_whoever_chose_it(family):

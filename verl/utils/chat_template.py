@@ -14,8 +14,6 @@ from verl.utils.config import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUESTION = "x"
-"""Of the user in the conversations that templates are asked to write: some refuse an empty one."""
 MOST_KEPT = 16
 
 
@@ -31,6 +29,14 @@ class _Shape:
 
 PLAIN = _Shape(with_calls=False, joined=False)
 SHAPES = (PLAIN, _Shape(True, False), _Shape(False, True), _Shape(True, True))
+
+
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+OPENINGS = ([_message("user", "x")], [_message("system", "x"), _message("user", "x")])
+"""Of the conversations that templates are asked to write: some refuse an empty message, some want one of the system."""
 
 
 class Turns:
@@ -51,6 +57,7 @@ class Turns:
         special = {number for number, token in added.items() if token.special} | {*self._tokenizer.all_special_ids}
         texts = sorted(filter(None, self._tokenizer.convert_ids_to_tokens(sorted(special))), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
+        self._opening = self._accepted_opening()
         self._end = self._end_of_message()
         end_ids = self._ids(self._end)
         self._end_width = max(1, len(end_ids))
@@ -97,13 +104,22 @@ class Turns:
                 return token_ids[index + 1 :]
         return token_ids
 
+    def _accepted_opening(self) -> list[dict[str, Any]]:
+        for opening in OPENINGS:
+            try:
+                self._rendered(opening)
+            except Exception:  # noqa: BLE001 - a template raises what it likes; there is another one
+                continue
+            return opening
+        return OPENINGS[0]
+
     def _end_of_message(self) -> str:
         """What the template writes behind a message of the policy, whatever follows."""
         mark = uuid4().hex
-        said = [_message("user", QUESTION), _message("assistant", mark)]
+        said = [*self._opening, _message("assistant", mark)]
         try:
             alone = self._rendered(said, opened=False).rpartition(mark)
-            answered = self._rendered([*said, _message("user", QUESTION)]).rpartition(mark)
+            answered = self._rendered([*said, OPENINGS[0][0]]).rpartition(mark)
         except Exception:  # noqa: BLE001 - a template raises what it likes; it may want no such conversation
             return ""
         return os.path.commonprefix([alone[2], answered[2]]) if alone[1] and answered[1] else ""
@@ -137,16 +153,15 @@ class Turns:
             {**reply, "tool_call_id": _call_id(number)} if reply["role"] == "tool" else reply
             for number, reply in enumerate(replies)
         ]
-        question = _message("user", QUESTION)
         if not shape.with_calls:
             mark = uuid4().hex
-            whole = self._rendered([question, _message("assistant", mark), *numbered])
+            whole = self._rendered([*self._opening, _message("assistant", mark), *numbered])
             return whole.rpartition(mark)[2] if mark in whole else ""
         calls = [
             {"id": reply["tool_call_id"], "type": "function", "function": {"name": reply["name"], "arguments": {}}}
             for reply in numbered
         ]
-        called = [question, _message("assistant", "", tool_calls=calls)]
+        called = [*self._opening, _message("assistant", "", tool_calls=calls)]
         before, whole = self._rendered(called, opened=False), self._rendered([*called, *numbered])
         return self._end + whole[len(before) :] if whole.startswith(before) else ""
 
@@ -166,12 +181,12 @@ class Turns:
         return ids
 
 
-_known: dict[tuple[int, str], Turns] = {}
+_known: dict[tuple[Any, ...], Turns] = {}
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, arguments: Mapping[str, Any]) -> Turns:
     """`Turns`, made once for the same tokenizer, template, tools and arguments."""
-    key = (id(tokenizer), repr((tokenizer.chat_template, tools, arguments)))
+    key = (id(tokenizer), len(tokenizer), tokenizer.eos_token, repr((tokenizer.chat_template, tools, arguments)))
     if key not in _known:
         while len(_known) >= MOST_KEPT:
             del _known[next(iter(_known))]
@@ -182,10 +197,6 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, ar
 def well_formed(text: str) -> str:
     """`text` as tokenizers take it: halves of surrogate pairs are put together, single ones replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def _call_id(number: int) -> str:

@@ -102,6 +102,14 @@ def test_the_users_turn_is_written_likewise():
     assert tokenizer.decode(between) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
+def test_a_template_that_wants_a_system_message_gets_one():
+    tokenizer = tokenizer_of(LLAMA)
+    wants = "{% if messages[0].role != 'system' %}{{ raise_exception('who am I?') }}{% endif %}"
+    tokenizer.chat_template = wants + LLAMA.template
+    between = Turns(tokenizer, None, {}).between(answers("42\n"), ids(tokenizer, SAID + "<|endoftext|>"))
+    assert tokenizer.decode(between) == LLAMA.alone
+
+
 def test_arguments_of_the_template_are_used():
     tokenizer = tokenizer_of(QWEN)
     tokenizer.chat_template = QWEN.template.replace("<think>\n{% endif %}", "{% if quick %}!{% endif %}{% endif %}")

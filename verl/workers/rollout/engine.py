@@ -105,4 +105,7 @@ def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
 def _as_set(value: Any) -> set[int]:
     if value is None:
         return set()
-    return {value} if isinstance(value, int) else set(value)
+    ids = {value} if isinstance(value, int) else set(value)
+    if not all(isinstance(number, int) for number in ids):
+        raise TypeError(f"eos_token_id is {value!r}, no token id and no list of them")
+    return ids

@@ -41,6 +41,7 @@ from verl.checkpoint_engine.parameter_server.safetensors_files import read_check
 from verl.checkpoint_engine.plan import SyncPlan, make_plan
 from verl.checkpoint_engine.shards import ShardTable, extents_of
 from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.experimental.agent_loop.tools import parse_hermes
 from verl.protocol import DataProto
 from verl.trainer.ppo.checkpoints import LATEST, CheckpointDirectory, TrainerState
 from verl.trainer.ppo.plain_state import from_plain, to_plain
@@ -223,6 +224,16 @@ def lines(*values: Any) -> Callable[[Path], list[bytes]]:
     return lambda _: [b"".join(records.encoded(value) + b"\n" for value in values)]
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2.5, "x", {"c": null}]}}</tool_call>'
+
+
+def calls(text: str) -> None:
+    for call in parse_hermes(text):
+        assert call.error or call.name is not None
+        assert isinstance(call.arguments, dict)
+        json.dumps([call.name, call.arguments], allow_nan=False, ensure_ascii=False).encode()
+
+
 SPAN = {"role": "trainer", "name": "gen", "start_s": 1.0, "stop_s": 2.0, "version": 3}
 PARSERS: dict[str, Parser] = {
     "layout": Parser(lambda _: [LAYOUT.encode()], layout, (PlanError,), "msgpack"),
@@ -323,6 +334,17 @@ PARSERS: dict[str, Parser] = {
         lines({"step": 1, "a": 0.5}, {"step": 2, "a": None}),
         lambda data, directory: tracking.read_metrics(into(directory / "metrics.jsonl", data)),
         (ValueError,),
+    ),
+    "message of a model that calls tools": Parser(
+        lambda _: [f"Hm. {CALL} and {CALL}".encode(), b"<think>x</think>" + CALL.encode()],
+        lambda data, _: calls(data.decode(errors="replace")),
+        (),
+    ),
+    "call of a model": Parser(
+        lambda _: [CALL.removeprefix("<tool_call>").removesuffix("</tool_call>").encode()],
+        lambda data, _: calls(f"<tool_call>{data.decode(errors='replace')}</tool_call>"),
+        (),
+        "json",
     ),
     "timeline": Parser(
         lines(SPAN, SPAN | {"version": None}),

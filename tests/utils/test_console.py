@@ -1,5 +1,6 @@
 import io
 import logging
+import math
 import re
 import sys
 from contextlib import contextmanager
@@ -29,10 +30,56 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_step_is_one_line_with_everything_that_was_measured():
-    assert step_line(METRICS, 12, 60) == (
-        "step 12/60 | reward 0.531 | response 7.2 tok | probs diff 0.0013 | kl 0.0004 | grad 0.83 | gen 2.1 s | "
-        "update 1.4 s | sync 0.12 s | 800 tok/s | held-out arithmetic 0.620"
+LARGE = {
+    "critic/score/mean": 0.53125,
+    "response_length/mean": 32768.0,
+    "training/rollout_probs_diff_mean": 0.0013,
+    "timing_s/gen": 1234.56,
+    "timing_s/update_actor": 2345.67,
+    "timing_s/update_weights": 12.3456,
+    "perf/total_num_tokens": 1e9,
+    "perf/time_per_step": 5000.0,
+}
+
+
+def test_where_there_is_room_a_step_is_one_line_with_everything_that_was_measured():
+    assert step_line(METRICS, 12, 60, width=150).splitlines() == [
+        "step 12/60 | reward 0.531 | response 7.2 tok | probs diff 0.0013 | gen 2.1 s | update 1.4 s | sync 0.12 s | "
+        "800 tok/s | kl 0.0004 | grad 0.83",
+        "step 12/60 | held-out arithmetic 0.620",
+    ]
+
+
+def test_eighty_columns_show_what_is_needed_most():
+    assert step_line(METRICS, 12, 60).splitlines() == [
+        "step 12/60 | reward 0.531 | 7.2 tok | diff 0.0013 | 2.1+1.4+0.12 s | 800 tok/s",
+        "step 12/60 | held-out arithmetic 0.620",
+    ]
+    assert (
+        step_line(LARGE, 12345, 100000)
+        == "step  12345/100000 | reward 0.531 | 32768 tok | diff 0.0013 | 1235+2346+12.35 s"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize(
+    "metrics", [METRICS, LARGE, dict.fromkeys(METRICS, -1.5e300), dict.fromkeys(METRICS, math.nan)]
+)
+@pytest.mark.parametrize(("step", "total"), [(1, 3), (12345, 100000), (7, None), (10**9, 10**9)])
+def test_a_line_is_never_wider_than_the_terminal_and_shows_the_reward(width, metrics, step, total):
+    sources = {f"val-core/{'deep/' * count}set/reward/mean@1": 0.5 for count in range(0, 30, 7)}
+    lines = step_line(metrics | sources, step, total, width=width).splitlines()
+    name = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
+    assert all(line.startswith(f"{name} | ") for line in lines)
+    assert max(map(len, lines)) <= width
+    assert "reward " in lines[0]
+    assert sum(line.count("held-out ") for line in lines) == len(validation_rewards(metrics | sources))
+
+
+def test_seconds_of_which_one_was_not_measured_keep_their_labels():
+    metrics = {name: value for name, value in METRICS.items() if name != "timing_s/update_actor"}
+    assert step_line(metrics, 12, 60, width=75).splitlines()[0] == (
+        "step 12/60 | reward 0.531 | 7.2 tok | diff 0.0013 | gen 2.1 s | sync 0.12 s"
     )
 
 
@@ -44,7 +91,7 @@ def test_what_was_not_measured_is_left_out():
 
 
 def test_the_kl_of_the_loss_goes_before_the_kl_of_the_clip():
-    assert "kl 0.2000" in step_line(METRICS | {"actor/kl_loss": 0.2}, 1, 2)
+    assert "kl 0.2000" in step_line(METRICS | {"actor/kl_loss": 0.2}, 1, 2, width=150)
 
 
 def test_validation_rewards_are_found_by_data_source():

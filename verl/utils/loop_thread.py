@@ -29,6 +29,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._begin, outcome, work)
         return outcome
 
+    def cancel(self, outcome: Future[Any]) -> None:
+        """Ask what `start` began to end."""
+        self._loop.call_soon_threadsafe(self._cancel, outcome)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. A Ctrl-C meanwhile cancels it and is raised when it has ended; another one at once."""
         outcome: Future[T] = Future()
@@ -37,7 +41,7 @@ class LoopThread:
             return outcome.result()
         except BaseException:
             if not outcome.done():
-                self._loop.call_soon_threadsafe(self._cancel, outcome)
+                self.cancel(outcome)
                 outcome.exception()
             raise
 

@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from tests.experimental.agent_loop.fakes import ConstantLoop
-from tests.experimental.agent_loop.scripted_server import ScriptedServer
+from tests.experimental.agent_loop.scripted_server import ScriptedServer, said
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops
@@ -63,6 +63,17 @@ def manager(server, tokenizer_path):
         yield manager
 
 
+@pytest.fixture(scope="module")
+def tool_manager(server, tokenizer_path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "tools.yaml"
+    path.write_text(f"tools: [{{class_name: '{FAKES}:AddTool'}}]")
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    lengths = ["data.max_prompt_length=600", "data.max_response_length=12000"]
+    config = load_config([*lengths, f"{multi_turn}.enable=true", f"{multi_turn}.tool_config_path={path}"])
+    with AgentLoopManager(config, [server], tokenizer_path) as manager:
+        yield manager
+
+
 def seen(server):
     return ray.get(server.seen.remote())
 
@@ -105,6 +116,29 @@ def test_training_and_validation_sample_as_configured(manager, server):
     assert (train.temperature, train.max_tokens, train.logprobs) == (1.0, 4, True)
     assert (validate.temperature, validate.max_tokens) == (0.0, 4)
     assert len(data) == 1
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+        f"<tool_call>{'[' * 10_000}</tool_call>",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call></tool_call><tool_call>',
+    ],
+    ids=["a call", "deep", "half a surrogate pair", "half tags"],
+)
+def test_a_batch_goes_on_whatever_the_policy_writes_to_its_tools(tool_manager, server, tokenizer, written):
+    said_ids = [*tokenizer.encode(written, add_special_tokens=False), tokenizer.eos_token_id]
+    ray.get(server.reset.remote([said(said_ids), said([*tokenizer.encode("ok"), tokenizer.eos_token_id])]))
+    data = tool_manager.generate_sequences(prompts("1+2="))
+    assert data.non_tensor_batch["__stop_reason__"].tolist() == ["completed"]
+    response = tokenizer.decode(data.batch["responses"][0])
+    first, second = seen(server)["calls"]
+    assert second[0][: len(first[0])] == first[0]
+    assert second[0][len(first[0]) :][: len(said_ids)] == said_ids
+    assert response.startswith(f"{written}<|end|><|tool|>")
+    assert "<|end|><|assistant|>ok<|end|>" in response
 
 
 def test_samples_are_spread_over_the_workers_and_agent_name_selects_the_loop(manager, tokenizer):

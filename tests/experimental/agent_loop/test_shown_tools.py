@@ -10,6 +10,7 @@ from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.experimental.agent_loop.tool_loop import ToolAgentLoop
 from verl.trainer.config.loader import load_config
 from verl.trainer.ppo.data import build_dataloaders
+from verl.utils.builtin.tokenizer import build_tokenizer
 from verl.utils.config import ConfigError
 
 FAKES = "tests.experimental.agent_loop.fakes"
@@ -64,6 +65,13 @@ def test_what_is_counted_is_what_is_sent(overrides, tokenizer):
     assert tool["prompt_ids"] == default["prompt_ids"] == sent
     assert single["prompt_ids"] == asyncio.run(loop.prompt_tokens(single))
     assert len(sent) > len(single["prompt_ids"])
+
+
+def test_a_chat_template_that_an_agent_cannot_use_is_told_before_anything_starts(overrides):
+    config, tokenizer = load_config(overrides), build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="line 2 of .*does not show messages of role 'tool'; set actor_rollout_ref"):
+        build_dataloaders(config, tokenizer, AgentLoopManager)
 
 
 def test_a_prompt_that_only_fits_without_its_tools_is_found_before_anything_starts(overrides, tokenizer):

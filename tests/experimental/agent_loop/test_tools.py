@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from tests.experimental.agent_loop.fakes import AddTool
-from tests.experimental.agent_loop.scripted_server import said
+from tests.experimental.agent_loop.scripted_manager import ScriptedManager
 from verl.experimental.agent_loop import AgentLoopError, BaseTool, ToolAgentLoop
 from verl.experimental.agent_loop.tools import ToolCall, load_tools, parse_hermes
 from verl.trainer.config.loader import load_config
@@ -11,6 +11,12 @@ from verl.utils.config import ConfigError
 from verl.workers.rollout.records import SamplingOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def called(arguments):
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
 FAKES = "tests.experimental.agent_loop.fakes"
 
 
@@ -21,6 +27,9 @@ FAKES = "tests.experimental.agent_loop.fakes"
         (CALL, [ToolCall("add", {"a": 1, "b": 2})]),
         (f"Let me see.\n{CALL}\n{CALL} done", [ToolCall("add", {"a": 1, "b": 2})] * 2),
         ('<tool_call>\n{"name": "now"}\n</tool_call>', [ToolCall("now", {})]),
+        ("</tool_call> <tool_cal>{}</tool_call>", []),
+        (called('{"a": "\\ud83d\\ude00", "b": "\\u0000"}'), [ToolCall("add", {"a": "😀", "b": "\0"})]),
+        (called('{"a": %s}' % ("9" * 1000)), [ToolCall("add", {"a": int("9" * 1000)})]),
     ],
 )
 def test_calls_are_found_in_hermes_text(text, calls):
@@ -35,6 +44,25 @@ def test_calls_are_found_in_hermes_text(text, calls):
         ("<tool_call>[1]</tool_call>", 'is {"name"'),
         ('<tool_call>{"name": 3}</tool_call>', 'is {"name"'),
         ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "not a JSON object"),
+        ('<tool_call>{"name": "add", "arguments": null}</tool_call>', "not a JSON object"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
+        (called('{"a": 1, "b": 2, "a": 3}'), "the key 'a' is there twice"),
+        (called('{"a": NaN}'), "NaN is no number"),
+        (called('{"a": -Infinity}'), "-Infinity is no number"),
+        (called('{"a": 1e999}'), "a number is too large"),
+        (called('{"a": 1.%s}' % ("0" * 100_000)), "a number is too large or too long"),
+        (called('{"a": %s}' % ("9" * 100_000)), "more than 1000 digits"),
+        (called('{"a": "\\ud800"}'), "half of a surrogate pair"),
+        (called('{"\\udfff": 1}'), "half of a surrogate pair"),
+        (called('{"a": %s}' % ("[" * 10_000 + "]" * 10_000)), "nested more than 64 levels deep"),
+        (called('{"a": %s}' % ("[" * 100 + "]" * 100)), "nested more than 64 levels deep"),
+        (called('{"a":' * 10_000 + "1" + "}" * 10_000), "nested more than 64 levels deep"),
+        ("<tool_call>" + "[" * 1_000_000, "not closed"),
+        ("<tool_call>" + "[" * 1_000_000 + "</tool_call>", "not valid JSON"),
+        ("<tool_call>\ufffd</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        ("<tool_call>\0</tool_call>", "not valid JSON"),
+        ('<tool_call><tool_call>{"name": "add"}</tool_call>', "not valid JSON"),
     ],
 )
 def test_a_malformed_call_is_found_with_its_error(text, error):
@@ -97,31 +125,12 @@ def test_a_tool_without_a_schema_is_an_error():
         Nameless()
 
 
-class ScriptedManager:
-    """Stands in for ServerManager: says the texts of its script, one per call, ended by the end-of-message token."""
-
-    def __init__(self, tokenizer, *texts):
-        self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
-        self.budgets, self.request_ids = [], set()
-
-    async def generate(self, request_id, *, prompt_ids, sampling):
-        self.prompts.append(list(prompt_ids))
-        self.budgets.append(sampling.max_tokens)
-        self.request_ids.add(request_id)
-        text = self.texts.pop(0)
-        ended = not text.endswith("…")
-        token_ids = self.tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
-        token_ids += [self.tokenizer.eos_token_id] if ended else []
-        reason = "completed" if ended else "length"
-        return said(token_ids[: sampling.max_tokens], reason, version=len(self.prompts))
-
-
 @pytest.fixture
 def run_loop(tokenizer, tmp_path):
     """Run the tool loop over a scripted policy; returns (output, manager)."""
     (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{FAKES}:AddTool'}}]")
 
-    def run(*texts, overrides=(), budget=600, template=None):
+    def run(*texts, overrides=(), budget=600, tokenizer=tokenizer):
         prefix = "actor_rollout_ref.rollout.multi_turn"
         settings = [f"{prefix}.enable=true", f"{prefix}.tool_config_path={tmp_path}/tools.yaml"]
         config = load_config(["data.max_prompt_length=600", *settings, *(f"{prefix}.{item}" for item in overrides)])

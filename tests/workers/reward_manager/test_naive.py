@@ -287,10 +287,14 @@ def test_the_function_sees_special_tokens_if_asked_for_but_not_the_end():
     special = AddedToken("<think>", special=True)
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [special]})
-    think = tokenizer.convert_tokens_to_ids("<think>")
+    think, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "</tool_call>"))
     ids = torch.tensor([[think, *tokenizer.encode("7"), tokenizer.eos_token_id]])
     batch = make_batch(["1"])
     batch.batch["responses"] = torch.nn.functional.pad(ids, (0, RESPONSE_LENGTH - ids.shape[1]))
     batch.batch["attention_mask"] = torch.tensor([[1] * (PROMPT_LENGTH + 3) + [0] * (RESPONSE_LENGTH - 3)])
     for keep, expected in ((False, "7"), (True, "<think>7")):
         assert NaiveRewardManager(tokenizer, lambda **_: 1, keep_special_tokens=keep)(batch).responses == [expected]
+        batch.batch["responses"][0, 2] = end  # of the model, which the tokenizer does not know as one
+        found = NaiveRewardManager(tokenizer, lambda **_: 1, keep_special_tokens=keep, end_token_ids=[end])(batch)
+        assert found.responses == [expected]
+        batch.batch["responses"][0, 2] = tokenizer.eos_token_id

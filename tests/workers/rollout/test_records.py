@@ -160,6 +160,15 @@ def test_end_of_sequence_tokens_are_collected_from_every_file(tmp_path: Path):
     assert eos_token_ids(HFModelConfig(path=str(tmp_path))) == (7, 9)
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"eos_token_id": "9"}', '{"eos_token_id": [null]}', '{"eos_token_id": 1.5}']
+)
+def test_a_file_that_names_no_end_tokens_is_named(tmp_path: Path, content: str):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json is damaged"):
+        eos_token_ids(HFModelConfig(path=str(tmp_path)))
+
+
 def test_adapters_become_files_that_peft_reads_and_are_gone_afterwards(tmp_path: Path):
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{layer}.lora_A.weight": torch.ones(3, 8), f"{layer}.lora_B.weight": torch.ones(4, 3).bfloat16()}

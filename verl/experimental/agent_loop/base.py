@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
+from verl.utils.chat_template import Turns, turns_of
 from verl.utils.dataset.rl_dataset import truncate
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions
@@ -43,6 +44,10 @@ class AgentLoopBase(ABC):
         Raises ConfigError for tools that cannot be loaded.
         """
         return ()
+
+    @classmethod  # noqa: B027 - most loops can use any
+    def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise ConfigError for a tokenizer that `run` could not use. Called on the driver before anything starts."""
 
     @abstractmethod
     async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
@@ -85,10 +90,31 @@ class AgentLoopBase(ABC):
         """Token ids of a piece of a conversation: no special tokens are added."""
         return await self.in_tokenizer_thread(lambda: self.tokenizer.encode(text, add_special_tokens=False))
 
-    async def text(self, token_ids: Sequence[int]) -> str:
-        """What the tokens say, without special tokens."""
+    async def text(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """What the tokens say, to the letter. Some vocabularies count `<tool_call>` and `<think>` among their special
+        tokens."""
         tokenizer: Any = self.tokenizer
-        return await self.in_tokenizer_thread(lambda: tokenizer.decode(token_ids, skip_special_tokens=True))
+        return await self.in_tokenizer_thread(
+            lambda: tokenizer.decode(
+                token_ids, skip_special_tokens=not keep_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    async def turns(self, tools: Sequence[Any] | None = None) -> Turns:
+        """How the chat template goes on after a message of the policy. Its methods belong in the tokenizer's thread."""
+        arguments = self.config.data.apply_chat_template_kwargs
+        return await self.in_tokenizer_thread(lambda: turns_of(self.tokenizer, tools, arguments))
+
+    async def reply_tokens(
+        self, replies: Sequence[Mapping[str, Any]], said: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """Everything that the chat template puts between the policy's message `said` and its next one.
+
+        `replies` are the messages of others in between, `{role, content}`, and `name` for `tool`. They are text: what
+        reads like a special token in them does not become one. The end of `said` is there once, whoever wrote it.
+        """
+        turns = await self.turns(tools)
+        return await self.in_tokenizer_thread(lambda: turns.between(replies, said))
 
     async def in_tokenizer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(_tokenizer_thread, work)

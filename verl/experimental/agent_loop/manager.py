@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -20,6 +20,9 @@ from verl.experimental.agent_loop.tools import load_tools
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
 from verl.workers.config import PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COUNTS = ("retries", "continuations")
 
@@ -63,6 +66,13 @@ class AgentLoopManager:
         them. Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         return loop_class(agent_name or default_loop(config), loops).shown_tools(config)
+
+    @staticmethod
+    def check_tokenizer(config: PPOConfig, agent_name: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise ConfigError for a tokenizer, or a chat template, that this agent cannot use. Trainers call it once per
+        agent of their samples."""
+        loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        loop_class(agent_name or default_loop(config), loops).check_tokenizer(config, tokenizer)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.

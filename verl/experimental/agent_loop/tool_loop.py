@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
+from verl.experimental.agent_loop.tool_answers import ToolThread, cut
 from verl.experimental.agent_loop.tools import PARSERS, BaseTool, ToolCall, load_tools
-from verl.utils.config import did_you_mean
+from verl.utils.chat_template import turns_of
+from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions, StopReason
 
-# Stands for the assistant's message when we ask the chat template how tool answers are written.
-_MARK = "\u241fassistant-message\u241f"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_tools_thread = ToolThread()
 
 
 class ToolAgentLoop(AgentLoopBase):
@@ -37,8 +44,15 @@ class ToolAgentLoop(AgentLoopBase):
     def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
         return [tool.schema for tool in _tools(config).values()]
 
+    @classmethod
+    def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        turns_of(tokenizer, cls.shown_tools(config), config.data.apply_chat_template_kwargs).require_tool_answers()
+
     async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
-        prompt_ids = await self.prompt_tokens(kwargs, self.shown_tools(self.config))
+        shown = self.shown_tools(self.config)
+        prompt_ids = await self.prompt_tokens(kwargs, shown)
+        ends = () if sampling_params.ignore_eos else (await self.turns(shown)).stop_token_ids
+        sampling_params = replace(sampling_params, stop_token_ids=(*sampling_params.stop_token_ids, *ends))
         request_id = uuid4().hex
         response = Response(sampling_params.max_tokens)
         metrics = {"generate_s": 0.0, "tools_s": 0.0, "tool_calls": 0.0}
@@ -56,57 +70,52 @@ class ToolAgentLoop(AgentLoopBase):
             num_turns, assistant_turns, stop_reason = num_turns + 1, assistant_turns + 1, output.stop_reason
             if stop_reason != "completed" or assistant_turns == self.multi_turn.max_assistant_turns:
                 break
-            calls = self.parse(await self.text(output.token_ids))
+            calls = self.parse(await self.text(output.token_ids, keep_special_tokens=True))
             if not calls:
                 break
             started = time.monotonic()
-            answers = await asyncio.gather(*(self._answer(index, call) for index, call in enumerate(calls)))
+            replies = await self._replies(calls)
             metrics["tools_s"] += time.monotonic() - started
             metrics["tool_calls"] += len(calls)
-            answer_ids = await self._answer_tokens(answers, output.token_ids)
-            if len(answer_ids) >= response.room:  # the policy could not say anything after them
+            reply_ids = await self._reply_tokens(replies, output.token_ids)
+            if len(reply_ids) >= response.room:  # the policy could not say anything after them
                 stop_reason = "length"
                 break
-            response.add_inserted(answer_ids)
+            response.add_inserted(reply_ids)
             num_turns += 1
         return response.output(prompt_ids, num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
 
-    async def _answer(self, index: int, call: ToolCall) -> str:
+    async def _replies(self, calls: Sequence[ToolCall]) -> list[dict[str, str]]:
+        """A message for each call that may be executed, and one for all others together."""
+        most = self.multi_turn.max_parallel_calls
+        answers = await asyncio.gather(*(self._answer(call) for call in calls[:most]))
+        if len(calls) > most:
+            more = f" ({len(calls) - most} were not)" if len(calls) > most + 1 else ""
+            answers.append(f"error: not executed; {most} call(s) per message are{more}")
+        names = [call.name if call.name in self.tools else "unknown" for call in calls[: len(answers)]]
+        return [{"role": "tool", "name": name, "content": answer} for name, answer in zip(names, answers, strict=True)]
+
+    async def _answer(self, call: ToolCall) -> str:
         """What the model is told about its call. A tool's failure is an answer, too; nothing of it ends the sample."""
+        limit = self.multi_turn.max_tool_response_length
         tool = self.tools.get(call.name)
         if call.error is not None:
-            answer = f"error: {call.error}"
-        elif index >= self.multi_turn.max_parallel_calls:
-            answer = f"error: not executed; {self.multi_turn.max_parallel_calls} call(s) per message are"
-        elif tool is None:
-            answer = f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}"
-        else:
-            try:
-                answer = str(await asyncio.wait_for(tool.execute(call.arguments), self.multi_turn.tool_timeout_s))
-            except TimeoutError:
-                answer = f"error: {call.name} did not answer within {self.multi_turn.tool_timeout_s} s"
-            except Exception as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
-                answer = f"error: {type(exc).__name__}: {exc}"
-        limit = self.multi_turn.max_tool_response_length
-        return answer if len(answer) <= limit else f"{answer[:limit]}...(truncated)"
+            return cut(f"error: {call.error}", limit)
+        if tool is None:
+            return cut(f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}", limit)
+        timeout_s = self.multi_turn.tool_timeout_s
+        return await _tools_thread.answer(tool, call.arguments, timeout_s=timeout_s, limit=limit)
 
-    async def _answer_tokens(self, answers: Sequence[str], said: Sequence[int]) -> list[int]:
-        """Everything that the chat template puts between the policy's message `said` and its next one."""
-        conversation: list[dict[str, str]] = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": _MARK},
-            *({"role": "tool", "content": answer} for answer in answers),
-        ]
-        _, found, after = (await self.rendered(conversation)).rpartition(_MARK)
-        if not found or not all(answer in after for answer in answers):
-            raise AgentLoopError(
-                "the tokenizer's chat template does not show messages of role 'tool'; "
-                "set actor_rollout_ref.model.custom_chat_template to one that does"
-            )
-        end = str(self.tokenizer.eos_token)
-        if said and said[-1] == self.tokenizer.eos_token_id:  # the policy has written its own end of message
-            after = after.removeprefix(end)
-        return await self.tokens(after)
+    async def _reply_tokens(self, replies: Sequence[dict[str, str]], said: Sequence[int]) -> list[int]:
+        shown = self.shown_tools(self.config)
+        try:
+            return await self.reply_tokens(replies, said, shown)
+        except ConfigError as exc:
+            raise AgentLoopError(str(exc)) from exc
+        except Exception as exc:  # noqa: BLE001 - a template raises what it likes, for instance for an empty answer
+            logger.warning("the chat template cannot write an answer of tools: %s", exc)
+        error = "error: the chat template cannot show this answer"
+        return await self.reply_tokens([{**reply, "content": error} for reply in replies], said, shown)
 
 
 def _tools(config: PPOConfig) -> dict[str, BaseTool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from verl.experimental.agent_loop.loading import load_class, read_yaml
 from verl.utils.config import ConfigError
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+MOST_DIGITS = 1000
+"""Of an integer in a call. Python refuses to write those of 4,300."""
 
 
 class BaseTool(ABC):
@@ -42,8 +45,12 @@ class BaseTool(ABC):
         return str(self.schema["function"]["name"])
 
     @abstractmethod
-    async def execute(self, arguments: dict[str, Any]) -> str:
-        """The text that the model gets. Must not block. What it raises is given to the model as an error text."""
+    async def execute(self, arguments: dict[str, Any]) -> Any:
+        """What the model gets: text, or something that becomes one (`tool_answers.answer_text`).
+
+        Runs in the thread of the tools; one that blocks keeps other tools waiting, up to its deadline. What it raises
+        is given to the model as an error text.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +63,15 @@ class ToolCall:
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|\Z)", re.DOTALL)
+DEEPEST = 64
+"""Levels of lists and objects in a call: more could not be written again, or compared."""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in `text`, malformed ones, too."""
+    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in `text`, malformed ones, too.
+
+    Whatever the text is: what cannot be executed has an `error`. Takes time and memory in proportion to it.
+    """
     return [_parse_call(body, closed=bool(end)) for body, end in _HERMES.findall(text)]
 
 
@@ -71,15 +83,69 @@ def _parse_call(body: str, *, closed: bool) -> ToolCall:
     if not closed:
         return ToolCall("", {}, "the tool call is not closed with </tool_call>")
     try:
-        call = json.loads(body)
-    except ValueError as exc:
-        return ToolCall("", {}, f"the tool call is not valid JSON: {exc}")
+        call = _JSON.decode(body)
+        _check_content(call)
+    except (ValueError, RecursionError) as exc:
+        return ToolCall("", {}, f"the tool call is not valid JSON: {_why(exc)}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'a tool call is {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], {}, f"the arguments of {call['name']} are not a JSON object")
     return ToolCall(call["name"], arguments)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _float(text: str) -> float:
+    number = float(text) if len(text) <= MOST_DIGITS else math.inf
+    if not math.isfinite(number):
+        raise ValueError("a number is too large or too long")
+    return number
+
+
+def _int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer has more than {MOST_DIGITS} digits")
+    return int(text)
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int)
+
+
+def _check_content(call: Any) -> None:
+    """Raises ValueError for what a tool could stumble over: levels beyond `DEEPEST`, texts that are no Unicode."""
+    level = [call]
+    for _ in range(DEEPEST):
+        for value in level:
+            if isinstance(value, str):
+                value.encode()
+        containers = [value for value in level if isinstance(value, (dict, list))]
+        level = [
+            each for value in containers for each in (*value, *(value.values() if isinstance(value, dict) else ()))
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _why(exc: Exception) -> str:
+    if isinstance(exc, RecursionError):
+        return f"it is nested more than {DEEPEST} levels deep"
+    if isinstance(exc, UnicodeEncodeError):
+        return "half of a surrogate pair is no character"
+    return str(exc)
 
 
 @cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
+from verl.utils.dataset.rl_dataset import ShownTools
 from verl.utils.reward_score import known_sources
 from verl.workers.config import PPOConfig
 
@@ -22,7 +23,7 @@ def build_dataloaders(
 ) -> dict[str, PromptLoader]:
     """Of the splits `train` and `val`. Raises ConfigError for data that this job cannot use."""
     data = config.data
-    shown_tools = getattr(agent_loop_manager_class, "shown_tools", None)
+    shown_tools = _shown_tools(config, tokenizer, agent_loop_manager_class)
     given_files = {"train": data.train_files, "val": data.val_files}
     files = {split: resolve_data_files(given, split) for split, given in given_files.items()}
     datasets: dict[str, Any] = {}
@@ -32,7 +33,7 @@ def build_dataloaders(
             tokenizer,
             data,
             split,
-            shown_tools=None if shown_tools is None else partial(shown_tools, config),
+            shown_tools=shown_tools,
         )
         if config.custom_reward_function.path is None:
             require_rewards(datasets[split], data.reward_fn_key)
@@ -52,6 +53,24 @@ def build_dataloaders(
         ),
         "val": build_dataloader(val, data, batch_size=data.val_batch_size or len(val), shuffle=False),
     }
+
+
+def _shown_tools(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, agent_loop_manager_class: Any
+) -> ShownTools | None:
+    """Asked once per agent of the samples, so that it can look at the tokenizer, too."""
+    shown_tools = getattr(agent_loop_manager_class, "shown_tools", None)
+    check_tokenizer = getattr(agent_loop_manager_class, "check_tokenizer", None)
+    if shown_tools is None:
+        return None
+
+    def checked(agent_name: str | None) -> Sequence[Any]:
+        if check_tokenizer is not None:
+            check_tokenizer(config, agent_name, tokenizer)
+        found: Sequence[Any] = shown_tools(config, agent_name)
+        return found
+
+    return checked
 
 
 def require_rewards(dataset: Any, key: str) -> None:

@@ -27,6 +27,7 @@ from verl.trainer.ppo.ray_session import check_arguments, starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
+from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import PromptLoader
@@ -41,6 +42,7 @@ from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
 from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.rollout import RolloutReplica
+from verl.workers.rollout.engine import eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,9 +156,17 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
             reward_fn_key=config.data.reward_fn_key,
             timeout_s=config.reward_model.timeout_s,
             keep_special_tokens=config.reward_model.keep_special_tokens,
+            end_token_ids=_end_token_ids(config, tokenizer, model_path),
         ),
         total_steps=total_steps,
     )
+
+
+def _end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> set[int]:
+    """What may end a response: as the model's files say, and as the chat template ends a message."""
+    template = turns_of(tokenizer, None, config.data.apply_chat_template_kwargs)
+    model = replace(config.actor_rollout_ref.model, path=str(model_path))
+    return {*eos_token_ids(model), *template.stop_token_ids}
 
 
 def _tracking(job: _Job) -> Tracking:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -74,7 +74,7 @@ class NaiveRewardManager:
     """Runs on the driver; the reward function runs in `num_workers` processes, which `close` or `with` ends.
 
     `reward_fn_key` names the column that holds the data source. With `keep_special_tokens` the function sees all of a
-    response but the token that ends it.
+    response but the token that ends it: the tokenizer's, or one of `end_token_ids`.
     """
 
     def __init__(
@@ -86,12 +86,14 @@ class NaiveRewardManager:
         reward_fn_key: str = "data_source",
         timeout_s: float = TIMEOUT_S,
         keep_special_tokens: bool = False,
+        end_token_ids: Collection[int] = (),
     ) -> None:
         """`timeout_s` is the deadline of one response. Raises ConfigError for a function that no process can have."""
         self._tokenizer = tokenizer
         self._pool = ScoringPool(_pickled(compute_score), num_workers=num_workers, timeout_s=timeout_s)
         self._reward_fn_key = reward_fn_key
         self._keep_special_tokens = keep_special_tokens
+        self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Score every response of `data`, which has `responses`, `attention_mask` and the columns of the data set.
@@ -125,9 +127,7 @@ class NaiveRewardManager:
         self.close()
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
-        if self._keep_special_tokens:
-            ends = {self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
-            rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
+        rows = [row[:-1] if row and row[-1] in self._ends else row for row in rows]
         return self._tokenizer.batch_decode(rows, skip_special_tokens=not self._keep_special_tokens)
 
     def _samples(self, data: DataProto, texts: list[str]) -> list[_Sample]:

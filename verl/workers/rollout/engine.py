@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.checkpoint_engine.types import EngineCheckResult
+from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
@@ -85,13 +86,17 @@ class Engine(Protocol):
 def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
     """The tokens that end a response: those of the generation config, the model config and the tokenizer.
 
-    Chat models often end a turn with another token than the one in the model config, so the union is taken.
+    Chat models often end a turn with another token than the one in the model config, so the union is taken. Raises
+    ConfigError for a file that is no JSON, or names something else than ids.
     """
     directory = Path(model.path)
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         if (directory / file).exists():
-            ids |= _as_set(json.loads((directory / file).read_text()).get("eos_token_id"))
+            try:
+                ids |= _as_set(json.loads((directory / file).read_text()).get("eos_token_id"))
+            except (ValueError, TypeError, AttributeError) as exc:
+                raise ConfigError(f"{directory / file} is damaged: {exc}") from exc
     tokenizer_directory = Path(model.tokenizer_path or model.path)
     if (tokenizer_directory / "tokenizer_config.json").exists():
         from transformers import AutoTokenizer
@@ -104,4 +109,7 @@ def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
 def _as_set(value: Any) -> set[int]:
     if value is None:
         return set()
-    return {value} if isinstance(value, int) else set(value)
+    ids = {value} if isinstance(value, int) else set(value)
+    if not all(isinstance(number, int) for number in ids):
+        raise TypeError(f"eos_token_id is {value!r}, no token id and no list of them")
+    return ids

@@ -1,0 +1,27 @@
+"""A policy whose messages a test writes down, where the agent loop itself is under test."""
+
+from tests.experimental.agent_loop.scripted_server import said
+
+
+class ScriptedManager:
+    """Stands in for ServerManager: says the texts of its script, one per call, ended by the end-of-message token.
+
+    `end`: by another token than the tokenizer's.
+    """
+
+    def __init__(self, tokenizer, *texts, end=None):
+        self.end_id = tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)
+        self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
+        self.budgets, self.stops, self.request_ids = [], [], set()
+
+    async def generate(self, request_id, *, prompt_ids, sampling):
+        self.prompts.append(list(prompt_ids))
+        self.budgets.append(sampling.max_tokens)
+        self.stops.append(sampling.stop_token_ids)
+        self.request_ids.add(request_id)
+        text = self.texts.pop(0)
+        ended = not text.endswith("…")
+        token_ids = self.tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
+        token_ids += [self.end_id] if ended else []
+        reason = "completed" if ended else "length"
+        return said(token_ids[: sampling.max_tokens], reason, version=len(self.prompts))

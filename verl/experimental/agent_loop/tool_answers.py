@@ -1,0 +1,79 @@
+"""What a model is told about its call: text, in time, whatever the tool does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from typing import Any
+
+from verl.experimental.agent_loop.tools import BaseTool
+from verl.utils.chat_template import well_formed
+from verl.utils.loop_thread import LoopThread
+from verl.utils.plain import as_text, plain
+
+ANSWERS_WITHIN_S = 1.0
+"""A thread that does nothing in this time although a tool's deadline has passed is blocked by it."""
+
+logger = logging.getLogger(__name__)
+
+
+def answer_text(answer: Any) -> str:
+    """What a tool returned, as text: bytes as UTF-8, nothing as an empty text, lists and dicts as JSON."""
+    if answer is None:
+        return ""
+    if isinstance(answer, (bytes, bytearray, memoryview)):
+        return bytes(answer).decode(errors="replace")
+    if isinstance(answer, (dict, list, tuple)):
+        try:
+            return json.dumps(answer, ensure_ascii=False, default=plain)
+        except (ValueError, TypeError, RecursionError):  # it contains itself, or keys that JSON has not
+            return as_text(answer)
+    return as_text(answer)
+
+
+class ToolThread:
+    """Where the tools of a process run: a tool that blocks keeps neither samples nor the worker from going on."""
+
+    def __init__(self) -> None:
+        self._thread: LoopThread | None = None
+
+    async def answer(self, tool: BaseTool, arguments: dict[str, Any], *, timeout_s: float, limit: int) -> str:
+        """The tool's answer, or what went wrong with it; at most `limit` characters and a note that it was cut."""
+        if self._thread is None:
+            self._thread = LoopThread("tools")
+        thread = self._thread
+        outcome = thread.start(_executed(tool, arguments, limit))
+        waiting = asyncio.wrap_future(outcome)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        finally:
+            if not outcome.done():
+                thread.cancel(outcome)
+        if done:
+            return waiting.result()
+        waiting.add_done_callback(lambda late: late.cancelled() or late.exception())
+        await self._leave_if_blocked(thread, tool.name)
+        return cut(f"error: {tool.name} did not answer within {timeout_s} s", limit)
+
+    async def _leave_if_blocked(self, thread: LoopThread, name: str) -> None:
+        """The next tools run in another thread; nobody can end this one."""
+        ping = asyncio.wrap_future(thread.start(asyncio.sleep(0)))
+        done, _ = await asyncio.wait({ping}, timeout=ANSWERS_WITHIN_S)
+        if not done and self._thread is thread:
+            logger.warning("the tool %s, or one beside it, blocks its thread; other tools go on in a new one", name)
+            self._thread = None
+
+
+async def _executed(tool: BaseTool, arguments: dict[str, Any], limit: int) -> str:
+    try:
+        answer = tool.execute(arguments)
+        text = answer_text(await answer if inspect.isawaitable(answer) else answer)
+    except BaseException as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
+        text = f"error: {type(exc).__name__}: {as_text(exc)}"
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    return well_formed(text if len(text) <= limit else f"{text[:limit]}...(truncated)")

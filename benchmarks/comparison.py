@@ -72,6 +72,7 @@ def _memcpy(nbytes: int) -> Iterator[Raw]:
 CONTENDERS = (
     Contender("naive", {}, _memcpy, "memcpy, one thread"),
     Contender("gloo", {"interface": "lo"}, GlooPair, "gloo broadcast, 64 MiB buckets"),
+    Contender("tcp", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("tcp", nbytes), "TCP read"),
     Contender("nixl", {}, lambda nbytes: ReadPair("nixl", nbytes), "NIXL read", verify=(True, False)),
     Contender("mooncake", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
     Contender("kimi_ckpt_engine", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),

@@ -48,6 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "kimi_ckpt_engine": {"backend": "kimi_ckpt_engine"},
     "mooncake": {"backend": "mooncake"},
     "mooncake-chain": {"backend": "mooncake", "topology": "chain"},
+    "tcp": {"backend": "tcp"},
+    "tcp-chain": {"backend": "tcp", "topology": "chain"},
     "nixl": {"backend": "nixl", "engine_kwargs": OVER_TCP},
     "nixl-chain": {"backend": "nixl", "engine_kwargs": OVER_TCP, "topology": "chain"},
 }

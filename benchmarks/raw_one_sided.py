@@ -1,4 +1,4 @@
-"""What NIXL and Mooncake can do by themselves: large contiguous reads between two processes of this machine."""
+"""What the wires of the one-sided backends can do by themselves: large contiguous reads between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ def mooncake_wire(name: str) -> Wire:
     return MooncakeWire(host="127.0.0.1", protocol="tcp", devices="")
 
 
-WIRES: dict[str, Callable[[str], Wire]] = {"nixl": nixl_wire, "mooncake": mooncake_wire}
+def tcp_wire(name: str) -> Wire:
+    from verl.checkpoint_engine.backends.tcp import TcpWire
+
+    return TcpWire("127.0.0.1", 4)
+
+
+WIRES: dict[str, Callable[[str], Wire]] = {"nixl": nixl_wire, "mooncake": mooncake_wire, "tcp": tcp_wire}
 
 
 class ReadPair:

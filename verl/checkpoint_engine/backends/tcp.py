@@ -1,7 +1,7 @@
 """`tcp`: plain sockets, and nothing to install. The kernel copies received bytes to where they belong.
 
-A member that is read listens on its own address alone, and answers only who knows the key in its `Member.address`, which
-travels over the job's control channel. Peers cannot write: a request names bytes, and an answer is those bytes.
+A member that is read listens on its own address alone, and answers only who knows the key in its `Member.address`,
+which travels over the job's control channel. Peers cannot write: a request names bytes, and an answer is those bytes.
 """
 
 from __future__ import annotations

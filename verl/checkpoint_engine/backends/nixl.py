@@ -5,7 +5,7 @@ than with its own choice of transports. A process that is gone is noticed either
 that posts a read, so several threads share a stage, each with an agent of its own; a network card needs no help.
 
 Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
-while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
+while it is answered. Between hosts without RDMA, prefer `tcp`.
 """
 
 from __future__ import annotations

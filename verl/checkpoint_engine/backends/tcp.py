@@ -34,6 +34,8 @@ REQUEST = struct.Struct("<QQ")
 ANSWER = struct.Struct("<Q")
 """How many bytes follow: those that were asked for, or none if they are not registered."""
 BACKLOG = 1024
+AGAIN_S = 5.0
+"""How long a further connection may take to a member that has been reached: a read begins with it."""
 HANDSHAKE_S = 10.0
 """Who has not shown the key by then is nobody of this job."""
 
@@ -104,13 +106,13 @@ class _Peer:
     def __init__(self, endpoint: Endpoint, num_connections: int, timeout_s: float) -> None:
         """Raises TransportError if it cannot be reached."""
         self.endpoint = endpoint
-        self._num_connections, self._timeout_s = num_connections, timeout_s
+        self._num_connections = num_connections
         self._connections = [_Connection(endpoint, timeout_s)]
 
     def begin(self, reading: _Read) -> None:
         connection = min(self._connections, key=lambda one: one.num_waiting)
         if connection.num_waiting and len(self._connections) < self._num_connections:
-            connection = _Connection(self.endpoint, self._timeout_s)
+            connection = _Connection(self.endpoint, AGAIN_S)
             self._connections.append(connection)
         connection.begin(reading)
 

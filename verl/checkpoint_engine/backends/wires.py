@@ -50,7 +50,10 @@ class Wire(ABC):
 
     @abstractmethod
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
-        """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process."""
+        """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process.
+
+        Returns what `is_done` is asked with; anything but None.
+        """
 
     @abstractmethod
     def is_done(self, transfer: Any) -> bool:

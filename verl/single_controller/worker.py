@@ -16,7 +16,7 @@ import ray
 from ray import cloudpickle
 
 from verl.single_controller.errors import WorkerFailed
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 from verl.utils.network import interface_of
 
 _node_address: Callable[[], str] = ray.util.get_node_ip_address
@@ -116,7 +116,7 @@ class RankHost:
     """
 
     def __init__(self) -> None:
-        end_with_raylet()
+        begin_actor()
         self._verl_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
         self._verl_next_turn = 0
         self._verl_turn_taken = asyncio.Condition()

@@ -7,7 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-
 READERS = {"user": 0o077, "group": 0o027, "everyone": 0o022}
 """Who may read what a process writes: the permissions that its files lack (umask(2)). Nobody else ever may write."""
 

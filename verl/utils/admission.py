@@ -27,11 +27,11 @@ from dataclasses import dataclass
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 MOST_NETWORKS = 400
 """Two instructions each; what a socket may take for options is 20 KiB on many kernels. More are widened."""
-LOOK_S = 0.005
+LOOK_S = 0.01
 IDLE_LOOK_S = 0.25
-"""Costs 0.3 ms."""
-BUSY_S = 1.0
-"""Connections seldom come alone."""
+"""A look took 0.03 ms of a process with few files, measured."""
+BUSY_S = 2.0
+"""Connections come soon after somebody listens, and seldom alone."""
 _guarding = threading.Lock()
 
 # Classic BPF (linux/filter.h). Of a TCP packet a filter sees the TCP header on; the IP header is before it.
@@ -134,16 +134,22 @@ class Connection:
 ESTABLISHED, SYN_RECEIVED, TIME_WAIT, LISTENING = 1, 3, 6, 10
 
 
-def connections() -> list[Connection]:
-    """All of this host, or of this container's network."""
-    found = []
+def connections(ports: Collection[int]) -> list[Connection]:
+    """All of this host, or of this container's network, with one of `ports` at either end."""
+    wanted = {f"{port:04X}" for port in ports}
+    return [_connection(line) for line in _table() if {line[1][-4:], line[2][-4:]} & wanted]
+
+
+def _table() -> Iterator[list[str]]:
     for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/thread-self/net/{name}", encoding="ascii") as table:
-            next(table)
-            for line in table:
-                _, local, remote, state, _, _, _, uid, _, inode, *_ = line.split()
-                found.append(Connection(_end(local), _end(remote), int(state, 16), int(uid), int(inode)))
-    return found
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/thread-self/net/{name}", encoding="ascii") as lines:
+            next(lines)
+            yield from map(str.split, lines)
+
+
+def _connection(line: Sequence[str]) -> Connection:
+    _, local, remote, state, _, _, _, uid, _, inode, *_ = line
+    return Connection(_end(local), _end(remote), int(state, 16), int(uid), int(inode))
 
 
 def _end(text: str) -> End:
@@ -169,8 +175,9 @@ def sockets_here() -> dict[int, int]:
 
 def listening_here() -> dict[int, End]:
     """Where this process listens, by inode."""
-    here = sockets_here()
-    return {row.inode: row.local for row in connections() if row.state == LISTENING and row.inode in here}
+    here, listening = sockets_here(), f"{LISTENING:02X}"
+    rows = (_connection(line) for line in _table() if line[3] == listening)
+    return {row.inode: row.local for row in rows if row.inode in here}
 
 
 def borrowed(inode: int) -> socket.socket | None:
@@ -190,7 +197,7 @@ def borrowed(inode: int) -> socket.socket | None:
 
 def _strangers_at(ports: Collection[int]) -> list[Connection]:
     """Who is connected to these ports of this process and is not of the same user on this host. UCX is, to itself."""
-    rows, here = connections(), sockets_here()
+    rows, here = connections(ports), sockets_here()
     own = {(row.local, row.remote) for row in rows if row.uid == os.geteuid() and row.inode}
     return [
         row
@@ -233,13 +240,31 @@ class Doorkeeper:
 
     def guard(self, sock: socket.socket) -> None:
         """Guard one that does not listen yet, or as `guarding` does."""
+        self._guard(sock)
+        if strangers := _strangers_at([sock.getsockname()[1]]):
+            raise Unguarded(f"{strangers[0].remote[0]} connected before the socket was guarded")
+
+    def _guard(self, sock: socket.socket) -> None:
         inode, port = os.fstat(sock.fileno()).st_ino, sock.getsockname()[1]
         attach(sock, program(self._admission))
-        if strangers := _strangers_at([port]):
-            raise Unguarded(f"{strangers[0].remote[0]} connected before the socket was guarded")
         self._guarded = {known: at for known, at in self._guarded.items() if known in sockets_here()} | {inode: port}
         if self._admission.local:
             self._watch(sock)
+
+    def take_over(self, known: Collection[int] = ()) -> None:
+        """Guard everything that this process listens at by now, but for those `known` (inodes).
+
+        For what a library has opened together with others, which have connected. Of those, strangers are shut out.
+        Where it listens at an IPv6 address it is left alone: filters know other hosts by IPv4 addresses.
+        """
+        for inode, (host, _) in listening_here().items():
+            address = ipaddress.ip_address(host)
+            if inode in known or inode in self._guarded or (address.version == 6 and not address.is_unspecified):
+                continue
+            if (sock := borrowed(inode)) is not None:
+                with sock:
+                    self._guard(sock)
+        self._judge()
 
     def admit(self, admission: Admission) -> None:
         """From now on; connections that are there stay."""
@@ -270,26 +295,31 @@ class Doorkeeper:
         """The kernel watches what is behind the descriptor until nobody has it open, also when this one is closed."""
         with contextlib.suppress(FileExistsError):
             self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLET)
-        if self._thread is None:
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+        else:
             self._thread = threading.Thread(target=self._run, name="weight-sync-doorkeeper", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         seen: set[int] = set()
-        busy_until = 0.0
+        busy_until = time.monotonic() + BUSY_S
         while not self._closed:
             # A connection that its library accepts before this thread runs is no event any more.
             arrived = self._epoll.poll(LOOK_S if time.monotonic() < busy_until else IDLE_LOOK_S)
+            if any(fd == self._wake for fd, _ in arrived):
+                os.eventfd_read(self._wake)
             here = set(sockets_here())
             if arrived or not here <= seen:
                 busy_until = time.monotonic() + BUSY_S
-            if (arrived or not here <= seen) and self._judge():
-                here = set()  # look again
+                if self._judge():
+                    here = set()  # look again
             seen = here
 
     def _judge(self) -> bool:
         """Let those of the same user in and shut others out; whether some are not accepted yet."""
-        rows, ports = connections(), set(self._guarded.values())
+        ports = set(self._guarded.values())
+        rows = connections(ports)
         other_end = {(row.local, row.remote): row for row in rows if row.inode}
         self._judged &= {(row.local, row.remote, row.inode) for row in rows}
         later = False

@@ -203,6 +203,10 @@ class NixlEngine(OneSidedEngine):
             admission=self.admission_of(topology),
         )
 
+    def admission_of(self, topology: Topology | None) -> Admission:
+        """An owner that answers may open a connection of its own to the node (UCX over TCP)."""
+        return Admission(addresses=topology.host_addresses) if topology else OWN_USER
+
     def num_readers(self, wire: Wire) -> int:
         return _options_of(self.config).num_threads or super().num_readers(wire)
 

@@ -34,7 +34,7 @@ def using(name: str, *values: Any) -> Any:
 
 
 BACKENDS = [using(name) for name in (*PACKAGES, EXAMPLE)]
-CHAINS = [using("tcp"), using("nixl"), using("mooncake"), using(EXAMPLE)]
+CHAINS = [using("tcp"), using("nixl"), using("mooncake")]
 """Those that can follow `topology=chain`."""
 
 

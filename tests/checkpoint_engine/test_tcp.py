@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoint_engine.fakes import open_descriptors
 from verl.checkpoint_engine.backends.tcp import ANSWER, KEY_NBYTES, REQUEST, Endpoint, TcpWire
 from verl.checkpoint_engine.errors import TransportError
+from verl.utils.admission import Admission
 
 HOST = "127.0.0.1"
 DEADLINE_S = 10.0
@@ -44,7 +45,7 @@ def wait(wire: TcpWire, transfer: object) -> None:
 
 def connected_to(wire: TcpWire) -> tuple[socket.socket, Endpoint]:
     endpoint = msgspec.json.decode(wire.address(), type=Endpoint)
-    return socket.create_connection((endpoint.host, endpoint.port), DEADLINE_S), endpoint
+    return socket.create_connection((HOST, endpoint.local_port), DEADLINE_S), endpoint
 
 
 def test_overlapping_reads_of_any_size_arrive_in_their_places(owner: TcpWire, node: TcpWire):
@@ -96,10 +97,29 @@ def test_a_request_beyond_the_address_space_is_refused(owner: TcpWire):
         assert ANSWER.unpack(stranger.recv(ANSWER.size)) == (0,)
 
 
-def test_it_listens_on_its_own_address_alone(owner: TcpWire):
-    port = msgspec.json.decode(owner.address(), type=Endpoint).port
-    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    assert [address.ip for address in listening if address.port == port] == [HOST]
+def listening_at(ports: set[int]) -> set[int]:
+    rows = psutil.Process().net_connections("tcp")
+    found = [row.laddr for row in rows if row.status == psutil.CONN_LISTEN and row.laddr.port in ports]
+    assert {address.ip for address in found} <= {HOST}
+    return {address.port for address in found}
+
+
+def test_it_listens_inside_its_host_until_members_are_on_others(owner: TcpWire):
+    endpoint = msgspec.json.decode(owner.address(), type=Endpoint)
+    ports = {endpoint.port, endpoint.local_port}
+    assert listening_at(ports) == {endpoint.local_port}
+    owner.admit(Admission())
+    assert listening_at(ports) == {endpoint.local_port}
+    owner.admit(Admission(addresses=("10.0.0.7",)))
+    assert listening_at(ports) == ports
+
+
+def test_a_wire_that_only_reads_listens_nowhere():
+    before = psutil.Process().net_connections("tcp")
+    TcpWire(HOST, 4, listens=False).close()
+    wire = TcpWire(HOST, 4, listens=False)
+    assert len(psutil.Process().net_connections("tcp")) == len(before)
+    wire.close()
 
 
 def test_a_member_that_ends_fails_the_reads_from_it_and_nobody_listens_there(node: TcpWire):

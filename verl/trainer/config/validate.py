@@ -11,14 +11,18 @@ from verl.workers.config import PPOConfig
 
 
 def validate(config: PPOConfig) -> None:
-    """Raises ConfigError that names, one per line, every combination that cannot work, with the values that clash.
+    """Raises ConfigError with the lines of `problems_of`."""
+    if problems := problems_of(config):
+        raise ConfigError("\n".join(problems))
+
+
+def problems_of(config: PPOConfig) -> list[str]:
+    """A line for every combination that cannot work, with the values that clash.
 
     Imports the user's modules (`model.external_lib`, `checkpoint_engine.custom_backend_module`), since they may
     register the names that are looked up. Raises BackendUnavailable for one whose package is missing.
     """
-    problems = [problem for check in CHECKS for problem in check(config)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return [problem for check in CHECKS for problem in check(config)]
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[str]:
@@ -88,8 +92,10 @@ def _lengths(config: PPOConfig) -> Iterator[str]:
             config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
         ),
     }
+    told: set[int] = set()
     for name, (used, budget) in budgets.items():
-        if used and budget < longest:
+        if used and budget < longest and budget not in told:
+            told.add(budget)  # the others follow the actor's
             yield (
                 f"actor_rollout_ref.{name}={budget} is less than one sequence: data.max_prompt_length + "
                 f"data.max_response_length = {longest}"
@@ -145,7 +151,8 @@ def _critic(config: PPOConfig) -> Iterator[str]:
             f"cannot be divided by {ranks} trainer ranks"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest:
+    follows = critic.ppo_max_token_len_per_gpu == config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest and not follows:
         yield (
             f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu} is less than one sequence: "
             f"data.max_prompt_length + data.max_response_length = {longest}"
@@ -153,6 +160,15 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     size = critic.fsdp.fsdp_size
     if size != -1 and (size <= 0 or ranks % size):
         yield f"critic.fsdp.fsdp_size={size} does not divide {ranks} trainer ranks"
+
+
+def _placement(config: PPOConfig) -> Iterator[str]:
+    if not config.actor_rollout_ref.hybrid_engine and config.trainer.placement == "colocated":
+        yield (
+            "actor_rollout_ref.hybrid_engine=false: rollout engines have machines of their own in "
+            "verl.experimental.one_step_off_policy.main_ppo and in "
+            "verl.experimental.fully_async_policy.fully_async_main, or with trainer.placement=separate"
+        )
 
 
 def _ranks(config: PPOConfig) -> Iterator[str]:
@@ -305,6 +321,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _micro_batch_sizes,
     _lengths,
     _algorithm,
+    _placement,
     _ranks,
     _reference,
     _profiler,

@@ -118,7 +118,6 @@ def test_the_defaults_fit_together():
             ["fsdp_size=3 does not divide 4 trainer ranks"],
         ),
         (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path=/no/reward.py: no such file"]),
-        (["actor_rollout_ref.rollout.multi_turn.enable=true"], ["multi_turn.tool_config_path"]),
         (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
         (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], ["'vanila'", "vanilla"]),

@@ -172,7 +172,7 @@ def _merge(target: dict[str, Any], alias: Mapping[str, Any], path: str, explicit
             _merge(present, value, dotted, explicit)
             continue
         known = keys().get(dotted)
-        given = dotted in explicit or (name in target and (known is None or present != known.default))
+        given = dotted in explicit or (name in target and (known is None or present not in (known.default, "auto")))
         if given and present != value:
             raise ConfigError(
                 f"{dotted}={present!r} and {ALIAS}{dotted.removeprefix(CANONICAL)}={value!r} are the same key with "

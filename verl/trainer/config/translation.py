@@ -67,7 +67,8 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         except ConfigError as exc:
             result.problems.append(f"{key}={written(value)}: {exc}")
     for key, convert in SPELLINGS.items():
-        if (value := _get(result.values, key)) is not None and (ours := convert(value, at)) != value:
+        value = _get(result.values, key)
+        if _has(result.values, key) and (ours := convert(value, at)) is not value and ours != value:
             _put(result.values, key, ours)
             result.notes.append(Note(key=key, value=value, why=f"it is {written(ours)} here"))
     return replace(result, values=_without_empty(result.values))
@@ -115,7 +116,9 @@ def _foreign(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
         if dotted in RULES and dotted not in keys():
             yield dotted, value
         elif free_form_key(dotted) is not None:
-            if isinstance(value, Mapping):
+            if rule_of(dotted) is not None and dotted not in keys():
+                yield dotted, value
+            elif isinstance(value, Mapping):
                 yield from _foreign(value, dotted)
         elif isinstance(value, Mapping) and value and (is_known(dotted) or is_verls(dotted) or _has_rules(dotted)):
             yield from _foreign(value, dotted)
@@ -145,6 +148,12 @@ def _get(values: Mapping[str, Any], dotted: str) -> Any:
             return None
         found = found.get(name)
     return found
+
+
+def _has(values: Mapping[str, Any], dotted: str) -> bool:
+    section, _, last = dotted.rpartition(".")
+    found = _get(values, section)
+    return isinstance(found, Mapping) and last in found
 
 
 def _put(values: dict[str, Any], dotted: str, value: Any) -> None:

@@ -151,7 +151,8 @@ def _critic(config: PPOConfig) -> Iterator[str]:
             f"cannot be divided by {ranks} trainer ranks"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    follows = critic.ppo_max_token_len_per_gpu == config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    actor = config.actor_rollout_ref.actor
+    follows = actor.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu == actor.ppo_max_token_len_per_gpu
     if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest and not follows:
         yield (
             f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu} is less than one sequence: "
@@ -160,6 +161,15 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     size = critic.fsdp.fsdp_size
     if size != -1 and (size <= 0 or ranks % size):
         yield f"critic.fsdp.fsdp_size={size} does not divide {ranks} trainer ranks"
+
+
+def _rewards(config: PPOConfig) -> Iterator[str]:
+    from verl.workers.reward_manager import overlong_penalty
+
+    try:
+        overlong_penalty(config.reward_model)
+    except ConfigError as exc:
+        yield str(exc)
 
 
 def _placement(config: PPOConfig) -> Iterator[str]:
@@ -248,11 +258,6 @@ def _files(config: PPOConfig) -> Iterator[str]:
     ):
         if path is not None and not path.startswith("pkg://") and not Path(path).expanduser().is_file():
             yield f"{key}={path}: no such file"
-    if rollout.multi_turn.enable and rollout.multi_turn.tool_config_path is None:
-        yield (
-            "actor_rollout_ref.rollout.multi_turn.enable=true needs tools: "
-            "set actor_rollout_ref.rollout.multi_turn.tool_config_path"
-        )
 
 
 def _user_modules(config: PPOConfig) -> Iterator[str]:
@@ -321,6 +326,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _micro_batch_sizes,
     _lengths,
     _algorithm,
+    _rewards,
     _placement,
     _ranks,
     _reference,

@@ -165,3 +165,7 @@ def _ranks(at: Values) -> int:
 def critic_strategy(value: Any, _: Values) -> Any:
     """FSDP1 and FSDP2 cut a model in the same way."""
     return "fsdp2" if value == "fsdp" else value
+
+
+def off_as_minus_1(value: Any, _: Values) -> Any:
+    return -1 if value is False else value

@@ -26,6 +26,7 @@ from verl.trainer.config.verl_conversions import (
     is_actors,
     kl_name,
     loggers,
+    off_as_minus_1,
     on_lr,
     one_of,
     profiler_tool,
@@ -48,6 +49,27 @@ _REWARD = "reward_model"
 _MORE_THAN_1 = "sequences are not split over ranks, each is computed whole on its rank: the same numbers, more memory"
 _ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 _OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
+
+
+_FUSED = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "bias_swiglu_fusion",
+    "cross_entropy_loss_fusion",
+    "deallocate_pipeline_outputs",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_enable_deepep",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "persist_layer_norm",
+    "tp_comm_overlap",
+    "use_flash_attn",
+    "use_fused_rotary_pos_emb",
+)
 
 
 def _is(*values: Any) -> Callable[[Any, Values], bool]:
@@ -103,6 +125,30 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         f"{section}.dist_checkpointing_path": NoEffect(why="only with use_dist_checkpointing=True"),
         f"{section}.dist_checkpointing_prefix": NoEffect(why="only with use_dist_checkpointing=True"),
         f"{section}.use_remove_padding": NoEffect(why="the sequences of a micro-batch are cut to its longest"),
+        **{
+            f"{section}.override_transformer_config.{name}": NoEffect(
+                why="Megatron's plain kernels compute the same numbers", costs=_true
+            )
+            for name in _FUSED
+        },
+        f"{section}.override_transformer_config.moe_token_dispatcher_type": NoEffect(
+            why="experts' tokens go by all-to-all: the same numbers", costs=_is("flex")
+        ),
+        f"{section}.override_transformer_config.attention_backend": NoEffect(
+            why="attention is Megatron's own: the same numbers", costs=_is("flash", "fused")
+        ),
+        f"{section}.override_transformer_config.account_for_embedding_in_pipeline_split": _off(
+            "set num_layers_in_first_pipeline_stage"
+        ),
+        f"{section}.override_transformer_config.account_for_loss_in_pipeline_split": _off(
+            "set num_layers_in_last_pipeline_stage"
+        ),
+        f"{section}.override_transformer_config.pipeline_model_parallel_layout": Refused(
+            why="set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        ),
+        f"{section}.override_ddp_config.grad_reduce_in_fp32": NoEffect(
+            why="gradients are summed in float32", only=_is(True), otherwise="gradients are summed in float32"
+        ),
         f"{section}.use_megatron_fsdp": _off("ranks hold whole layers of their stage; strategy=fsdp2 shards them"),
         f"{section}.seed": Refused(why="the nearest is trainer.seed"),
         **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
@@ -114,6 +160,7 @@ def _of_megatron(section: str) -> dict[str, Rule]:
 
 def _as_actor(section: str, why: str) -> dict[str, Rule]:
     ours = {field.name for field in fields(RefMegatronConfig)} if section == f"{_REF}.megatron" else set()
+    ours.add("override_transformer_config")  # single fields of it have rules
     names = [field.name for field in fields(MegatronConfig) if field.name not in ours]
     same: dict[str, Rule] = {
         f"{section}.{name}": NoEffect(why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}")
@@ -328,6 +375,14 @@ RULES: dict[str, Rule] = {
     "trainer.profile_steps": Moved(to=("global_profiler.steps",)),
     f"{_ACTOR}.tau_pos": Moved(to=(f"{_ACTOR}.policy_loss.tau_pos",)),
     f"{_ACTOR}.tau_neg": Moved(to=(f"{_ACTOR}.policy_loss.tau_neg",)),
+    f"{_POLICY}.model.override_config.model_config.*": Moved(to=(f"{_POLICY}.model.override_config.*",)),
+    f"{_POLICY}.model.override_config.moe_config.freeze_moe_router": _off("the routers of experts are trained, too"),
+    **{
+        f"{_POLICY}.model.override_config.{name}": NoEffect(
+            why="no dropout is what it would be", only=_is(0, 0.0), otherwise="nothing is dropped out of activations"
+        )
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    },
     # Accepted: the same numbers without them.
     **_of_ranks(_ACTOR, "ppo_infer_max_token_len_per_gpu"),
     **_of_ranks(_REF, "ppo_infer_max_token_len_per_gpu"),
@@ -473,5 +528,8 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")
     },
     "critic.strategy": critic_strategy,
+    "trainer.test_freq": off_as_minus_1,
+    "trainer.save_freq": off_as_minus_1,
+    f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 """Keys that are here, too, and values of verl's that have other names here."""

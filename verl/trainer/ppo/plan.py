@@ -113,7 +113,7 @@ def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
     )
     yield (
         f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
-        f"ranks, {trainer.placement}; {rollout.n} responses per prompt"
+        f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
     )
     micro = (
         f"up to {actor.ppo_max_token_len_per_gpu} tokens"
@@ -141,6 +141,11 @@ def _cuts(config: PPOConfig) -> str:
         f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "
         f"EP {cut.expert_model_parallel_size})"
     )
+
+
+def _tools(config: PPOConfig) -> str:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    return f", several turns, tools: {turns.tool_config_path or 'none'}" if turns.enable else ""
 
 
 def _yes(value: bool) -> str:

@@ -30,7 +30,11 @@ class FSDPConfig:
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = option("vanilla", "name registered with register_policy_loss")
+    loss_mode: str = option(
+        "vanilla", "vanilla, gspo, geo_mean, gpg, sapo, cispo, or a name registered with register_policy_loss"
+    )
+    tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", above=0)
+    tau_neg: float = option(1.05, "sapo: temperature of the gate for the others", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

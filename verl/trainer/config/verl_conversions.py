@@ -135,7 +135,9 @@ def profiler_tool(value: Any, at: Values) -> Any:
 
 
 def profiles(value: Any, at: Values) -> Any:
-    return False if profiler_tool(at("global_profiler.tool"), at) != at("global_profiler.tool") else value
+    """verl has a tool and no steps, and traces nothing."""
+    nothing = at("global_profiler.tool") is not None and not at("global_profiler.steps")
+    return False if value is True and nothing else value
 
 
 def dtype_name(value: Any, _: Values) -> Any:

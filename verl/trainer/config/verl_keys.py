@@ -283,7 +283,11 @@ def _of_lora(model: str, reads: bool) -> dict[str, Rule]:
         ),
         f"{model}.lora.fully_sharded_loras": NoEffect(why="how vllm cuts adapters: the same numbers", costs=_true),
         f"{model}.lora.dropout": NoEffect(why="it is 0", only=_is(0, 0.0), otherwise="adapters have no dropout"),
-        f"{model}.lora.dtype": NoEffect(why="adapters have the dtype of fsdp_config", only=_is(None, "bfloat16")),
+        f"{model}.lora.dtype": NoEffect(
+            why="adapters have the dtype of fsdp_config",
+            only=_is(None, "bfloat16"),
+            otherwise="adapters have the dtype of fsdp_config",
+        ),
     }
 
 
@@ -320,7 +324,6 @@ RULES: dict[str, Rule] = {
     "rollout.n_gpus_per_node": Moved(to=(f"{_ROLLOUT}.n_gpus_per_node",)),
     "rollout.n": Moved(to=(f"{_ROLLOUT}.n",)),
     "rollout.total_rollout_steps": Moved(to=("async_training.total_rollout_steps",)),
-    "rollout.test_freq": Moved(to=("trainer.test_freq",)),
     "rollout.*": Refused(
         why=f"it belongs to trainers with machines of their own for rollouts; here it is {_ROLLOUT}.*"
     ),
@@ -502,7 +505,8 @@ RULES: dict[str, Rule] = {
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
     "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
     "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
-    "algorithm.gdpo_*": Refused(why="gdpo is not here"),
+    "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
+    "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
     f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
     **{f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
        for role in (_ACTOR, _REF, "critic")
@@ -528,6 +532,10 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")
     },
     "critic.strategy": critic_strategy,
+    f"{_POLICY}.model.lora_alpha": lambda value, at: value if at(f"{_POLICY}.model.lora_rank") or value else 16,
+    f"{_ROLLOUT}.mode": lambda value, at: "async" if value == "sync" else value,
+    f"{_ACTOR}.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
+    "critic.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
     f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,

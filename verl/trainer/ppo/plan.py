@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+OF_STAND_IN = re.compile(r"\b(the|a) model\b|\bnum_hidden_layers\b|\bbuiltin:|\btraining samples\b|\bof its layers\b")
+"""Lines that blame the model or the data, not the keys of the launch."""
 
 
 def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
@@ -63,10 +66,11 @@ class _Attempt:
         try:
             return call()
         except (ConfigError, BackendUnavailable) as exc:
-            if stands_in:
-                self._checked.stand_ins.extend(f"stand-in: {line}" for line in str(exc).splitlines())
-            else:
-                self._checked.problems.extend(str(exc).splitlines())
+            for line in str(exc).splitlines():
+                if stands_in and OF_STAND_IN.search(line):
+                    self._checked.stand_ins.append(f"stand-in: {line}")
+                else:
+                    self._checked.problems.append(line)
             return None
 
 
@@ -77,7 +81,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: _require_model(model, path))
     attempt(lambda: _require_positions(config), stands_in=stands_in)
     attempt(lambda: _require_heads(config), stands_in=stands_in)
-    attempt(lambda: _adapter_shapes(config, path))
+    attempt(lambda: _adapter_shapes(config, path), stands_in=stands_in)
     strategy = config.actor_rollout_ref.actor.strategy
     attempt(lambda: _require_engine(config, strategy, local, device), stands_in=stands_in)
     attempt(lambda: make_replicas(config, model_path=path, device=device))

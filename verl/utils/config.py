@@ -49,9 +49,7 @@ class Bounds:
         return " and ".join(f"{word} {limits[name]}" for name, word in words.items() if limits[name] is not None)
 
 
-def option(
-    default: Any, help: str, *, choices: tuple[Any, ...] = (), follows: bool = False, **bounds: float
-) -> Any:
+def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), follows: bool = False, **bounds: float) -> Any:
     """A dataclass field with a default, a description for the generated reference, and the values it may take.
 
     `bounds` are those of `Bounds`; in a list they hold for each number. A field that `follows` others is null in YAML,

@@ -1,6 +1,6 @@
 """Launches as people of verl write them, and what becomes of each: accepted, or refused with a sentence.
 
-    python -m tests.trainer.config.launches      counts by mode and prints what is not as the table says
+python -m tests.trainer.config.launches      counts by mode and prints what is not as the table says
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ DAPO = (
     "+reward.reward_kwargs.overlong_buffer_cfg.log=False +reward.reward_kwargs.max_resp_len=1024 "
     f"{A}.clip_ratio_low=0.2 {A}.clip_ratio_high=0.28 {A}.clip_ratio_c=10.0 {A}.loss_agg_mode=token-mean"
 )
-OFFLOAD = (
-    f"{M}.param_offload=True {M}.grad_offload=True {M}.optimizer_offload=True {F}.megatron.param_offload=True"
-)
+OFFLOAD = f"{M}.param_offload=True {M}.grad_offload=True {M}.optimizer_offload=True {F}.megatron.param_offload=True"
 RECOMPUTE = " ".join(
     f"+{M}.override_transformer_config.{key}"
     for key in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
@@ -145,7 +143,9 @@ LAUNCHES = (
         f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu",
     ),
     Launch("clip_grad and a schedule", "hybrid", f"{GRPO} {A}.optim.clip_grad=0.5 {A}.optim.lr_decay_style=constant"),
-    Launch("megatron", "hybrid", f"{MEGATRON} {M}.use_mbridge=True {M}.use_dist_checkpointing=False", said="TP 2, PP 2"),
+    Launch(
+        "megatron", "hybrid", f"{MEGATRON} {M}.use_mbridge=True {M}.use_dist_checkpointing=False", said="TP 2, PP 2"
+    ),
     Launch("megatron by model_engine", "hybrid", f"model_engine=megatron {GRPO}", said="megatron (TP 1"),
     Launch("megatron with offload", "hybrid", f"{MEGATRON} {OFFLOAD} {RECOMPUTE}", said="stays on its device"),
     Launch(

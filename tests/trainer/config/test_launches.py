@@ -58,7 +58,9 @@ def nested(dotted, value):
 
 
 def test_a_key_without_effect_is_told_with_its_value_and_why():
-    _, out, _ = check(Launch("", "hybrid", "actor_rollout_ref.actor.use_torch_compile=True trainer.use_legacy_worker_impl=auto"))
+    _, out, _ = check(
+        Launch("", "hybrid", "actor_rollout_ref.actor.use_torch_compile=True trainer.use_legacy_worker_impl=auto")
+    )
     assert "warning: actor_rollout_ref.actor.use_torch_compile=true: nothing is compiled" in out
     assert "no effect: trainer.use_legacy_worker_impl=auto: there is one implementation" in out
 

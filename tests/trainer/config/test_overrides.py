@@ -54,7 +54,10 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
         ("data.seed=${foo}", "data.seed: Interpolation key 'foo' not found"),
         ("data.seed=???", "data.seed"),
         ("critic.model.lora_rank=8", "verl key 'critic.model.lora_rank' is not supported here with 8: the critic is"),
-        ("async_training.use_trainer_do_validate=true", "is not supported here with true: the rollout engines validate"),
+        (
+            "async_training.use_trainer_do_validate=true",
+            "is not supported here with true: the rollout engines validate",
+        ),
         ("algorithm.rollout_correction.rollout_rs=token", "the nearest is algorithm.rollout_correction.rollout_is"),
     ],
 )

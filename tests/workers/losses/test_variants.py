@@ -35,8 +35,14 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence():
 
 
 def test_gspo_has_no_more_to_gain_above_its_range():
-    loss, metrics, gradient = loss_of("gspo", ratios=torch.tensor([[1.1, 1.1]]), advantages=torch.ones(1, 2),
-                                      mask=torch.ones(1, 2), clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    loss, metrics, gradient = loss_of(
+        "gspo",
+        ratios=torch.tensor([[1.1, 1.1]]),
+        advantages=torch.ones(1, 2),
+        mask=torch.ones(1, 2),
+        clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4,
+    )
     assert loss == pytest.approx(-1.0004)
     assert metrics["actor/pg_clipfrac"] == 1
     assert not gradient.any()

@@ -122,9 +122,9 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
-    if algorithm.adv_estimator == "rloo" and rollout.n < 2:
+    if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk") and rollout.n < 2:
         yield (
-            "algorithm.adv_estimator=rloo compares the responses to one prompt with each other: "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
             f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
         )
 

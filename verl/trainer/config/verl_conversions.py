@@ -17,7 +17,9 @@ _FSDP = ("fsdp", "fsdp2")
 
 def one_of(values: Collection[Any]) -> Callable[[Any, Values], bool]:
     """True and 1 are two values."""
-    return lambda value, _: any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)
+    return lambda value, _: any(
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
+    )
 
 
 def engine_of(value: Any, _: Values) -> Any:

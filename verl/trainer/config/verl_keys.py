@@ -16,13 +16,13 @@ from verl.trainer.config.verl_conversions import (
     below_lora,
     by_ranks,
     critic_strategy,
+    divides_ranks,
     dtype_name,
     dtype_of,
     engine_of,
     expert_parallel,
     format_of_load,
     fsdp_strategy,
-    divides_ranks,
     is_actors,
     kl_name,
     loggers,
@@ -440,9 +440,7 @@ RULES: dict[str, Rule] = {
         only=lambda value, at: not value or at("algorithm.adv_estimator") != "optimal_token_baseline",
         otherwise="the optimal token baseline is not here",
     ),
-    f"{_ACTOR}.checkpoint.async_save": NoEffect(
-        why="checkpoints are written before the next step begins", costs=_true
-    ),
+    f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     f"{_ACTOR}.checkpoint.mbridge_config.*": NoEffect(why="Hugging Face directories are written as they are"),
     f"{_ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
@@ -496,7 +494,9 @@ RULES: dict[str, Rule] = {
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
     # Not here.
     **_disabled("algorithm.filter_groups", "no groups are filtered out of a batch"),
-    **_disabled("distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"),
+    **_disabled(
+        "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
+    ),
     **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
     **_disabled("transfer_queue", "batches go through the driver"),
     **_disabled("skip.rollout", "every step generates"),
@@ -508,9 +508,11 @@ RULES: dict[str, Rule] = {
     "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
     "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
     f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
-    **{f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
-       for role in (_ACTOR, _REF, "critic")
-       for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel")},
+    **{
+        f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
+        for role in (_ACTOR, _REF, "critic")
+        for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel")
+    },
     f"{_ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {_ROLLOUT}.multi_turn"),
 }
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
-from verl.trainer.ppo.cluster import make_replicas, num_replicas
+from verl.trainer.ppo.cluster import make_replicas
 from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.placement import num_replicas
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_critic, needs_reference
 from verl.trainer.ppo.run import (
     _adapter_shapes,
@@ -125,8 +126,8 @@ def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
         else f"{actor.ppo_micro_batch_size_per_gpu} sequences"
     )
     yield (
-        f"batch: {data.train_batch_size} prompts per step, {actor.ppo_mini_batch_size} per optimizer step, micro-batches "
-        f"of {micro}; prompts of {data.max_prompt_length}, responses of {data.max_response_length} tokens"
+        f"batch: {data.train_batch_size} prompts per step, {actor.ppo_mini_batch_size} per optimizer step, "
+        f"micro-batches of {micro}; prompts of {data.max_prompt_length}, responses of {data.max_response_length} tokens"
     )
     yield (
         f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "

@@ -32,7 +32,11 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """Advantages and KL."""
 
-    adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
+    adv_estimator: str = option(
+        "grpo",
+        "gae, grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a name "
+        "registered with register_adv_est (verl: gae)",
+    )
     gamma: float = option(1.0, "discount factor", least=0, most=1)
     lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)
     norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")

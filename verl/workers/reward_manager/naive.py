@@ -90,7 +90,10 @@ class NaiveRewardManager:
         end_token_ids: Collection[int] = (),
         penalty: OverlongPenalty | None = None,
     ) -> None:
-        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. Raises ConfigError for a function that no process can have."""
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response.
+
+        Raises ConfigError for a function that no process can have.
+        """
         self._tokenizer = tokenizer
         self._pool = ScoringPool(_pickled(compute_score), num_workers=num_workers, timeout_s=timeout_s)
         self._reward_fn_key = reward_fn_key

@@ -19,13 +19,34 @@ from verl.workers.hf.conversion import listed_names
 
 KEY = "actor_rollout_ref.actor.megatron"
 OF_MODEL = frozenset(
-    (
-        "hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size num_moe_experts moe_router_topk moe_router_pre_softmax "
-        "moe_ffn_hidden_size normalization layernorm_epsilon qk_layernorm add_bias_linear add_qkv_bias "
-        "gated_linear_unit activation_func params_dtype bf16 fp16 use_cpu_initialization perform_initialization "
-        "variable_seq_lengths calculate_per_token_loss sequence_parallel moe_grouped_gemm "
-        "moe_shared_expert_intermediate_size"
-    ).split()
+    [
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "num_moe_experts",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_ffn_hidden_size",
+        "normalization",
+        "layernorm_epsilon",
+        "qk_layernorm",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "gated_linear_unit",
+        "activation_func",
+        "params_dtype",
+        "bf16",
+        "fp16",
+        "use_cpu_initialization",
+        "perform_initialization",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "sequence_parallel",
+        "moe_grouped_gemm",
+        "moe_shared_expert_intermediate_size",
+    ]
 )
 """Fields of Megatron's configuration that the weights or the engine need as they are."""
 OF_LAYOUT = ("num_layers", "pipeline_", "account_for_", "fp8", "fp4", "virtual_pipeline", "multi_latent", "mtp_")

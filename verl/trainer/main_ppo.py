@@ -8,6 +8,7 @@ Exit codes: 0, 1 (a failure, with its traceback), 2 (something to change on the 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from verl.utils.signals import end_when_told
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from verl.trainer.config.checking import Checked
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.workers.config import PPOConfig
 
@@ -26,23 +28,37 @@ INTERRUPTED = 130
 logger = logging.getLogger("verl")
 
 
+HYBRID = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
+
+
 def main() -> None:
     run(run_ppo)
 
 
-def run(trainer: Callable[[PPOConfig], None], **defaults: Any) -> None:
-    """Run `trainer` as the command line says, and end the process as promised above. `defaults`: as in `run_hydra`."""
+def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults: Any) -> None:
+    """Run `trainer` as the command line says, and end the process as promised above. `defaults`: as in `run_hydra`.
+
+    `loop` is the "module:Class" of the trainer's loop, whose run `--check` plans.
+    """
     end_when_told()
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
-        run_hydra(trainer, **defaults)
+        run_hydra(trainer, check=lambda config: check_ppo(config, loop), **defaults)
     except KeyboardInterrupt as exc:
         sys.stderr.write(f"stopped{exc}\n")
         sys.stderr.flush()
         sys.stdout.flush()
         # Everything of the run is closed. Exit hooks of libraries would find what was interrupted half way.
         os._exit(INTERRUPTED)
+
+
+def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:
+    """What `run_ppo` would find out about model and data, and what it would do. Starts nothing."""
+    from verl.trainer.ppo.plan import plan
+
+    module, _, name = loop.partition(":")
+    return plan(config, getattr(importlib.import_module(module), name))
 
 
 def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None) -> None:

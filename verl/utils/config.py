@@ -49,12 +49,13 @@ class Bounds:
         return " and ".join(f"{word} {limits[name]}" for name, word in words.items() if limits[name] is not None)
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), **bounds: float) -> Any:
+def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), follows: bool = False, **bounds: float) -> Any:
     """A dataclass field with a default, a description for the generated reference, and the values it may take.
 
-    `bounds` are those of `Bounds`; in a list they hold for each number.
+    `bounds` are those of `Bounds`; in a list they hold for each number. A field that `follows` others is null in YAML,
+    which stands for what they say; `default` is what that is where they have their defaults.
     """
-    metadata = {"help": help, "choices": choices, "bounds": Bounds(**bounds)}
+    metadata = {"help": help, "choices": choices, "bounds": Bounds(**bounds), "follows": follows}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -86,31 +87,45 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", problems: list[str] | None = None) -> T:
     """Build `cls` from `values`; `path` is the dotted key of the section, for messages.
 
-    Raises ConfigError for unknown keys (a line for each, with the nearest known one), a value of the wrong type, a
-    value outside `choices` or `Bounds`, and whatever `__post_init__` of the class rejects.
+    Unknown keys (a line for each, with the nearest known one), a value of the wrong type, a value outside `choices` or
+    `Bounds`, and whatever `__post_init__` of the class rejects are one ConfigError with a line for each; or, with
+    `problems`, are added to that list, and the keys have their defaults.
     """
+    found: list[str] = [] if problems is None else problems
+    arguments: dict[str, Any] = {}
     hints = field_types(typing.cast("Any", cls))
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {}
-    if unknown := [str(key) for key in values if key not in known]:
-        prefix = f"{path}." if path else ""
-        raise ConfigError(
-            "\n".join(f"unknown configuration key {prefix + key!r}.{did_you_mean(key, known)}" for key in unknown)
-        )
+    prefix = f"{path}." if path else ""
     for key, value in values.items():
-        dotted = f"{path}.{key}" if path else str(key)
-        arguments[key] = _convert(hints[key], value, dotted)
-        _require_bounds(arguments[key], known[key].metadata.get("bounds"), dotted)
-        choices = known[key].metadata.get("choices")
-        if choices and arguments[key] not in choices:
-            raise ConfigError(_not_a_choice(dotted, value, choices, known[key].metadata["help"]))
+        if key not in known:
+            found.append(f"unknown configuration key {prefix + str(key)!r}.{did_you_mean(str(key), known)}")
+            continue
+        try:
+            arguments[key] = _checked(hints[key], value, prefix + key, known[key].metadata, found)
+        except ConfigError as exc:
+            found.append(str(exc))
     try:
-        return cls(**arguments)
+        built = cls(**arguments)
     except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}" if path else str(exc)) from exc
+        found.append(f"{path}: {exc}" if path else str(exc))
+        built = cls()
+    if problems is None and found:
+        raise ConfigError("\n".join(found))
+    return built
+
+
+def _checked(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any], problems: list[str]) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_mapping(typing.cast("type[Any]", hint), value, dotted, problems)
+    converted = _convert(hint, value, dotted)
+    _require_bounds(converted, metadata.get("bounds"), dotted)
+    choices = metadata.get("choices")
+    if choices and converted not in choices:
+        raise ConfigError(_not_a_choice(dotted, value, choices, metadata["help"]))
+    return converted
 
 
 def _not_a_choice(dotted: str, value: Any, choices: tuple[Any, ...], help_text: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +21,19 @@ DEVICES = ("cpu", "cuda", "npu")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
+_taken_as_given: ContextVar[bool] = ContextVar("taken_as_given", default=False)
+
+
+@contextmanager
+def any_device() -> Iterator[None]:
+    """Inside, a device that is named counts as present: what is checked here is to run on another machine."""
+    token = _taken_as_given.set(True)
+    try:
+        yield
+    finally:
+        _taken_as_given.reset(token)
+
+
 def resolve_device(name: str | None = None) -> str:
     """`name` once it is known and present on this machine; for None the first of cuda, npu, cpu that is present.
 
@@ -29,7 +45,7 @@ def resolve_device(name: str | None = None) -> str:
         raise ConfigError(
             f"unknown device {name!r}; known: {', '.join(DEVICES)}.{did_you_mean(name, DEVICES) if name else ''}"
         )
-    if reason := _missing(name):
+    if not _taken_as_given.get() and (reason := _missing(name)):
         raise ConfigError(f"device {name!r} cannot be used here: {reason}. On this machine: {resolve_device()}")
     return name
 

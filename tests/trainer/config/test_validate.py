@@ -94,7 +94,7 @@ def test_the_defaults_fit_together():
             ["global_profiler.steps[0] must be at least 1, not 0"],
         ),
         (
-            ["global_profiler.tool=nsys"],
+            ["global_profiler.tool=nsys", "global_profiler.steps=[2]"],
             ["global_profiler.tool='nsys' is not one of: null, torch"],
         ),
         (
@@ -113,9 +113,11 @@ def test_the_defaults_fit_together():
             ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"],
             ["actor_rollout_ref.rollout.n=1 must be at least 2"],
         ),
-        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], ["fsdp_size=3 does not divide 2 trainer ranks"]),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
+            ["fsdp_size=3 does not divide 4 trainer ranks"],
+        ),
         (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path=/no/reward.py: no such file"]),
-        (["actor_rollout_ref.rollout.multi_turn.enable=true"], ["multi_turn.tool_config_path"]),
         (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
         (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], ["'vanila'", "vanilla"]),

@@ -14,12 +14,13 @@ from verl.trainer.main_ppo import run, run_ppo
 if TYPE_CHECKING:
     from verl.workers.config import PPOConfig
 
+LOOP = "verl.experimental.one_step_off_policy.trainer:OneStepOffPolicyTrainer"
 CONFIG_DIR = Path(__file__).parent / "config"
 CONFIG_NAME = "one_step_off_ppo_trainer"
 
 
 def main() -> None:
-    run(train, config_path=CONFIG_DIR, config_name=CONFIG_NAME)
+    run(train, loop=LOOP, config_path=CONFIG_DIR, config_name=CONFIG_NAME)
 
 
 def train(config: PPOConfig) -> None:

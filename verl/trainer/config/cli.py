@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl import __version__
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.help import print_help
-from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config
-from verl.trainer.config.validate import validate
+from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config, resolve_config
+from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
+from verl.utils.device import any_device
 from verl.workers.config import PPOConfig
 
+logger = logging.getLogger("verl")
 USAGE_ERROR = 2
 """Exit code for what the user wrote; anything else that goes wrong in a run has a traceback and exit code 1."""
 
@@ -29,12 +33,14 @@ def run_hydra(
     *,
     config_path: Path | None = None,
     config_name: str = DEFAULT_NAME,
+    check: Callable[[PPOConfig], Checked] | None = None,
 ) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
     starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
-    traceback. Supports --help [SECTION ...] and --version, and as Hydra does --cfg job, --package, --resolve,
+    traceback. Supports --help [SECTION ...], --version and --check, for which `check` looks at the model and data of a
+    configuration and starts nothing; and as Hydra does --cfg job, --package, --resolve,
     --config-name, --config-path and --config-dir; `config_path` and `config_name` are their defaults, and files of the
     user's own can begin with those of `config_path`. Leaves no output directory behind.
     """
@@ -57,9 +63,10 @@ def run_hydra(
         if arguments.cfg:
             _print_configuration(arguments, where)
             return
-        config = load_config(arguments.overrides, **where)
-        validate(config)
-        main(config)
+        if arguments.check:
+            _check(arguments.overrides, where, check)
+            return
+        main(_usable(arguments.overrides, where))
     except (ConfigError, BackendUnavailable) as exc:
         _fail(str(exc))
 
@@ -74,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")
@@ -81,6 +89,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     return parser
+
+
+def _usable(overrides: Sequence[str], where: Mapping[str, Any]) -> PPOConfig:
+    """Raises ConfigError with a line for everything that is wrong with it. Warns of what costs more than in verl."""
+    resolved = resolve_config(overrides, **where)
+    if problems := [*resolved.problems, *problems_of(resolved.config)]:
+        raise ConfigError("\n".join(problems))
+    for note in resolved.notes:
+        if note.costs:
+            logger.warning("%s", note)
+    return resolved.config
+
+
+def _check(overrides: Sequence[str], where: Mapping[str, Any], check: Callable[[PPOConfig], Checked] | None) -> None:
+    """Print what a run would be, or everything that is wrong with it, by kinds."""
+    with any_device():
+        resolved = resolve_config(overrides, **where)
+        config = on_its_device(resolved.config)
+        problems = [*resolved.problems, *problems_of(config)]
+        checked = check(config) if check is not None else Checked()
+    problems = list(dict.fromkeys([*problems, *checked.problems]))
+    if problems:
+        sys.stderr.write(grouped(problems))
+        raise SystemExit(USAGE_ERROR)
+    sys.stdout.write("\n".join([*checked.plan, *noted(resolved.notes), *checked.stand_ins, "nothing was started", ""]))
 
 
 def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,27 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.checkpoint_engine.registry import backend_of_device
+from verl.trainer.config.followers import FOLLOWING_ACTOR, with_followers
 from verl.trainer.config.overrides import normalize, parse, set_keys
 from verl.trainer.config.schema import keys
-from verl.trainer.config.suggest import ALIAS, CANONICAL, MOVED, key_error, unknown_keys
+from verl.trainer.config.suggest import ALIAS, CANONICAL, key_error
+from verl.trainer.config.translation import Note, translated
 from verl.utils.config import ConfigError, did_you_mean, from_mapping
 from verl.workers.config import PPOConfig
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_NAME = "ppo_trainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What a command line comes to."""
+
+    config: PPOConfig
+    """With defaults in the place of what is wrong."""
+    notes: list[Note]
+    problems: list[str]
+    """A line for everything that is wrong; empty: the configuration can be used."""
 
 
 def load_config(
@@ -39,19 +52,29 @@ def load_config(
     """The configuration of a run: the YAML file `config_name`, changed by `overrides`.
 
     `config_path` is the directory of `config_name` (default: the built-in one); relative paths start at the working
-    directory, then at verl/trainer, as verl's `--config-path=config` does. The built-in files can be used from a file
-    of the user's own in any case (`defaults: [ppo_trainer, _self_]`), and so can those in `mode_dir`. `config_dir` is
-    one more directory to search. Raises ConfigError.
+    directory, then at verl/trainer and beside `mode_dir`, as verl's `--config-path=config` does. The built-in files can
+    be used from a file of the user's own in any case (`defaults: [ppo_trainer, _self_]`), and so can those in
+    `mode_dir`. `config_dir` is one more directory to search. Raises ConfigError with a line for everything wrong.
     """
-    composed = compose_tree(
+    resolved = resolve_config(
         overrides, config_path=config_path, config_name=config_name, config_dir=config_dir, mode_dir=mode_dir
     )
+    if resolved.problems:
+        raise ConfigError("\n".join(resolved.problems))
+    return resolved.config
+
+
+def resolve_config(overrides: Sequence[str] = (), **where: Any) -> Resolved:
+    """As `load_config`, with everything that is wrong told at once. Raises ConfigError if nothing can be composed."""
+    problems: list[str] = []
+    composed = compose_tree(overrides, problems=problems, **where)
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
-        where = f"{exc.full_key}: " if exc.full_key else ""
-        raise ConfigError(where + _one_line(exc)) from exc
-    return _with_backend(build_config(values, set_keys(overrides)))
+        key = f"{exc.full_key}: " if exc.full_key else ""
+        raise ConfigError("\n".join([*problems, key + _one_line(exc)])) from exc
+    resolved = build_config(values, set_keys(overrides))
+    return replace(resolved, config=_with_backend(resolved.config), problems=[*problems, *resolved.problems])
 
 
 def compose_tree(
@@ -61,23 +84,30 @@ def compose_tree(
     config_name: str = DEFAULT_NAME,
     config_dir: str | Path | None = None,
     mode_dir: Path | None = None,
+    problems: list[str] | None = None,
 ) -> DictConfig:
-    """What Hydra composes, with the override keys checked, but neither resolved nor converted. Raises ConfigError."""
-    directory = _directory(config_path)
+    """What Hydra composes, with the override keys checked, but neither resolved nor converted.
+
+    Raises ConfigError; what is wrong with single overrides is added to `problems` instead, if that is given.
+    """
     name = config_name.removesuffix(".yaml")
+    directory = _directory(config_path, name, mode_dir)
     primary = directory / f"{name}.yaml"
     if not primary.is_file():
         known = [path.stem for path in directory.glob("*.yaml")]
         raise ConfigError(f"no configuration file {name}.yaml in {directory}.{did_you_mean(name, known)}")
     search = _search_path(primary, overrides, config_dir, mode_dir)
     roots = [directory, *(Path(url.removeprefix("file://")) for url in search if url.startswith("file://"))]
-    arguments = normalize(overrides, _groups(roots))
+    found: list[str] = [] if problems is None else problems
+    arguments = normalize(overrides, _groups(roots), found)
+    if problems is None and found:
+        raise ConfigError("\n".join(found))
     arguments = [text for text in arguments if not text.lstrip("+").startswith("hydra.searchpath=")]
     try:
         with initialize_config_dir(str(directory), job_name=name, version_base="1.3"):
             return compose(name, overrides=[*arguments, f"hydra.searchpath={_hydra_list(search)}"])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as exc:
-        raise ConfigError(_no_such_file(_one_line(exc))) from exc
+        raise ConfigError("\n".join([*found, _no_such_file(_one_line(exc))])) from exc
 
 
 def _with_backend(config: PPOConfig) -> PPOConfig:
@@ -90,36 +120,26 @@ def _with_backend(config: PPOConfig) -> PPOConfig:
     return replace(config, checkpoint_engine=replace(config.checkpoint_engine, backend=backend))
 
 
-def build_config(values: Any, explicit: Collection[str] = ()) -> PPOConfig:
+def build_config(values: Any, explicit: Collection[str] = ()) -> Resolved:
     """The typed configuration of composed plain `values`; `explicit` are the keys that the command line set."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a configuration file holds a mapping, not {values!r}")
-    if unknown := list(unknown_keys(values)):
-        raise ConfigError(
-            "\n".join(key_error(dotted) or f"unknown configuration key {dotted!r}." for dotted in unknown)
-        )
-    return from_mapping(PPOConfig, merge_checkpoint_engine(move_keys(values, explicit), explicit))
-
-
-def move_keys(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:
-    """`values` with verl's top-level `rollout.*` where it belongs here.
-
-    Raises ConfigError, naming both keys, when the command line gives both and they differ.
-    """
-    moved: dict[str, Any] = _copy(values)
-    for name, value in (moved.pop("rollout", None) or {}).items():
-        target = MOVED[f"rollout.{name}"]
-        *path, last = target.split(".")
-        section: Any = moved
-        for part in path:
-            section = section.setdefault(part, {})
-        if target in explicit and section.get(last) != value:
-            raise ConfigError(
-                f"rollout.{name}={value!r} and {target}={section.get(last)!r} are the same key with different values: "
-                "set one of them"
-            )
-        section[last] = value
-    return moved
+    translation = translated(values, explicit)
+    problems = [key_error(key) or f"unknown configuration key {key!r}." for key in translation.unknown]
+    problems += translation.problems
+    notes = list(translation.notes)
+    merged = translation.values
+    try:
+        merged = merge_checkpoint_engine(merged, explicit)
+    except ConfigError as exc:
+        problems.append(str(exc))
+    followed = with_followers(merged, notes)
+    wrong: list[str] = []
+    config = from_mapping(PPOConfig, followed, problems=wrong)
+    of_critic = {f"critic.{name}": (merged.get("critic") or {}).get(name) for name in FOLLOWING_ACTOR}
+    inherited = tuple(f"{key} " for key, value in of_critic.items() if value is None)
+    problems += [line for line in wrong if not line.startswith(inherited)]  # the actor's own line says it
+    return Resolved(config=config, notes=notes, problems=problems)
 
 
 def merge_checkpoint_engine(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:
@@ -152,7 +172,7 @@ def _merge(target: dict[str, Any], alias: Mapping[str, Any], path: str, explicit
             _merge(present, value, dotted, explicit)
             continue
         known = keys().get(dotted)
-        given = dotted in explicit or (name in target and (known is None or present != known.default))
+        given = dotted in explicit or (name in target and (known is None or present not in (known.default, "auto")))
         if given and present != value:
             raise ConfigError(
                 f"{dotted}={present!r} and {ALIAS}{dotted.removeprefix(CANONICAL)}={value!r} are the same key with "
@@ -165,14 +185,15 @@ def _copy(values: Any) -> Any:
     return {key: _copy(value) for key, value in values.items()} if isinstance(values, Mapping) else values
 
 
-def _directory(config_path: str | Path | None) -> Path:
+def _directory(config_path: str | Path | None, name: str, mode_dir: Path | None) -> Path:
+    """The one that has the file `name`, or the first that is there."""
     if config_path is None:
         return CONFIG_DIR
     text = str(config_path).removeprefix("file://")
-    candidates = [Path(text).expanduser().resolve(), (CONFIG_DIR.parent / text).resolve()]
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
+    places = [Path.cwd(), CONFIG_DIR.parent, *([mode_dir.parent] if mode_dir else [])]
+    candidates = [path for path in ((place / Path(text).expanduser()).resolve() for place in places) if path.is_dir()]
+    for candidate in [*(path for path in candidates if (path / f"{name}.yaml").is_file()), *candidates]:
+        return candidate
     raise ConfigError(f"--config-path={config_path}: no such directory")
 
 

@@ -14,17 +14,20 @@ from verl.utils.config import ConfigError
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Raises ConfigError for the first one that Hydra's grammar does not read, with the usual reason."""
+    """Raises ConfigError with a line for each that Hydra's grammar does not read, with the usual reason."""
     parser = OverridesParser.create()
     parsed: list[Override] = []
+    problems: list[str] = []
     for text in overrides:
         if text.startswith("=") or ("=" not in text and not text.startswith("~")):
-            raise ConfigError(f"malformed override {text!r}: write key=value")
+            problems.append(f"malformed override {text!r}: write key=value")
+            continue
         try:
             parsed.extend(parser.parse_overrides([text]))
         except HydraException as exc:
-            reason = str(exc).splitlines()[0]
-            raise ConfigError(f"malformed override {text!r}: {reason}; {_remedy(text)}") from exc
+            problems.append(f"malformed override {text!r}: {str(exc).splitlines()[0]}; {_remedy(text)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return parsed
 
 
@@ -35,23 +38,23 @@ def _remedy(text: str) -> str:
     return f"a value with special characters takes two pairs of quotes: '{key}=\"{value}\"'"
 
 
-def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
-    """The overrides with every key checked; raises ConfigError with a line for each that cannot be set.
+def normalize(overrides: Sequence[str], groups: Collection[str], problems: list[str]) -> list[str]:
+    """The overrides with every key checked. One that cannot be set is left out, and a line about it is in `problems`.
 
     Setting a key becomes Hydra's `++key=value`, which sets it whether or not the composed YAML already holds it: keys
     of free-form sections are new by nature, and a YAML file of the user's own need not list every key. The schema has
     already said that the key exists. Choices of config groups (`rollout=...`) and Hydra's own keys pass unchanged.
     """
     result: list[str] = []
-    problems: list[str] = []
     for override in parse(overrides):
         text = override.input_line or ""
         key = override.key_or_group
         if override.is_sweep_override():
-            raise ConfigError(
+            problems.append(
                 f"{text!r} has several values; one run takes one (a list is written {key}=[a,b], a comma in a string "
                 f"'{key}=\"a,b\"')"
             )
+            continue
         if _is_group_choice(override, groups) or override.is_hydra_override():
             result.append(text)
             continue
@@ -63,8 +66,6 @@ def normalize(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
             problems.append(f"{key} is a section of keys; it cannot be set to {text.partition('=')[2]}")
             continue
         result.append(text if override.is_delete() else "++" + text.lstrip("+"))
-    if problems:
-        raise ConfigError("\n".join(problems))
     return result
 
 

@@ -121,7 +121,7 @@ def _walk(config: Any, path: str, help_text: str) -> Iterator[Section]:
             Key(
                 path=dotted,
                 type=str(field.type),
-                default=list(value) if isinstance(value, tuple) else value,
+                default=None if field.metadata.get("follows") else list(value) if isinstance(value, tuple) else value,
                 choices=tuple(field.metadata.get("choices", ())),
                 bounds=str(field.metadata.get("bounds", "")),
                 help=field.metadata.get("help", ""),

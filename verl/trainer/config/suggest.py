@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from verl.trainer.config.schema import free_form_key, is_known, keys, section_paths
-from verl.trainer.config.verl_keys import verl_key_message
+from verl.trainer.config.schema import is_known, keys, section_paths
+from verl.trainer.config.translation import rule_of
+from verl.trainer.config.verl_rules import is_verls
 
 ALIAS = "actor_rollout_ref.rollout.checkpoint_engine"
 """verl's place for the section that stands at the top level here; both are accepted and mean the same."""
 CANONICAL = "checkpoint_engine"
-MOVED = {
-    "rollout.nnodes": "actor_rollout_ref.rollout.nnodes",
-    "rollout.n_gpus_per_node": "actor_rollout_ref.rollout.n_gpus_per_node",
-    "rollout.n": "actor_rollout_ref.rollout.n",
-    "rollout.total_rollout_steps": "async_training.total_rollout_steps",
-}
-"""Keys of verl's trainers with machines of their own for rollouts, and where they are here; both are accepted."""
 
 
 def canonical(dotted: str) -> str:
-    """`dotted` with verl's place of a key or section replaced by ours."""
-    if dotted in MOVED:
-        return MOVED[dotted]
+    """`dotted` with verl's place of the section replaced by ours."""
     return CANONICAL + dotted.removeprefix(ALIAS) if dotted.startswith(f"{ALIAS}.") else dotted
 
 
 def key_error(dotted: str) -> str | None:
-    """Why the full dotted key `dotted` cannot be set; None if it can."""
-    if is_known(canonical(dotted)):
+    """Why the full dotted key `dotted` cannot be set, whatever its value; None if it can, or if verl has it."""
+    if is_known(canonical(dotted)) or rule_of(dotted) is not None or is_verls(dotted):
         return None
-    return verl_key_message(dotted) or f"unknown configuration key {dotted!r}.{_suggestion(canonical(dotted))}"
-
-
-def unknown_keys(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """The full dotted names in `values` that `key_error` objects to; below an unknown section only the section."""
-    for name, value in values.items():
-        dotted = f"{path}.{name}" if path else str(name)
-        if dotted == "rollout" and isinstance(value, Mapping):
-            yield from (key for key in (f"rollout.{inner}" for inner in value) if key not in MOVED)
-        elif not is_known(canonical(dotted)):
-            yield dotted
-        elif isinstance(value, Mapping) and (dotted == ALIAS or free_form_key(canonical(dotted)) is None):
-            yield from unknown_keys(value, dotted)
+    return f"unknown configuration key {dotted!r}.{_suggestion(canonical(dotted))}"
 
 
 def _suggestion(dotted: str) -> str:

@@ -11,14 +11,18 @@ from verl.workers.config import PPOConfig
 
 
 def validate(config: PPOConfig) -> None:
-    """Raises ConfigError that names, one per line, every combination that cannot work, with the values that clash.
+    """Raises ConfigError with the lines of `problems_of`."""
+    if problems := problems_of(config):
+        raise ConfigError("\n".join(problems))
+
+
+def problems_of(config: PPOConfig) -> list[str]:
+    """A line for every combination that cannot work, with the values that clash.
 
     Imports the user's modules (`model.external_lib`, `checkpoint_engine.custom_backend_module`), since they may
     register the names that are looked up. Raises BackendUnavailable for one whose package is missing.
     """
-    problems = [problem for check in CHECKS for problem in check(config)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return [problem for check in CHECKS for problem in check(config)]
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[str]:
@@ -88,8 +92,10 @@ def _lengths(config: PPOConfig) -> Iterator[str]:
             config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
         ),
     }
+    told: set[int] = set()
     for name, (used, budget) in budgets.items():
-        if used and budget < longest:
+        if used and budget < longest and budget not in told:
+            told.add(budget)  # the others follow the actor's
             yield (
                 f"actor_rollout_ref.{name}={budget} is less than one sequence: data.max_prompt_length + "
                 f"data.max_response_length = {longest}"
@@ -116,9 +122,9 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
-    if algorithm.adv_estimator == "rloo" and rollout.n < 2:
+    if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk") and rollout.n < 2:
         yield (
-            "algorithm.adv_estimator=rloo compares the responses to one prompt with each other: "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
             f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
         )
 
@@ -145,7 +151,9 @@ def _critic(config: PPOConfig) -> Iterator[str]:
             f"cannot be divided by {ranks} trainer ranks"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest:
+    actor = config.actor_rollout_ref.actor
+    follows = actor.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu == actor.ppo_max_token_len_per_gpu
+    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest and not follows:
         yield (
             f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu} is less than one sequence: "
             f"data.max_prompt_length + data.max_response_length = {longest}"
@@ -153,6 +161,24 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     size = critic.fsdp.fsdp_size
     if size != -1 and (size <= 0 or ranks % size):
         yield f"critic.fsdp.fsdp_size={size} does not divide {ranks} trainer ranks"
+
+
+def _rewards(config: PPOConfig) -> Iterator[str]:
+    from verl.workers.reward_manager import overlong_penalty
+
+    try:
+        overlong_penalty(config.reward_model)
+    except ConfigError as exc:
+        yield str(exc)
+
+
+def _placement(config: PPOConfig) -> Iterator[str]:
+    if not config.actor_rollout_ref.hybrid_engine and config.trainer.placement == "colocated":
+        yield (
+            "actor_rollout_ref.hybrid_engine=false: rollout engines have machines of their own in "
+            "verl.experimental.one_step_off_policy.main_ppo and in "
+            "verl.experimental.fully_async_policy.fully_async_main, or with trainer.placement=separate"
+        )
 
 
 def _ranks(config: PPOConfig) -> Iterator[str]:
@@ -232,11 +258,6 @@ def _files(config: PPOConfig) -> Iterator[str]:
     ):
         if path is not None and not path.startswith("pkg://") and not Path(path).expanduser().is_file():
             yield f"{key}={path}: no such file"
-    if rollout.multi_turn.enable and rollout.multi_turn.tool_config_path is None:
-        yield (
-            "actor_rollout_ref.rollout.multi_turn.enable=true needs tools: "
-            "set actor_rollout_ref.rollout.multi_turn.tool_config_path"
-        )
 
 
 def _user_modules(config: PPOConfig) -> Iterator[str]:
@@ -305,6 +326,8 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _micro_batch_sizes,
     _lengths,
     _algorithm,
+    _rewards,
+    _placement,
     _ranks,
     _reference,
     _profiler,

@@ -1,62 +1,545 @@
-"""Keys that verl has and this project has not, so that a verl user's script is told so instead of being misunderstood.
+"""Keys of verl that are not keys here: where they went, why they change nothing, or why they are refused.
 
-Only consulted for keys that are unknown here. An entry that ends in `.*` covers the section and everything below it;
-the most specific entry wins. The text says what to use instead, or why nothing is needed.
+A script of verl's is told so instead of being misunderstood. One table, as data; `verl.trainer.config.verl_rules` has
+the kinds of rules, `verl.trainer.config.translation` applies them. docs/verl_keys.md is generated from it.
 """
 
 from __future__ import annotations
 
-_POLICY = "actor_rollout_ref"
-_WHOLE_SEQUENCES = "sequences are not split over ranks; the nearest is"
-_MEGATRON = f"{_POLICY}.actor.megatron"
-_STAYS = "what a rank holds of the model stays on its device"
-_CORRECTION = "algorithm.rollout_correction"
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
-VERL_KEYS: dict[str, str] = {
-    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": "every stage is one run of layers",
-    f"{_MEGATRON}.context_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
-    f"{_MEGATRON}.use_dist_checkpointing": "checkpoints are torch's distributed ones, which any layout of ranks loads",
-    f"{_MEGATRON}.use_mbridge": "Hugging Face directories are read and written as they are",
-    f"{_MEGATRON}.param_offload": _STAYS,
-    f"{_MEGATRON}.grad_offload": _STAYS,
-    f"{_MEGATRON}.optimizer_offload": _STAYS,
-    f"{_MEGATRON}.override_transformer_config.*": f"the nearest are the other keys of {_MEGATRON}",
-    f"{_MEGATRON}.seed": "the nearest is trainer.seed",
-    f"{_POLICY}.ref.megatron.param_offload": _STAYS,
-    f"{_POLICY}.ref.megatron.sequence_parallel": f"the reference policy is cut like the actor; see {_MEGATRON}",
-    f"{_POLICY}.actor.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.actor.ppo_max_token_len_per_gpu",
-    f"{_POLICY}.ref.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} {_POLICY}.ref.log_prob_max_token_len_per_gpu",
-    "trainer.profile_steps": "it is global_profiler.steps",
-    "global_profiler.profile_continuous_steps": "every step has a trace of its own; see global_profiler.steps",
-    "global_profiler.global_tool_config.*": "torch's profiler is taken with its defaults",
-    f"{_POLICY}.actor.profiler.tool": "it is global_profiler.tool",
-    f"{_POLICY}.actor.profiler.save_path": "it is global_profiler.save_path",
-    f"{_POLICY}.actor.profiler.tool_config.*": "torch's profiler is taken with its defaults",
-    f"{_POLICY}.ref.profiler.*": f"the reference policy is in the traces of {_POLICY}.actor.profiler",
-    f"{_POLICY}.rollout.profiler.*": f"rollout engines are not traced; the nearest is {_POLICY}.actor.profiler",
-    "critic.profiler.*": f"the critic is in the traces of {_POLICY}.actor.profiler",
-    f"{_POLICY}.actor.checkpoint.async_save": "checkpoints are written before the next step begins",
-    f"{_POLICY}.rollout.data_parallel_size": f"the nearest is {_POLICY}.rollout.num_replicas",
-    f"{_POLICY}.rollout.pipeline_model_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
-    f"{_POLICY}.rollout.expert_parallel_size": f"the nearest is {_POLICY}.rollout.tensor_model_parallel_size",
-    f"{_CORRECTION}.rollout_rs": f"the nearest is {_CORRECTION}.rollout_is",
-    f"{_CORRECTION}.rollout_rs_threshold": f"the nearest is {_CORRECTION}.rollout_is_threshold",
-    f"{_CORRECTION}.bypass_mode": f"the nearest is {_POLICY}.actor.use_rollout_log_probs",
-    "algorithm.filter_groups.*": "no groups are filtered out of a batch",
-    "critic.megatron.*": f"a critic with strategy=megatron is cut like the actor; see {_POLICY}.actor.megatron",
-    "critic.ulysses_sequence_parallel_size": f"{_WHOLE_SEQUENCES} critic.ppo_max_token_len_per_gpu",
-    "critic.model.lora_rank": "the critic is trained whole; the policy may have LoRA",
-    "rollout.*": f"it belongs to trainers with machines of their own for rollouts; here it is {_POLICY}.rollout.*",
-    "async_training.use_trainer_do_validate": "the rollout engines validate",
+from verl.trainer.config.verl_conversions import (
+    adapters_alike,
+    at_most_turns,
+    below_lora,
+    by_ranks,
+    critic_strategy,
+    divides_ranks,
+    dtype_name,
+    dtype_of,
+    engine_of,
+    expert_parallel,
+    format_of_load,
+    fsdp_strategy,
+    is_actors,
+    kl_name,
+    loggers,
+    off_as_minus_1,
+    on_lr,
+    one_of,
+    profiler_tool,
+    profiles,
+    rejection,
+    same_family,
+    scheduler,
+)
+from verl.trainer.config.verl_rules import Moved, NoEffect, Refused, Rule, Values
+from verl.workers.config import MegatronConfig, RefMegatronConfig
+
+_POLICY = "actor_rollout_ref"
+_ACTOR = f"{_POLICY}.actor"
+_REF = f"{_POLICY}.ref"
+_ROLLOUT = f"{_POLICY}.rollout"
+_MEGATRON = f"{_ACTOR}.megatron"
+_CORRECTION = "algorithm.rollout_correction"
+_REWARD = "reward_model"
+
+_MORE_THAN_1 = "sequences are not split over ranks, each is computed whole on its rank: the same numbers, more memory"
+_ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
+_OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
+
+
+_FUSED = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "bias_swiglu_fusion",
+    "cross_entropy_loss_fusion",
+    "deallocate_pipeline_outputs",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_enable_deepep",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "persist_layer_norm",
+    "tp_comm_overlap",
+    "use_flash_attn",
+    "use_fused_rotary_pos_emb",
+)
+
+
+def _is(*values: Any) -> Callable[[Any, Values], bool]:
+    return one_of(values)
+
+
+def _above_1(value: Any, _: Values) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _true(value: Any, _: Values) -> bool:
+    return value is True
+
+
+def _off(what: str) -> NoEffect:
+    """A feature that is not here, in the words that switch it off."""
+    return NoEffect(why="it is off", only=_is(False, None), otherwise=what)
+
+
+def _disabled(section: str, what: str, switch: str = "enable") -> dict[str, Rule]:
+    """A feature that is not here: everything below `section` is nothing as long as its `switch` is off."""
+    return {
+        f"{section}.{switch}": _off(what),
+        f"{section}.*": NoEffect(why=f"only with {section}.{switch}=true, which is not possible here"),
+    }
+
+
+def _parallel(section: str, name: str) -> dict[str, Rule]:
+    return {f"{section}.{name}": NoEffect(why=_MORE_THAN_1, costs=_above_1)}
+
+
+def _offloading(section: str) -> dict[str, Rule]:
+    held = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer state"}
+    return {f"{section}.{key}": NoEffect(why=f"{what}: {_ON_DEVICE}", costs=_true) for key, what in held.items()}
+
+
+def _of_megatron(section: str) -> dict[str, Rule]:
+    """What every `megatron` section of verl has."""
+    return {
+        **_parallel(section, "context_parallel_size"),
+        **_offloading(section),
+        f"{section}.virtual_pipeline_model_parallel_size": NoEffect(
+            why="every stage is one run of layers: the same numbers, more waiting between stages", costs=_above_1
+        ),
+        f"{section}.use_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
+        f"{section}.vanilla_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
+        f"{section}.use_dist_checkpointing": NoEffect(
+            why="weights are read from the Hugging Face directory model.path",
+            only=_is(False),
+            otherwise="weights are read from the Hugging Face directory model.path, which needs no conversion: set it "
+            "to False",
+        ),
+        f"{section}.dist_checkpointing_path": NoEffect(why="only with use_dist_checkpointing=True"),
+        f"{section}.dist_checkpointing_prefix": NoEffect(why="only with use_dist_checkpointing=True"),
+        f"{section}.use_remove_padding": NoEffect(why="the sequences of a micro-batch are cut to its longest"),
+        **{
+            f"{section}.override_transformer_config.{name}": NoEffect(
+                why="Megatron's plain kernels compute the same numbers", costs=_true
+            )
+            for name in _FUSED
+        },
+        f"{section}.override_transformer_config.moe_token_dispatcher_type": NoEffect(
+            why="experts' tokens go by all-to-all: the same numbers", costs=_is("flex")
+        ),
+        f"{section}.override_transformer_config.attention_backend": NoEffect(
+            why="attention is Megatron's own: the same numbers", costs=_is("flash", "fused")
+        ),
+        f"{section}.override_transformer_config.account_for_embedding_in_pipeline_split": _off(
+            "set num_layers_in_first_pipeline_stage"
+        ),
+        f"{section}.override_transformer_config.account_for_loss_in_pipeline_split": _off(
+            "set num_layers_in_last_pipeline_stage"
+        ),
+        f"{section}.override_transformer_config.pipeline_model_parallel_layout": Refused(
+            why="set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        ),
+        f"{section}.override_ddp_config.grad_reduce_in_fp32": NoEffect(
+            why="gradients are summed in float32", only=_is(True), otherwise="gradients are summed in float32"
+        ),
+        f"{section}.use_megatron_fsdp": _off("ranks hold whole layers of their stage; strategy=fsdp2 shards them"),
+        f"{section}.seed": Refused(why="the nearest is trainer.seed"),
+        **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
+        f"{section}.router_replay.mode": NoEffect(
+            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
+        ),
+    }
+
+
+def _as_actor(section: str, why: str) -> dict[str, Rule]:
+    ours = {field.name for field in fields(RefMegatronConfig)} if section == f"{_REF}.megatron" else set()
+    ours.add("override_transformer_config")  # single fields of it have rules
+    names = [field.name for field in fields(MegatronConfig) if field.name not in ours]
+    same: dict[str, Rule] = {
+        f"{section}.{name}": NoEffect(why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}")
+        for name in names
+    }
+    return {**same, f"{section}.*": Refused(why=f"{why}; see {_MEGATRON}")}
+
+
+def _of_fsdp(section: str) -> dict[str, Rule]:
+    """What every `fsdp_config` of verl has."""
+    return {
+        **_parallel(section, "ulysses_sequence_parallel_size"),
+        f"{section}.offload_policy": Moved(
+            to=(f"{section}.param_offload", f"{section}.optimizer_offload"),
+            convert=lambda value, _: True if value else None,
+        ),
+        f"{section}.use_orig_params": NoEffect(why="parameters keep their names and shapes in either case"),
+        f"{section}.wrap_policy.*": NoEffect(why="every layer is a unit of its own: the same numbers"),
+        f"{section}.mixed_precision.param_dtype": Moved(to=(f"{section}.dtype",), convert=dtype_of),
+        f"{section}.mixed_precision.reduce_dtype": NoEffect(
+            why="gradients are summed in float32, which is no less exact", costs=_is("bf16", "fp16", "bfloat16")
+        ),
+        f"{section}.mixed_precision.buffer_dtype": NoEffect(
+            why="buffers keep the dtype that transformers gives them", only=_is("fp32", "float32"), otherwise="fp32"
+        ),
+        f"{section}.seed": NoEffect(why="the model comes from a checkpoint; trainer.seed draws what does not"),
+        f"{section}.full_determinism": _off("kernels are torch's usual ones"),
+        f"{section}.use_torch_compile": NoEffect(why="nothing is compiled: the same numbers, slower", costs=_true),
+        f"{section}.entropy_checkpointing": NoEffect(why="recomputed never: the same numbers", costs=_true),
+        f"{section}.entropy_from_logits_with_chunking": NoEffect(why="the same numbers, more memory", costs=_true),
+    }
+
+
+def _of_profiler(section: str) -> dict[str, Rule]:
+    """Sections whose ranks are in the traces of the actor's."""
+    return {f"{section}.profiler.*": NoEffect(why=f"it is in the traces of {_ACTOR}.profiler")}
+
+
+def _of_ranks(section: str, budget: str) -> dict[str, Rule]:
+    """What verl has below actor, ref and critic alike."""
+    return {
+        **_parallel(section, "ulysses_sequence_parallel_size"),
+        f"{section}.use_torch_compile": NoEffect(why="nothing is compiled: the same numbers, slower", costs=_true),
+        f"{section}.entropy_checkpointing": NoEffect(
+            why="entropies are kept for the backward pass: the same numbers, more memory", costs=_true
+        ),
+        f"{section}.entropy_from_logits_with_chunking": NoEffect(
+            why="entropies are computed per micro-batch: the same numbers, more memory", costs=_true
+        ),
+        f"{section}.entropy_from_logits_chunk_size": NoEffect(why="entropies are computed per micro-batch"),
+        f"{section}.use_remove_padding": Moved(to=(f"{_POLICY}.model.use_remove_padding",)),
+        f"{section}.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
+        f"{section}.router_replay.mode": NoEffect(
+            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
+        ),
+        f"{section}.rollout_n": NoEffect(
+            why=f"it is {_ROLLOUT}.n",
+            only=lambda value, at: value == at(f"{_ROLLOUT}.n"),
+            otherwise=f"set {_ROLLOUT}.n",
+        ),
+        f"{section}.{budget}": NoEffect(why="the token budget is per rank"),
+    }
+
+
+def _of_optimizer(section: str, clip: str) -> dict[str, Rule]:
+    return {
+        f"{section}.clip_grad": Moved(to=(clip,)),
+        f"{section}.lr_decay_style": Moved(to=(f"{section}.lr_scheduler_type",), convert=scheduler),
+        f"{section}.lr_decay_steps": Moved(
+            to=(f"{section}.total_training_steps",), convert=lambda value, _: None if value in (None, -1) else value
+        ),
+        f"{section}.warmup_style": Moved(to=(f"{section}.lr_scheduler_type",), convert=scheduler),
+        f"{section}.min_lr": Moved(to=(f"{section}.min_lr_ratio",), convert=on_lr(section)),
+        f"{section}.lr_warmup_init": NoEffect(
+            why="the warm-up begins at 0", only=_is(0, 0.0), otherwise="the warm-up begins at 0"
+        ),
+        f"{section}.optimizer": NoEffect(
+            why="it is AdamW", only=_is("AdamW", "adam"), otherwise="the optimizer is AdamW"
+        ),
+        f"{section}.optimizer_impl": NoEffect(
+            why="it is torch's", only=_is("torch.optim"), otherwise="the optimizer is torch's AdamW"
+        ),
+        **{
+            f"{section}.override_optimizer_config.{key}": NoEffect(
+                why=f"moments: {_ON_DEVICE}", costs=lambda value, _: value is True
+            )
+            for key in ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fraction")
+        },
+        f"{section}.override_optimizer_config.use_precision_aware_optimizer": NoEffect(
+            why="master weights and moments are float32, as with its defaults"
+        ),
+        f"{section}.override_optimizer_config.*": Refused(why=f"the keys of the optimizer are those of {section}"),
+    }
+
+
+def _of_lora(model: str, reads: bool) -> dict[str, Rule]:
+    if not reads:
+        return {
+            f"{model}.lora.rank": _rank_0("the critic is trained whole; the policy may have LoRA"),
+            f"{model}.lora_rank": _rank_0("the critic is trained whole; the policy may have LoRA"),
+            f"{model}.lora_alpha": NoEffect(why="the critic is trained whole"),
+            f"{model}.target_modules": NoEffect(why="the critic is trained whole"),
+            f"{model}.lora.*": NoEffect(why="the critic is trained whole"),
+        }
+    return {
+        f"{model}.lora.rank": Moved(to=(f"{model}.lora_rank",)),
+        f"{model}.lora.alpha": Moved(to=(f"{model}.lora_alpha",), convert=below_lora),
+        f"{model}.lora.target_modules": Moved(to=(f"{model}.target_modules",), convert=below_lora),
+        f"{model}.lora.exclude_modules": NoEffect(
+            why="it names none", only=adapters_alike, otherwise=f"set {model}.target_modules to what gets adapters"
+        ),
+        f"{model}.exclude_modules": NoEffect(
+            why="it names none", only=adapters_alike, otherwise=f"set {model}.target_modules to what gets adapters"
+        ),
+        f"{model}.lora.lora_A_init_method": NoEffect(
+            why="it is how A is initialised", only=_is("kaiming"), otherwise="A is initialised with kaiming"
+        ),
+        f"{model}.lora.lora_B_init_method": NoEffect(
+            why="it is how B is initialised", only=_is("zero"), otherwise="B is initialised with zero"
+        ),
+        f"{model}.lora.fully_sharded_loras": NoEffect(why="how vllm cuts adapters: the same numbers", costs=_true),
+        f"{model}.lora.dropout": NoEffect(why="it is 0", only=_is(0, 0.0), otherwise="adapters have no dropout"),
+        f"{model}.lora.dtype": NoEffect(
+            why="adapters have the dtype of fsdp_config",
+            only=_is(None, "bfloat16"),
+            otherwise="adapters have the dtype of fsdp_config",
+        ),
+    }
+
+
+def _rank_0(what: str) -> NoEffect:
+    return NoEffect(why="0 is no adapters", only=_is(0), otherwise=what)
+
+
+def _reward(place: str) -> dict[str, Rule]:
+    """verl 0.9's section `reward`, and what 0.7 has in `reward_model`."""
+    what = "no reward model scores responses; a reward function does (custom_reward_function.path)"
+    return {
+        **_disabled(f"{place}.reward_model", what),
+        f"{place}.sandbox_fusion.url": NoEffect(
+            why="it is off", only=_is(None), otherwise="code is not run; a reward function of yours may send it there"
+        ),
+        f"{place}.sandbox_fusion.*": NoEffect(why="only with sandbox_fusion.url"),
+    }
+
+
+RULES: dict[str, Rule] = {
+    # Other places and names of what exists.
+    "model_engine": Moved(to=(f"{_ACTOR}.strategy", "critic.strategy"), convert=engine_of),
+    f"{_ACTOR}.model_engine": Moved(to=(f"{_ACTOR}.strategy", "critic.strategy"), convert=engine_of),
+    f"{_ACTOR}.fsdp_config.strategy": Moved(to=(f"{_ACTOR}.strategy",), convert=fsdp_strategy),
+    f"{_REF}.fsdp_config.strategy": NoEffect(
+        why="the reference policy has the actor's engine", only=same_family, otherwise="it has the actor's engine"
+    ),
+    f"{_REF}.strategy": NoEffect(
+        why="the reference policy has the actor's engine",
+        only=same_family,
+        otherwise=f"the reference policy shares the actor's ranks and engine: set {_ACTOR}.strategy",
+    ),
+    "rollout.nnodes": Moved(to=(f"{_ROLLOUT}.nnodes",)),
+    "rollout.n_gpus_per_node": Moved(to=(f"{_ROLLOUT}.n_gpus_per_node",)),
+    "rollout.n": Moved(to=(f"{_ROLLOUT}.n",)),
+    "rollout.total_rollout_steps": Moved(to=("async_training.total_rollout_steps",)),
+    "rollout.*": Refused(
+        why=f"it belongs to trainers with machines of their own for rollouts; here it is {_ROLLOUT}.*"
+    ),
+    "reward.num_workers": Moved(to=(f"{_REWARD}.num_workers",)),
+    "reward.reward_manager.name": Moved(to=(f"{_REWARD}.reward_manager",)),
+    "reward.reward_manager.source": NoEffect(
+        why="it is looked up by name", only=_is("register"), otherwise="reward managers are looked up by name"
+    ),
+    "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
+    "reward.reward_kwargs.*": Moved(to=(f"{_REWARD}.reward_kwargs.*",)),
+    "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
+    **_reward("reward"),
+    f"{_REWARD}.model.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
+    f"{_REWARD}.rollout.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
+    f"{_REWARD}.enable_resource_pool": NoEffect(why="only with reward_model.enable=true"),
+    f"{_REWARD}.n_gpus_per_node": NoEffect(why="only with reward_model.enable=true"),
+    f"{_REWARD}.nnodes": NoEffect(why="only with reward_model.enable=true"),
+    f"{_REWARD}.launch_reward_fn_async": NoEffect(why="responses are scored in processes of their own in any case"),
+    f"{_REWARD}.use_reward_loop": NoEffect(why="responses are scored in processes of their own in any case"),
+    "critic.model.fsdp_config.*": Moved(to=("critic.fsdp.*",)),
+    "critic.fsdp_config.*": Moved(to=("critic.fsdp.*",)),
+    "critic.forward_max_token_len_per_gpu": NoEffect(why="values are computed within ppo_max_token_len_per_gpu"),
+    "critic.forward_micro_batch_size_per_gpu": NoEffect(why="values are computed in ppo_micro_batch_size_per_gpu"),
+    "critic.forward_micro_batch_size": NoEffect(why="values are computed in ppo_micro_batch_size_per_gpu"),
+    "critic.rollout_n": NoEffect(why=f"it is {_ROLLOUT}.n"),
+    f"{_ACTOR}.ppo_micro_batch_size": Moved(to=(f"{_ACTOR}.ppo_micro_batch_size_per_gpu",), convert=by_ranks),
+    f"{_ROLLOUT}.log_prob_micro_batch_size": Moved(
+        to=(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",), convert=by_ranks
+    ),
+    f"{_REF}.log_prob_micro_batch_size": Moved(to=(f"{_REF}.log_prob_micro_batch_size_per_gpu",), convert=by_ranks),
+    "critic.ppo_micro_batch_size": Moved(to=("critic.ppo_micro_batch_size_per_gpu",), convert=by_ranks),
+    **_of_optimizer(f"{_ACTOR}.optim", f"{_ACTOR}.grad_clip"),
+    **_of_optimizer("critic.optim", "critic.grad_clip"),
+    **_of_lora(f"{_POLICY}.model", True),
+    **_of_lora("critic.model", False),
+    f"{_ROLLOUT}.multi_turn.max_user_turns": Moved(
+        to=(f"{_ROLLOUT}.multi_turn.max_assistant_turns",), convert=at_most_turns
+    ),
+    f"{_ROLLOUT}.enable_sleep_mode": Moved(
+        to=(f"{_ROLLOUT}.free_cache_engine",), convert=lambda value, _: None if value else False
+    ),
+    f"{_CORRECTION}.bypass_mode": Moved(
+        to=(f"{_ACTOR}.use_rollout_log_probs", f"{_ROLLOUT}.calculate_log_probs"),
+        convert=lambda value, _: True if value else None,
+    ),
+    f"{_MEGATRON}.override_transformer_config.num_layers_in_first_pipeline_stage": Moved(
+        to=(f"{_MEGATRON}.num_layers_in_first_pipeline_stage",)
+    ),
+    f"{_MEGATRON}.override_transformer_config.num_layers_in_last_pipeline_stage": Moved(
+        to=(f"{_MEGATRON}.num_layers_in_last_pipeline_stage",)
+    ),
+    "trainer.profile_steps": Moved(to=("global_profiler.steps",)),
+    f"{_ACTOR}.tau_pos": Moved(to=(f"{_ACTOR}.policy_loss.tau_pos",)),
+    f"{_ACTOR}.tau_neg": Moved(to=(f"{_ACTOR}.policy_loss.tau_neg",)),
+    f"{_POLICY}.model.override_config.model_config.*": Moved(to=(f"{_POLICY}.model.override_config.*",)),
+    f"{_POLICY}.model.override_config.moe_config.freeze_moe_router": _off("the routers of experts are trained, too"),
+    **{
+        f"{_POLICY}.model.override_config.{name}": NoEffect(
+            why="no dropout is what it would be", only=_is(0, 0.0), otherwise="nothing is dropped out of activations"
+        )
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    },
+    # Accepted: the same numbers without them.
+    **_of_ranks(_ACTOR, "ppo_infer_max_token_len_per_gpu"),
+    **_of_ranks(_REF, "ppo_infer_max_token_len_per_gpu"),
+    **_of_ranks("critic", "ppo_infer_max_token_len_per_gpu"),
+    **_of_fsdp(f"{_ACTOR}.fsdp_config"),
+    **_of_fsdp(f"{_REF}.fsdp_config"),
+    **_of_fsdp("critic.fsdp"),
+    **_of_megatron(_MEGATRON),
+    **_of_megatron(f"{_REF}.megatron"),
+    **_as_actor(f"{_REF}.megatron", "the reference policy is cut like the actor"),
+    **_as_actor("critic.megatron", "a critic with strategy=megatron is cut like the actor"),
+    **_of_megatron("critic.megatron"),
+    **_of_profiler(_REF),
+    **_of_profiler("critic"),
+    **_of_profiler(_ROLLOUT),
+    f"{_ROLLOUT}.profiler.enable": NoEffect(
+        why="it is off, or no step is traced",
+        only=lambda value, at: not value or not at("global_profiler.steps"),
+        otherwise=f"rollout engines are not traced; the nearest is {_ACTOR}.profiler",
+    ),
+    f"{_ACTOR}.profiler.tool": NoEffect(
+        why="it is that of global_profiler",
+        only=lambda value, at: value in (None, at("global_profiler.tool")),
+        otherwise="it is global_profiler.tool",
+    ),
+    f"{_ACTOR}.profiler.save_path": NoEffect(
+        why="it is that of global_profiler",
+        only=lambda value, at: value in (None, at("global_profiler.save_path")),
+        otherwise="it is global_profiler.save_path",
+    ),
+    f"{_ACTOR}.profiler.tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    "global_profiler.profile_continuous_steps": NoEffect(
+        why="every step has a trace of its own; see global_profiler.steps"
+    ),
+    "global_profiler.global_tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    f"{_POLICY}.model.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
+    f"{_POLICY}.model.fused_kernel_options.*": NoEffect(why="the plain kernels compute the same numbers"),
+    f"{_POLICY}.model.use_liger": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
+    f"{_POLICY}.model.use_shm": NoEffect(why="the model is read from where it is: it only takes longer"),
+    f"{_POLICY}.model.enable_activation_offload": NoEffect(
+        why="activations stay on the device: the same numbers, more memory", costs=_true
+    ),
+    "critic.model.enable_activation_offload": NoEffect(
+        why="activations stay on the device: the same numbers, more memory", costs=_true
+    ),
+    "critic.model.use_shm": NoEffect(why="the model is read from where it is: it only takes longer"),
+    "critic.model.tokenizer_path": NoEffect(why="the critic reads the policy's tokens"),
+    f"{_POLICY}.model.torch_dtype": NoEffect(why="the dtypes are those of fsdp_config"),
+    f"{_POLICY}.ref.model.*": Refused(why="the reference policy is the model that training begins with"),
+    f"{_ACTOR}.calculate_sum_pi_squared": NoEffect(
+        why="only the optimal token baseline reads it",
+        only=lambda value, at: not value or at("algorithm.adv_estimator") != "optimal_token_baseline",
+        otherwise="the optimal token baseline is not here",
+    ),
+    f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
+    "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
+    f"{_ACTOR}.checkpoint.mbridge_config.*": NoEffect(why="Hugging Face directories are written as they are"),
+    f"{_ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
+    f"{_ROLLOUT}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
+    f"{_ROLLOUT}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
+    f"{_ROLLOUT}.data_parallel_size": NoEffect(
+        why="each of them is a replica of its own: the same numbers", costs=_above_1
+    ),
+    f"{_ROLLOUT}.expert_parallel_size": Moved(
+        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",), convert=expert_parallel
+    ),
+    f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(
+        why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
+    ),
+    f"{_ROLLOUT}.quantization": _off("rollout engines compute in rollout.dtype"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": _off("experts are chosen anew in the trainer"),
+    f"{_ROLLOUT}.trace.*": NoEffect(
+        why="samples are not traced; trainer.rollout_data_dir has every one",
+        only=lambda value, at: at(f"{_ROLLOUT}.trace.backend") is None,
+        otherwise="samples are not traced; trainer.rollout_data_dir has every one",
+    ),
+    **_disabled(f"{_ROLLOUT}.prometheus", "engines are not watched over HTTP; see rollout metrics in docs/training.md"),
+    f"{_ROLLOUT}.over_sample_rate": NoEffect(
+        why="it is 0", only=_is(0, 0.0), otherwise="every prompt of a batch is generated to its end"
+    ),
+    "data.filter_overlong_prompts_workers": NoEffect(why="prompts are counted in one process: it only takes longer"),
+    "data.trust_remote_code": NoEffect(
+        why=f"code from a model's directory is run with {_POLICY}.model.trust_remote_code alone"
+    ),
+    "data.validation_shuffle": _off("validation data keeps its order"),
+    "data.return_raw_input_ids": NoEffect(why="agent loops make them"),
+    "data.return_full_prompt": NoEffect(why="agent loops make them"),
+    "data.tokenizer": NoEffect(why="it is model.tokenizer_path", only=_is(None), otherwise="set model.tokenizer_path"),
+    "trainer.use_legacy_worker_impl": NoEffect(why="there is one implementation"),
+    "trainer.max_critic_ckpt_to_keep": NoEffect(
+        why="a checkpoint holds actor and critic: trainer.max_actor_ckpt_to_keep counts for both"
+    ),
+    "trainer.ray_wait_register_center_timeout": NoEffect(why="workers need no register center"),
+    "trainer.esi_redundant_time": NoEffect(why="0 is off", only=_is(0), otherwise="see trainer.save_freq"),
+    f"{_CORRECTION}.rollout_rs": NoEffect(
+        why="it is off", only=_is(None), otherwise=f"the nearest is {_CORRECTION}.rollout_is"
+    ),
+    f"{_CORRECTION}.rollout_rs_threshold": NoEffect(
+        why="only with rollout_rs", only=rejection, otherwise=f"the nearest is {_CORRECTION}.rollout_is_threshold"
+    ),
+    f"{_CORRECTION}.rollout_is_batch_normalize": _off("importance weights are not normalised"),
+    f"{_CORRECTION}.loss_type": NoEffect(
+        why="it is PPO's", only=_is("ppo_clip"), otherwise=f"the nearest is {_ACTOR}.policy_loss.loss_mode"
+    ),
+    "async_training.use_trainer_do_validate": _off("the rollout engines validate"),
+    "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
+    # Not here.
+    **_disabled("algorithm.filter_groups", "no groups are filtered out of a batch"),
+    **_disabled(
+        "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
+    ),
+    **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
+    **_disabled("transfer_queue", "batches go through the driver"),
+    **_disabled("skip.rollout", "every step generates"),
+    **_disabled("skip.async_rollout", "every step generates"),
+    "trainer.use_v1": _off("there is one trainer for each mode"),
+    "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
+    "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
+    "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
+    "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
+    "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
+    f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
+    **{
+        f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
+        for role in (_ACTOR, _REF, "critic")
+        for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel")
+    },
+    f"{_ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {_ROLLOUT}.multi_turn"),
 }
 
 
-def verl_key_message(dotted: str) -> str | None:
-    """The error text for a key of verl that is not supported here; None for a key that verl has not either."""
-    text = VERL_KEYS.get(dotted)
-    parts = dotted.split(".")
-    for length in range(len(parts), 0, -1):
-        if text is not None:
-            break
-        text = VERL_KEYS.get(".".join(parts[:length]) + ".*")
-    return None if text is None else f"verl key {dotted!r} is not supported here: {text}"
+SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
+    f"{_ROLLOUT}.load_format": format_of_load,
+    "trainer.logger": loggers,
+    f"{_ACTOR}.profiler.enable": profiles,
+    "global_profiler.tool": profiler_tool,
+    f"{_ACTOR}.kl_loss_type": kl_name,
+    "algorithm.kl_penalty": kl_name,
+    **{
+        f"{section}.model_dtype": dtype_name
+        for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp", _MEGATRON)
+    },
+    **{f"{section}.dtype": dtype_of for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")},
+    **{
+        f"{section}.fsdp_size": divides_ranks
+        for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")
+    },
+    "critic.strategy": critic_strategy,
+    f"{_POLICY}.model.lora_alpha": lambda value, at: value if at(f"{_POLICY}.model.lora_rank") or value else 16,
+    f"{_ROLLOUT}.mode": lambda value, at: "async" if value == "sync" else value,
+    f"{_ACTOR}.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
+    "critic.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
+    "trainer.test_freq": off_as_minus_1,
+    "trainer.save_freq": off_as_minus_1,
+    f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
+}
+"""Keys that are here, too, and values of verl's that have other names here."""

@@ -88,13 +88,13 @@ def compute_grpo_outcome_advantage(
     `norm_adv_by_std_in_grpo=false` there is no division (Dr. GRPO, arXiv:2503.20783). A group of one has no baseline:
     its advantage is its score.
     """
-    groups = _Groups(token_level_rewards, response_mask, index)
-    centred = groups.scores - torch.where(groups.sizes > 1, groups.means, 0.0)
+    groups = Groups(token_level_rewards, response_mask, index)
+    centred = groups.centred()
     if config.norm_adv_by_std_in_grpo:
         squares = groups.total((groups.scores - groups.means) ** 2)
         std = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
         centred = torch.where(groups.sizes > 1, centred / (std + EPSILON), centred)
-    return _on_every_token(centred, response_mask)
+    return on_every_token(centred, response_mask)
 
 
 @register_adv_est("rloo")
@@ -105,9 +105,9 @@ def compute_rloo_outcome_advantage(
 
     That equals n / (n - 1) * (score - group mean). A group of one has no baseline: its advantage is its score.
     """
-    groups = _Groups(token_level_rewards, response_mask, index)
+    groups = Groups(token_level_rewards, response_mask, index)
     left_out = groups.sizes / (groups.sizes - 1).clamp(min=1) * (groups.scores - groups.means)
-    return _on_every_token(torch.where(groups.sizes > 1, left_out, groups.scores), response_mask)
+    return on_every_token(torch.where(groups.sizes > 1, left_out, groups.scores), response_mask)
 
 
 @register_adv_est("reinforce_plus_plus")
@@ -160,32 +160,41 @@ def compute_gae_advantage_return(
     return masked_whiten(advantages, mask), returns
 
 
-class _Groups:
+class Groups:
     """Scores [B] of sequences, and the size and mean of each one's group, [B].
 
     Sequences without a token of the policy (aborted requests, padding) are in no group: an outcome that the policy did
     not produce must not move the baseline of those it did.
     """
 
+    group: torch.Tensor
+    """The number of each sequence's group, [B]."""
+    generated: torch.Tensor
+    """Whether the sequence has a token of the policy, [B]."""
+
     def __init__(self, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray) -> None:
         if len(index) != len(token_level_rewards):
             raise ValueError(f"{len(index)} group ids for {len(token_level_rewards)} sequences")
-        self._generated = response_mask.bool().any(-1)
+        self.generated = response_mask.bool().any(-1)
         # Float64: equal rewards must centre to zero, not to a rounding error divided by an epsilon.
         self.scores = token_level_rewards.double().sum(-1)
-        self._group = torch.from_numpy(np.unique(np.asarray(index).astype(str), return_inverse=True)[1]).to(
+        self.group = torch.from_numpy(np.unique(np.asarray(index).astype(str), return_inverse=True)[1]).to(
             self.scores.device
         )
         self.sizes = self.total(torch.ones_like(self.scores))
         self.means = self.total(self.scores) / self.sizes.clamp(min=1)
 
+    def centred(self) -> torch.Tensor:
+        """The scores minus the means of their groups, [B]. A group of one has no baseline."""
+        return self.scores - torch.where(self.sizes > 1, self.means, 0.0)
+
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of `values` [B] over each sequence's group, [B]."""
-        counted = torch.where(self._generated, values, 0.0)
-        sums = torch.zeros_like(values).index_add_(0, self._group, counted)
-        return sums[self._group]
+        counted = torch.where(self.generated, values, 0.0)
+        sums = torch.zeros_like(values).index_add_(0, self.group, counted)
+        return sums[self.group]
 
 
-def _on_every_token(per_sequence: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def on_every_token(per_sequence: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     advantages = torch.where(response_mask.bool(), per_sequence.float().unsqueeze(-1), 0.0)
     return advantages, advantages.clone()

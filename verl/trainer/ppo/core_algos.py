@@ -4,6 +4,12 @@ What trainer ranks compute lives in `verl.workers.losses`, which `verl.workers` 
 computes lives next to this file.
 """
 
+from verl.trainer.ppo.advantage_variants import (
+    compute_gpg_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+)
 from verl.trainer.ppo.advantages import (
     AdvantageEstimator,
     ValueAdvantageEstimator,
@@ -28,6 +34,11 @@ from verl.workers.losses import (
     LossTotals,
     PolicyLoss,
     agg_loss,
+    compute_policy_loss_cispo,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
     compute_value_loss,
     get_policy_loss_fn,
@@ -46,8 +57,17 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_rollout_importance_weights",

@@ -41,7 +41,7 @@ from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager import NaiveRewardManager, overlong_penalty
 from verl.workers.rollout import RolloutReplica
 from verl.workers.rollout.engine import eos_token_ids
 
@@ -159,6 +159,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
             timeout_s=config.reward_model.timeout_s,
             keep_special_tokens=config.reward_model.keep_special_tokens,
             end_token_ids=_end_token_ids(config, tokenizer, model_path),
+            penalty=overlong_penalty(config.reward_model),
         ),
         total_steps=total_steps,
     )

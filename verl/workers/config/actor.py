@@ -30,7 +30,11 @@ class FSDPConfig:
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = option("vanilla", "name registered with register_policy_loss")
+    loss_mode: str = option(
+        "vanilla", "vanilla, gspo, geo_mean, gpg, sapo, cispo, or a name registered with register_policy_loss"
+    )
+    tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", above=0)
+    tau_neg: float = option(1.05, "sapo: temperature of the gate for the others", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,12 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz", least=1
     )
-    use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
+    use_dynamic_bsz: bool = option(
+        True,
+        "pack micro-batches up to ppo_max_token_len_per_gpu tokens; null: without ppo_micro_batch_size_per_gpu "
+        "(verl: false)",
+        follows=True,
+    )
     ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
     ppo_epochs: int = option(1, "passes over each batch", least=1)
     shuffle: bool = option(False, "shuffle sequences between passes")
@@ -101,7 +110,11 @@ class RefConfig:
     """The frozen reference policy; it shares the actor's ranks."""
 
     log_prob_micro_batch_size_per_gpu: int | None = option(None, "sequences per forward pass and rank", least=1)
-    log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
-    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
+    log_prob_use_dynamic_bsz: bool = option(
+        True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens; null: as the actor", follows=True
+    )
+    log_prob_max_token_len_per_gpu: int = option(
+        16384, "token budget of one micro-batch and rank; null: the actor's", least=1, follows=True
+    )
     fsdp_config: FSDPConfig = section(FSDPConfig)
     megatron: RefMegatronConfig = section(RefMegatronConfig)

@@ -32,7 +32,11 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """Advantages and KL."""
 
-    adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
+    adv_estimator: str = option(
+        "grpo",
+        "gae, grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a name "
+        "registered with register_adv_est (verl: gae)",
+    )
     gamma: float = option(1.0, "discount factor", least=0, most=1)
     lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)
     norm_adv_by_std_in_grpo: bool = option(True, "divide group-centred rewards by the group's standard deviation")
@@ -57,11 +61,34 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongBufferConfig:
+    """A penalty that grows over the last tokens before the longest response."""
+
+    enable: bool = option(False, "with reward_manager=dapo")
+    len: int = option(0, "tokens over which it grows", least=0)
+    penalty_factor: float = option(0.0, "the penalty of a response of max_resp_len tokens", least=0)
+    log: bool = option(False, "add it to the metrics, as reward_extra/overlong_reward and reward_extra/overlong")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKwargsConfig:
+    """What a reward manager takes."""
+
+    max_resp_len: int | None = option(None, "longest response that has no more than the whole penalty", least=1)
+    overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
     """Reward computation."""
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
-    reward_manager: str = option("naive", "scores each response with the reward function", choices=("naive",))
+    reward_manager: str = option(
+        "naive",
+        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg",
+        choices=("naive", "dapo"),
+    )
+    reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)
     timeout_s: float = option(
         30.0,

@@ -47,7 +47,10 @@ class CriticConfig:
 
     enable: bool | None = option(None, "null: if algorithm.adv_estimator needs values")
     strategy: str = option(
-        "fsdp2", "training engine; megatron: cut like actor_rollout_ref.actor.megatron", choices=("fsdp2", "megatron")
+        "fsdp2",
+        "training engine; megatron: cut like actor_rollout_ref.actor.megatron; null: megatron if the actor's is",
+        choices=("fsdp2", "megatron"),
+        follows=True,
     )
     model: CriticModelConfig = section(CriticModelConfig)
     optim: CriticOptimizerConfig = section(CriticOptimizerConfig)
@@ -56,14 +59,20 @@ class CriticConfig:
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz", least=1
     )
-    use_dynamic_bsz: bool = option(True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens (verl: false)")
-    ppo_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank (verl: 32768)", least=1)
-    ppo_epochs: int = option(1, "passes over each batch", least=1)
-    shuffle: bool = option(False, "shuffle sequences between passes")
+    use_dynamic_bsz: bool = option(
+        True, "pack micro-batches up to ppo_max_token_len_per_gpu tokens; null: as the actor", follows=True
+    )
+    ppo_max_token_len_per_gpu: int = option(
+        16384, "token budget of one micro-batch and rank; null: the actor's (verl: 32768)", least=1, follows=True
+    )
+    ppo_epochs: int = option(1, "passes over each batch; null: the actor's", least=1, follows=True)
+    shuffle: bool = option(False, "shuffle sequences between passes; null: the actor's", follows=True)
     data_loader_seed: int = option(42, "seed of critic.shuffle", least=0, below=2**32)
     cliprange_value: float = option(0.5, "values may leave those before the update by this much", above=0)
     grad_clip: float = option(1.0, "largest gradient norm", above=0)
-    loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
+    loss_agg_mode: str = option(
+        "token-mean", "how token losses become one number; null: the actor's", choices=LOSS_AGG_MODES, follows=True
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from verl.utils.config import option
 
@@ -31,6 +32,9 @@ class MegatronConfig:
     )
     use_distributed_optimizer: bool = option(
         True, "each data-parallel rank keeps the optimizer's moments of a part of the tensors; false: of all"
+    )
+    override_transformer_config: dict[str, Any] = option(
+        {}, "fields of Megatron's TransformerConfig, such as recompute_granularity or moe_router_dtype"
     )
     model_dtype: str = option("fp32", "dtype of the weights that the optimizer keeps", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))

@@ -106,8 +106,12 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass when the actor recomputes log-probs", least=1
     )
-    log_prob_use_dynamic_bsz: bool = option(True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens")
-    log_prob_max_token_len_per_gpu: int = option(16384, "token budget of one micro-batch and rank", least=1)
+    log_prob_use_dynamic_bsz: bool = option(
+        True, "pack micro-batches up to log_prob_max_token_len_per_gpu tokens; null: as the actor", follows=True
+    )
+    log_prob_max_token_len_per_gpu: int = option(
+        16384, "token budget of one micro-batch and rank; null: the actor's", least=1, follows=True
+    )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
     checkpoint_engine: dict[str, Any] = option(

@@ -25,7 +25,9 @@ DEVICES = ("cpu", "cuda", "npu")
 class ActorRolloutRefConfig:
     """The policy: one model, trained by the actor, sampled by the rollout engine, compared with the reference."""
 
-    hybrid_engine: bool = option(True, "trainer and rollouts share the machines", choices=(True,))
+    hybrid_engine: bool = option(
+        True, "false only says again that they are apart (trainer.placement=separate), as verl's scripts do"
+    )
     model: HFModelConfig = section(HFModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)

@@ -9,11 +9,23 @@ from verl.workers.losses.policy import (
     register_policy_loss,
 )
 from verl.workers.losses.value import compute_value_loss
+from verl.workers.losses.variants import (
+    compute_policy_loss_cispo,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_sapo,
+)
 
 __all__ = [
     "LossTotals",
     "PolicyLoss",
     "agg_loss",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
     "compute_value_loss",
     "get_policy_loss_fn",

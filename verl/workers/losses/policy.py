@@ -47,6 +47,11 @@ def get_policy_loss_fn(name: str) -> PolicyLoss:
     return POLICY_LOSSES.get(name)
 
 
+def token_share(values: torch.Tensor, mask: torch.Tensor, totals: LossTotals) -> float:
+    """Of the mean of `values` over the tokens of the mini-batch."""
+    return masked_sum(values.detach().float(), mask).item() / max(totals.num_tokens, 1.0)
+
+
 @register_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: torch.Tensor,
@@ -78,12 +83,9 @@ def compute_policy_loss_vanilla(
     if rollout_is_weights is not None:
         token_losses = token_losses * rollout_is_weights
 
-    def share(values: torch.Tensor) -> float:
-        return masked_sum(values.detach().float(), mask).item() / max(totals.num_tokens, 1.0)
-
     metrics = {
-        "actor/pg_clipfrac": share(clipped > unclipped),
-        "actor/ppo_kl": share(-log_ratio),
-        "actor/pg_clipfrac_lower": share((pessimistic > bound) & (advantages < 0)),
+        "actor/pg_clipfrac": token_share(clipped > unclipped, mask, totals),
+        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
+        "actor/pg_clipfrac_lower": token_share((pessimistic > bound) & (advantages < 0), mask, totals),
     }
     return agg_loss(token_losses, mask, config.loss_agg_mode, totals=totals), metrics

@@ -14,6 +14,7 @@ import torch
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.reward_score import Abandoned, NoNumber, Raised, RewardFunction, Scored, ScoringError, ScoringPool
+from verl.workers.reward_manager.overlong import OverlongPenalty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,12 +88,17 @@ class NaiveRewardManager:
         timeout_s: float = TIMEOUT_S,
         keep_special_tokens: bool = False,
         end_token_ids: Collection[int] = (),
+        penalty: OverlongPenalty | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of one response. Raises ConfigError for a function that no process can have."""
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response.
+
+        Raises ConfigError for a function that no process can have.
+        """
         self._tokenizer = tokenizer
         self._pool = ScoringPool(_pickled(compute_score), num_workers=num_workers, timeout_s=timeout_s)
         self._reward_fn_key = reward_fn_key
         self._keep_special_tokens = keep_special_tokens
+        self._penalty = penalty
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
     def __call__(self, data: DataProto) -> RewardOutput:
@@ -110,6 +116,11 @@ class NaiveRewardManager:
         texts = self._texts([row[:length].tolist() for row, length in zip(responses, lengths.tolist(), strict=True)])
         results, abandoned = self._score_all(self._samples(data, texts))
         scores, extra_info = _columns(results)
+        if self._penalty is not None:
+            penalties = [self._penalty(length) for length in lengths.tolist()]
+            scores = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
+            if self._penalty.log:
+                extra_info |= {"overlong_reward": penalties, "overlong": [penalty < 0 for penalty in penalties]}
         reward_tensor = torch.zeros(batch_size, width, dtype=torch.float32)
         rows = torch.nonzero(lengths > 0).flatten()
         reward_tensor[rows, lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)[rows]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.model import load_hf_config
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.config.model import HFModelConfig
@@ -17,6 +18,38 @@ from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import listed_names
 
 KEY = "actor_rollout_ref.actor.megatron"
+OF_MODEL = frozenset(
+    [
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "num_moe_experts",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_ffn_hidden_size",
+        "normalization",
+        "layernorm_epsilon",
+        "qk_layernorm",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "gated_linear_unit",
+        "activation_func",
+        "params_dtype",
+        "bf16",
+        "fp16",
+        "use_cpu_initialization",
+        "perform_initialization",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "sequence_parallel",
+        "moe_grouped_gemm",
+        "moe_shared_expert_intermediate_size",
+    ]
+)
+"""Fields of Megatron's configuration that the weights or the engine need as they are."""
+OF_LAYOUT = ("num_layers", "pipeline_", "account_for_", "fp8", "fp4", "virtual_pipeline", "multi_latent", "mtp_")
 
 
 class Checkpoint(Protocol):
@@ -66,6 +99,7 @@ def check(
         *_ranks(config, sizes_of(config, world)),
         *_cuts(config, dims, sizes_of(config, world)),
         *_experts(config, dims, device),
+        *_overrides(config),
         *_fields(hf_config),
         *_tensors(tensor_shapes(architecture, dims), checkpoint, dims),
     ]
@@ -140,6 +174,21 @@ def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[
         )
     if tensor > 1 and not config.sequence_parallel:
         yield (f"{KEY}.tensor_model_parallel_size={tensor} of a model with experts needs {KEY}.sequence_parallel=true")
+
+
+def _overrides(config: MegatronConfig) -> Iterator[str]:
+    """Fields of Megatron's own configuration that the user names: they exist, and nothing else decides about them."""
+    if not config.override_transformer_config:
+        return
+    from verl.workers.engine.megatron.library import TransformerConfig
+
+    known = {field.name for field in fields(TransformerConfig)}
+    for name in config.override_transformer_config:
+        key = f"{KEY}.override_transformer_config.{name}"
+        if name not in known:
+            yield f"{key}: megatron-core's TransformerConfig has no such field.{did_you_mean(name, known)}"
+        elif name in OF_MODEL or name.endswith("_parallel_size") or name.startswith(OF_LAYOUT):
+            yield f"{key} cannot be set: it follows from the model and from the other keys of {KEY}"
 
 
 def _fields(hf_config: Any) -> Iterator[str]:

@@ -113,7 +113,11 @@ class MegatronEngine:
                 dims=self._dims,
                 sizes=self._sizes,
                 device=self.device,
-                recompute=self._optim_config is not None and self._model_config.enable_gradient_checkpointing,
+                recompute=self._optim_config is not None
+                and (
+                    self._model_config.enable_gradient_checkpointing
+                    or self._config.override_transformer_config.get("recompute_granularity") is not None
+                ),
             )
             self._tensors = self._tensors_of(dist.get_rank())
             require_same_tensors(self.model, self._tensors)

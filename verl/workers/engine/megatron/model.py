@@ -87,7 +87,12 @@ def _transformer_config(
     recompute: bool,
 ) -> Any:
     dtype = DTYPES[config.dtype]
-    return library.TransformerConfig(
+    overrides = {
+        key: value
+        for key, value in config.override_transformer_config.items()
+        if recompute or not key.startswith("recompute_")
+    }
+    fields: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         num_attention_heads=dims.heads,
@@ -128,8 +133,9 @@ def _transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        **(RECOMPUTE if recompute else {}),
+        **(RECOMPUTE if recompute and "recompute_granularity" not in overrides else {}),
     )
+    return library.TransformerConfig(**fields | overrides)
 
 
 def _layers(architecture: Architecture, dims: Dimensions, count: int) -> Any:

@@ -1,0 +1,230 @@
+"""Launches as people of verl write them, and what becomes of each: accepted, or refused with a sentence.
+
+python -m tests.trainer.config.launches      counts by mode and prints what is not as the table says
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from dataclasses import dataclass
+
+from verl.experimental.fully_async_policy import fully_async_main
+from verl.experimental.one_step_off_policy import main_ppo as one_step_off
+from verl.trainer.config.cli import run_hydra
+from verl.trainer.main_ppo import check_ppo
+
+MODES = {
+    "hybrid": {"check": check_ppo},
+    "one_step_off": {
+        "check": lambda config: check_ppo(config, one_step_off.LOOP),
+        "config_path": one_step_off.CONFIG_DIR,
+        "config_name": one_step_off.CONFIG_NAME,
+    },
+    "fully_async": {
+        "check": lambda config: check_ppo(config, fully_async_main.LOOP),
+        "config_path": fully_async_main.CONFIG_DIR,
+        "config_name": fully_async_main.CONFIG_NAME,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    name: str
+    mode: str
+    argv: str
+    refused: str = ""
+    """Part of the one error that it gets; empty: it is accepted."""
+    said: str = ""
+    """Part of what `--check` prints of it."""
+
+
+A, R, F, M = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.ref",
+    "actor_rollout_ref.actor.megatron",
+)
+GRPO = (
+    "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 "
+    "data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=builtin:tiny-qwen2 "
+    f"{A}.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True {A}.ppo_mini_batch_size=256 "
+    f"{A}.ppo_micro_batch_size_per_gpu=32 {A}.use_kl_loss=True {A}.kl_loss_coef=0.001 {A}.kl_loss_type=low_var_kl "
+    f"{A}.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True "
+    f"{A}.fsdp_config.param_offload=False {A}.fsdp_config.optimizer_offload=False {R}.tensor_model_parallel_size=2 "
+    f"{R}.log_prob_micro_batch_size_per_gpu=32 {R}.name=vllm {R}.gpu_memory_utilization=0.6 {R}.n=8 "
+    f"{F}.log_prob_micro_batch_size_per_gpu=32 {F}.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False "
+    "trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15"
+)
+ASYNC = (
+    f"{GRPO} actor_rollout_ref.hybrid_engine=False trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=4"
+)
+MEGATRON = (
+    f"--config-path=config --config-name=ppo_megatron_trainer.yaml {GRPO} {M}.tensor_model_parallel_size=2 "
+    f"{M}.pipeline_model_parallel_size=2 {F}.megatron.tensor_model_parallel_size=2 "
+    f"{F}.megatron.pipeline_model_parallel_size=2"
+)
+DAPO = (
+    "reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+    "+reward.reward_kwargs.overlong_buffer_cfg.len=512 +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 "
+    "+reward.reward_kwargs.overlong_buffer_cfg.log=False +reward.reward_kwargs.max_resp_len=1024 "
+    f"{A}.clip_ratio_low=0.2 {A}.clip_ratio_high=0.28 {A}.clip_ratio_c=10.0 {A}.loss_agg_mode=token-mean"
+)
+OFFLOAD = f"{M}.param_offload=True {M}.grad_offload=True {M}.optimizer_offload=True {F}.megatron.param_offload=True"
+RECOMPUTE = " ".join(
+    f"+{M}.override_transformer_config.{key}"
+    for key in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+)
+
+LAUNCHES = (
+    Launch("grpo", "hybrid", GRPO),
+    Launch("fsdp2", "hybrid", f"{GRPO} {A}.strategy=fsdp2 {A}.fsdp_config.strategy=fsdp2 {F}.strategy=fsdp2"),
+    Launch(
+        "ppo with a critic, as verl 0.7 writes it",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=gae critic.optim.lr=1e-5 critic.model.use_remove_padding=True "
+        "critic.model.path=builtin:tiny-qwen2 critic.ppo_micro_batch_size_per_gpu=32 "
+        "critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False",
+    ),
+    Launch(
+        "dynamic batches whose budgets follow the actor's",
+        "hybrid",
+        f"{GRPO} {A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=24000 {A}.ppo_micro_batch_size_per_gpu=null",
+        said="micro-batches of up to 24000 tokens",
+    ),
+    Launch("dapo", "hybrid", f"{GRPO} {DAPO}", said="rewards dapo"),
+    Launch(
+        "dapo, as verl 0.7 writes it",
+        "hybrid",
+        f"{GRPO} reward_model.reward_manager=dapo +reward_model.reward_kwargs.max_resp_len=1024",
+    ),
+    Launch("gspo", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=gspo {A}.clip_ratio_low=0.0003", said="loss gspo"),
+    Launch("sapo", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=sapo {A}.tau_pos=1.0 {A}.tau_neg=1.05"),
+    Launch("cispo", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=cispo"),
+    Launch("geo_mean", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=geo_mean"),
+    Launch(
+        "ulysses",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=4 {F}.ulysses_sequence_parallel_size=4",
+        said="sequences are not split over ranks",
+    ),
+    Launch(
+        "ulysses, with budgets of a part of a sequence",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=4 {A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=768",
+        said="raised to 1536",
+    ),
+    Launch("no ulysses", "hybrid", f"{GRPO} {A}.ulysses_sequence_parallel_size=1"),
+    Launch(
+        "switches of speed",
+        "hybrid",
+        f"{GRPO} {A}.use_torch_compile=False actor_rollout_ref.model.use_fused_kernels=True {R}.layered_summon=True "
+        f"{R}.load_format=safetensors {A}.entropy_checkpointing=True +actor_rollout_ref.model.use_shm=True",
+        said="warning: actor_rollout_ref.model.use_fused_kernels=true",
+    ),
+    Launch("loggers", "hybrid", f"{GRPO} trainer.logger=[console,file]"),
+    Launch(
+        "sizes over all ranks",
+        "hybrid",
+        f"{GRPO} {A}.ppo_micro_batch_size_per_gpu=null {A}.ppo_micro_batch_size=128",
+        said="micro-batches of 16 sequences",
+    ),
+    Launch(
+        "lora",
+        "hybrid",
+        f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
+    ),
+    Launch(
+        "a profiler that is off",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=False {R}.profiler.enable=False {F}.profiler.enable=False "
+        f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu",
+    ),
+    Launch("clip_grad and a schedule", "hybrid", f"{GRPO} {A}.optim.clip_grad=0.5 {A}.optim.lr_decay_style=constant"),
+    Launch(
+        "megatron", "hybrid", f"{MEGATRON} {M}.use_mbridge=True {M}.use_dist_checkpointing=False", said="TP 2, PP 2"
+    ),
+    Launch("megatron by model_engine", "hybrid", f"model_engine=megatron {GRPO}", said="megatron (TP 1"),
+    Launch("megatron with offload", "hybrid", f"{MEGATRON} {OFFLOAD} {RECOMPUTE}", said="stays on its device"),
+    Launch(
+        "megatron with context parallelism",
+        "hybrid",
+        f"{MEGATRON} {M}.context_parallel_size=2 {M}.virtual_pipeline_model_parallel_size=null",
+        said="context_parallel_size=2: sequences are not split",
+    ),
+    Launch("one step off", "one_step_off", ASYNC, said="separate"),
+    Launch(
+        "one step off with megatron",
+        "one_step_off",
+        f"--config-path=config --config-name=one_step_off_ppo_megatron_trainer.yaml {ASYNC}",
+        said="megatron",
+    ),
+    Launch(
+        "fully async",
+        "fully_async",
+        f"{ASYNC} {DAPO} data.train_batch_size=0 data.gen_batch_size=1 rollout.total_rollout_steps=51200 "
+        "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
+        "async_training.require_batches=1 async_training.partial_rollout=True "
+        "algorithm.rollout_correction.bypass_mode=True",
+    ),
+    Launch(
+        "fully async with nccl, without a device here",
+        "fully_async",
+        f"{ASYNC} trainer.device=cuda {R}.checkpoint_engine.backend=nccl",
+        said="on cuda",
+    ),
+    Launch("another rollout engine", "hybrid", f"{GRPO} {R}.name=sglang", refused="rollout.name='sglang'"),
+    Launch("another training engine", "hybrid", f"{GRPO} model_engine=veomni", refused="fsdp, fsdp2 and megatron"),
+    Launch("no hybrid engine", "hybrid", f"{GRPO} actor_rollout_ref.hybrid_engine=False", refused="machines of their"),
+    Launch(
+        "a reward model",
+        "hybrid",
+        f"{GRPO} reward.reward_model.enable=True reward.reward_model.rollout.name=vllm",
+        refused="no reward model scores responses",
+    ),
+    Launch(
+        "weights in Megatron's format",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {M}.dist_checkpointing_path=/weights",
+        refused="needs no conversion",
+    ),
+    Launch(
+        "a field that Megatron has not",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.recompute_granularty=full",
+        refused="Did you mean 'recompute_granularity'?",
+    ),
+    Launch("distillation", "hybrid", f"{GRPO} distillation.enabled=True distillation.nnodes=1", refused="no teacher"),
+    Launch("a typing mistake", "hybrid", f"{GRPO} trainer.nnode=2", refused="Did you mean 'trainer.nnodes'?"),
+)
+
+
+def check(launch: Launch) -> tuple[int, str, list[str]]:
+    """Exit code, what was printed, and the errors."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_hydra(lambda config: None, ["--check", *launch.argv.split()], **MODES[launch.mode])
+        except SystemExit as exc:
+            code = int(exc.code or 0)
+    return code, out.getvalue(), [line for line in err.getvalue().splitlines() if line.startswith("error")]
+
+
+def main() -> None:
+    accepted: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for launch in LAUNCHES:
+        code, _, errors = check(launch)
+        total[launch.mode] += 1
+        accepted[launch.mode] += code == 0
+        if (code != 0) != bool(launch.refused):
+            print(f"{launch.name}: {code} {errors}")
+    for mode, count in total.items():
+        print(f"{mode}: {accepted[mode]} of {count} accepted")
+
+
+if __name__ == "__main__":
+    main()

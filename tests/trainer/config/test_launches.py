@@ -1,0 +1,69 @@
+"""Whole launches of verl's kind through `--check`: see `launches.py`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.config.launches import GRPO, LAUNCHES, Launch, check
+from verl.trainer.config.schema import keys
+from verl.trainer.config.suggest import key_error
+from verl.trainer.config.translation import translated
+from verl.trainer.config.verl_rules import ALL_KEYS, known_to_verl
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_a_launch_is_accepted_or_refused_with_one_sentence(launch):
+    code, out, errors = check(launch)
+    if launch.refused:
+        assert code == 2
+        assert out == ""
+        assert [error for error in errors if launch.refused not in error] == []
+        assert errors
+    else:
+        assert (code, errors) == (0, [])
+        assert launch.said in out
+        assert out.endswith("nothing was started\n")
+
+
+def test_everything_that_is_wrong_is_told_at_once_by_kinds(capsys):
+    argv = f"{GRPO} trainer.nnode=2 actor_rollout_ref.actor.veomni.fsdp_size=4 data.truncation=lefty trainer.seed=x"
+    code, _, errors = check(Launch("several mistakes", "hybrid", argv))
+    assert code == 2
+    assert [error.removeprefix("error: ").split("=")[0][:35] for error in errors] == [
+        "unknown configuration key 'trainer.",
+        "verl key 'actor_rollout_ref.actor.v",
+        "data.truncation",
+        "trainer.seed takes an integer, not ",
+    ]
+
+
+def test_no_key_of_verl_is_called_unknown():
+    assert [key for key in known_to_verl() if key_error(key)] == []
+
+
+def test_every_key_of_verl_is_accepted_with_verls_default():
+    refused = {}
+    for key, defaults in known_to_verl().items():
+        if key in keys() or "${" in str(defaults[0]) or defaults[0] == "???":
+            continue
+        translation = translated(nested(key, defaults[0]))
+        if translation.problems or translation.unknown:
+            refused[key] = translation.problems or translation.unknown
+    assert refused == {}
+
+
+def nested(dotted, value):
+    name, _, below = dotted.partition(".")
+    return {name: nested(below, value) if below else value}
+
+
+def test_a_key_without_effect_is_told_with_its_value_and_why():
+    _, out, _ = check(
+        Launch("", "hybrid", "actor_rollout_ref.actor.use_torch_compile=True trainer.use_legacy_worker_impl=auto")
+    )
+    assert "warning: actor_rollout_ref.actor.use_torch_compile=true: nothing is compiled" in out
+    assert "no effect: trainer.use_legacy_worker_impl=auto: there is one implementation" in out
+
+
+def test_the_files_of_verls_keys_are_part_of_the_package():
+    assert Path(ALL_KEYS).name in (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,0 +1,50 @@
+"""Estimators of papers, against values that were computed by hand."""
+
+import pytest
+import torch
+
+from tests.trainer.ppo.test_advantages import first_column, outcome, uids
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.workers.config import AlgorithmConfig
+
+SCORES = [1.0, 0.0, 2.0, 4.0, 3.0]
+INDEX = uids("a", "b", "a", "b", "a")  # group a: 1, 2, 3; group b: 0, 4
+
+
+def test_rloo_has_two_names():
+    assert first_column("rloo_vectorized", SCORES, INDEX) == first_column("rloo", SCORES, INDEX)
+
+
+def test_gpg_scales_by_the_share_of_sequences_that_earn_something():
+    # Four of five have a score other than 0: the factor is 5 / 4.
+    assert first_column("gpg", SCORES, INDEX) == pytest.approx([-1.25, -2.5, 0.0, 2.5, 1.25])
+
+
+def test_gpg_of_a_batch_without_any_score_is_zero():
+    assert first_column("gpg", [0.0, 0.0], uids("a", "a")) == [0.0, 0.0]
+
+
+def test_reinforce_plus_plus_with_a_baseline_whitens_what_is_centred():
+    # Centred: -1, -2, 0, 2, 1, three tokens each: mean 0, variance of the 15 tokens 30 / 14.
+    scale = (14 / 30) ** 0.5
+    expected = [-scale, -2 * scale, 0.0, 2 * scale, scale]
+    assert first_column("reinforce_plus_plus_baseline", SCORES, INDEX) == pytest.approx(expected, abs=1e-4)
+
+
+def test_opo_weighs_the_baseline_by_length():
+    rewards = outcome(1.0, 4.0, 7.0)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1], [1, 1, 1]])
+    # Group a: lengths 3 and 1, scores 1 and 4: baseline (3 + 4) / 4. Group b has one member.
+    advantages, _ = get_adv_estimator_fn("opo")(rewards, mask, uids("a", "a", "b"), AlgorithmConfig())
+    assert advantages.tolist() == [[-0.75] * 3, [0.0, 0.0, 2.25], [7.0] * 3]
+
+
+def test_pass_at_k_rewards_the_best_of_a_group_alone():
+    got = first_column("grpo_passk", SCORES, INDEX, norm_adv_by_std_in_grpo=False)
+    assert got == pytest.approx([0.0, 0.0, 0.0, 4.0, 1.0])
+    got = first_column("grpo_passk", SCORES, INDEX)
+    assert got == pytest.approx([0.0, 0.0, 0.0, 4 / 8**0.5, 1.0], abs=1e-5)
+
+
+def test_of_several_that_are_best_none_is_ahead():
+    assert first_column("grpo_passk", [1.0, 1.0, 5.0], uids("a", "a", "b")) == [0.0, 0.0, 0.0]

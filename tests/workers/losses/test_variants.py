@@ -1,0 +1,104 @@
+"""Losses of papers, against values that were computed by hand from their formulas."""
+
+import math
+
+import pytest
+import torch
+
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.losses import LossTotals, get_policy_loss_fn
+
+MASK = torch.tensor([[1, 1], [1, 0]])
+RATIOS = torch.tensor([[2.0, 0.5], [1.5, 9.0]])  # the last one stands on padding
+ADVANTAGES = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
+
+
+def loss_of(name, *, ratios=RATIOS, advantages=ADVANTAGES, mask=MASK, old=0.0, weights=None, totals=None, **options):
+    """Loss, metrics, and d loss / d log_prob."""
+    old_log_prob = torch.full_like(ratios, old)
+    log_prob = (old_log_prob + ratios.log()).requires_grad_()
+    loss, metrics = get_policy_loss_fn(name)(
+        old_log_prob, log_prob, advantages, mask, ActorConfig(**options), weights, totals=totals
+    )
+    loss.backward()
+    return loss.item(), metrics, log_prob.grad
+
+
+def test_gspo_clips_the_geometric_mean_of_a_sequence():
+    # Sequence 0: sqrt(2 * 0.5) = 1, unclipped: -1. Sequence 1: 1.5 with A = -2: 3, not clipped on that side.
+    loss, metrics, gradient = loss_of("gspo")
+    assert loss == pytest.approx((-1.0 + 3.0) / 2)
+    assert metrics["actor/pg_clipfrac"] == 0
+    # The gradient of a token is -A s, over the tokens of its sequence and the sequences.
+    assert torch.allclose(gradient, torch.tensor([[-0.25, -0.25], [1.5, 0.0]]))
+
+
+def test_gspo_has_no_more_to_gain_above_its_range():
+    loss, metrics, gradient = loss_of(
+        "gspo",
+        ratios=torch.tensor([[1.1, 1.1]]),
+        advantages=torch.ones(1, 2),
+        mask=torch.ones(1, 2),
+        clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4,
+    )
+    assert loss == pytest.approx(-1.0004)
+    assert metrics["actor/pg_clipfrac"] == 1
+    assert not gradient.any()
+
+
+def test_gmpo_clips_log_ratios_of_tokens_before_their_mean():
+    # Sequence 0, A = 1: log 2 is clipped to 0.4, log 0.5 is not: exp((0.4 - log 2) / 2). Sequence 1, A = -2: 1.5.
+    loss, metrics, _ = loss_of("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
+    assert loss == pytest.approx((-math.exp((0.4 - math.log(2)) / 2) + 2 * 1.5) / 2)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 3)
+    assert metrics["actor/pg_clipfrac_lower"] == 0
+
+
+def test_gpg_is_the_plain_policy_gradient():
+    loss, metrics, gradient = loss_of("gpg", old=-1.0)
+    expected = -(math.log(2) - 1) - (math.log(0.5) - 1) + 2 * (math.log(1.5) - 1)
+    assert loss == pytest.approx(expected / 3)
+    assert metrics == {}
+    assert torch.allclose(gradient, torch.tensor([[-1.0, -1.0], [2.0, 0.0]]) / 3)
+
+
+def test_sapo_gates_each_sign_at_its_own_temperature():
+    def gate(ratio, tau):
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+    loss, _, gradient = loss_of("sapo", policy_loss=PolicyLossConfig(tau_pos=1.0, tau_neg=2.0))
+    assert loss == pytest.approx((-(gate(2, 1) + gate(0.5, 1)) / 2 + 2 * gate(1.5, 2)) / 2)
+    # On the policy of the rollouts the gradient is that of the policy gradient: d gate / d log pi = 1 at r = 1.
+    _, _, on_policy = loss_of("sapo", ratios=torch.ones(1, 1), advantages=torch.ones(1, 1), mask=torch.ones(1, 1))
+    assert on_policy.item() == pytest.approx(-1.0)
+    assert gradient[1, 1] == 0
+
+
+def test_cispo_weighs_every_token_with_its_clipped_ratio():
+    loss, metrics, gradient = loss_of("cispo", old=-1.0, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    log = [math.log(2) - 1, math.log(0.5) - 1, math.log(1.5) - 1]
+    assert loss == pytest.approx((-1.2 * log[0] - 0.8 * log[1] + 2 * 1.2 * log[2]) / 3)
+    assert metrics["actor/pg_clipfrac"] == 1
+    # Also clipped tokens have a gradient: their weight.
+    assert torch.allclose(gradient, torch.tensor([[-1.2, -0.8], [2.4, 0.0]]) / 3)
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "gpg", "sapo", "cispo"])
+def test_the_loss_of_a_mini_batch_is_the_sum_of_its_micro_batches(name):
+    totals = LossTotals.of(MASK)
+    whole, metrics, gradient = loss_of(name)
+    parts = [
+        loss_of(name, ratios=RATIOS[row], advantages=ADVANTAGES[row], mask=MASK[row], totals=totals)
+        for row in (slice(0, 1), slice(1, 2))
+    ]
+    assert sum(part[0] for part in parts) == pytest.approx(whole)
+    assert torch.allclose(torch.cat([part[2] for part in parts]), gradient)
+    for metric, value in metrics.items():
+        assert sum(part[1][metric] for part in parts) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "gpg", "sapo", "cispo"])
+def test_rollout_weights_multiply_the_token_losses(name):
+    assert loss_of(name, weights=torch.full((2, 2), 0.5))[0] == pytest.approx(0.5 * loss_of(name)[0])

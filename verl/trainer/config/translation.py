@@ -1,0 +1,176 @@
+"""From what a launch of verl's says to keys and values of this project, by the table in `verl_keys`.
+
+Nothing is swallowed: what is taken over is said in a `Note` if anything is lost on the way, what is not is a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.trainer.config.schema import free_form_key, is_known, keys
+from verl.trainer.config.verl_keys import RULES, SPELLINGS
+from verl.trainer.config.verl_rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
+from verl.utils.config import ConfigError
+
+CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """An accepted key that has not the effect that it has in verl."""
+
+    key: str
+    value: Any
+    why: str
+    costs: bool = False
+    """The run needs more memory or time than verl's would; the results are the same."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={written(self.value)}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    values: dict[str, Any]
+    notes: list[Note]
+    problems: list[str]
+    """Lines about keys of verl's that cannot be taken over."""
+    unknown: list[str]
+    """Keys that neither side has."""
+
+
+def written(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def rule_of(dotted: str) -> Rule | None:
+    return find_rule(RULES, dotted)
+
+
+def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Translation:
+    """`values` with keys of this project alone. `explicit` are the keys that the command line sets."""
+    result = Translation(values=_copy(values), notes=[], problems=[], unknown=[])
+    foreign = dict(_foreign(values))
+    for key in foreign:
+        _drop(result.values, key)
+
+    def at(dotted: str) -> Any:
+        return foreign[dotted] if dotted in foreign else _get(result.values, dotted)
+
+    for key, value in foreign.items():
+        try:
+            _apply(key, value, result, at, explicit)
+        except ConfigError as exc:
+            result.problems.append(f"{key}={written(value)}: {exc}")
+    for key, convert in SPELLINGS.items():
+        value = _get(result.values, key)
+        if _has(result.values, key) and (ours := convert(value, at)) is not value and ours != value:
+            _put(result.values, key, ours)
+            result.notes.append(Note(key=key, value=value, why=f"it is {written(ours)} here"))
+    return replace(result, values=_without_empty(result.values))
+
+
+def _apply(key: str, value: Any, result: Translation, at: Any, explicit: Collection[str]) -> None:
+    rule = rule_of(key)
+    if isinstance(rule, Moved):
+        ours = rule.convert(value, at) if rule.convert else value
+        if ours is None and value is not None:
+            return
+        for target in rule.to:
+            if target in explicit and _get(result.values, target) != ours and rule.convert is None:
+                result.problems.append(
+                    f"{key}={written(value)} and {target}={written(_get(result.values, target))} are the same key "
+                    "with different values: set one of them"
+                )
+                continue
+            if ours is not None or rule.convert is None:
+                _put(result.values, target, ours)
+        if rule.why:
+            result.notes.append(Note(key=key, value=value, why=rule.why))
+        return
+    if isinstance(rule, NoEffect) and (rule.only is None or rule.only(value, at)):
+        costs = rule.costs is not None and rule.costs(value, at)
+        result.notes.append(Note(key=key, value=value, why=rule.why, costs=costs))
+    elif is_verls_default(key, value):
+        result.notes.append(Note(key=key, value=value, why="verl's default, as if it were not there"))
+    elif isinstance(rule, NoEffect):
+        result.problems.append(f"verl key {key!r} is not supported here with {written(value)}: {rule.otherwise}")
+    elif rule is not None:
+        result.problems.append(f"verl key {key!r} is not supported here: {rule.why}")
+    elif is_verls(key):
+        result.problems.append(f"verl key {key!r} is not supported here, other than with verl's default")
+    else:
+        result.unknown.append(key)
+
+
+def _foreign(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf that is no key here, and every one with a rule; of a section that nobody knows, the section."""
+    for name, value in values.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        if dotted == CHECKPOINT_ENGINE:
+            continue
+        if dotted in RULES and dotted not in keys():
+            yield dotted, value
+        elif free_form_key(dotted) is not None:
+            if rule_of(dotted) is not None and dotted not in keys():
+                yield dotted, value
+            elif isinstance(value, Mapping):
+                yield from _foreign(value, dotted)
+        elif isinstance(value, Mapping) and value and (is_known(dotted) or is_verls(dotted) or _has_rules(dotted)):
+            yield from _foreign(value, dotted)
+        elif not is_known(dotted):
+            yield dotted, value
+
+
+def _has_rules(section: str) -> bool:
+    return rule_of(section) is not None or any(key.startswith(f"{section}.") for key in RULES)
+
+
+def _without_empty(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Without sections that are no sections here, and from which everything was taken."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        inner = _without_empty(value, dotted) if isinstance(value, dict) else value
+        if inner != {} or is_known(dotted):
+            kept[name] = inner
+    return kept
+
+
+def _get(values: Mapping[str, Any], dotted: str) -> Any:
+    found: Any = values
+    for name in dotted.split("."):
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(name)
+    return found
+
+
+def _has(values: Mapping[str, Any], dotted: str) -> bool:
+    section, _, last = dotted.rpartition(".")
+    found = _get(values, section)
+    return isinstance(found, Mapping) and last in found
+
+
+def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+    values[last] = value
+
+
+def _drop(values: dict[str, Any], dotted: str) -> None:
+    name, _, below = dotted.partition(".")
+    if not below:
+        values.pop(name, None)
+        return
+    if isinstance(inner := values.get(name), dict):
+        _drop(inner, below)
+
+
+def _copy(values: Any) -> Any:
+    return {key: _copy(value) for key, value in values.items()} if isinstance(values, Mapping) else values

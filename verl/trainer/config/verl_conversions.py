@@ -1,0 +1,175 @@
+"""From values of verl's keys to values of ours, where they are not the same. Used by the table in `verl_keys`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+from verl.trainer.config.verl_rules import Values
+from verl.utils.config import ConfigError
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_FSDP = ("fsdp", "fsdp2")
+
+
+def one_of(values: Collection[Any]) -> Callable[[Any, Values], bool]:
+    """True and 1 are two values."""
+    return lambda value, _: any(
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
+    )
+
+
+def engine_of(value: Any, _: Values) -> Any:
+    """`model_engine` chooses the files of a whole engine: `dp` leaves what the strategies say."""
+    if value in ("dp", "fsdp", "legacy"):
+        return None
+    if value == "megatron":
+        return value
+    raise ConfigError(f"model_engine={value} is not here: training engines are fsdp, fsdp2 and megatron")
+
+
+def fsdp_strategy(value: Any, at: Values) -> Any:
+    """With another engine the section means nothing."""
+    return value if at(f"{_ACTOR}.strategy") in _FSDP else None
+
+
+def same_family(value: Any, at: Values) -> bool:
+    actor = at(f"{_ACTOR}.strategy")
+    return value == actor or (value in _FSDP and actor in _FSDP)
+
+
+def is_actors(name: str) -> Callable[[Any, Values], bool]:
+    """Whether it is null or what the actor has as `name`."""
+    return lambda value, at: value is None or value == at(f"{_ACTOR}.megatron.{name}")
+
+
+def by_ranks(value: Any, at: Values) -> Any:
+    """verl's deprecated sizes count over all ranks."""
+    if value is None:
+        return None
+    return max(1, value // _ranks(at)) if isinstance(value, int) else value
+
+
+def scheduler(value: Any, _: Values) -> Any:
+    if value in ("constant", "cosine", None):
+        return value
+    raise ConfigError(f"{value!r} is not possible, only constant and cosine")
+
+
+def on_lr(section: str) -> Callable[[Any, Values], Any]:
+    """An absolute learning rate as a share of the peak."""
+
+    def convert(value: Any, at: Values) -> Any:
+        peak = at(f"{section}.lr")
+        if value in (None, 0, 0.0):
+            return None
+        try:
+            return float(value) / float(peak)
+        except (TypeError, ValueError, ZeroDivisionError) as exc:
+            raise ConfigError(f"it is a share of {section}.lr here: set that, too, to a number above 0") from exc
+
+    return convert
+
+
+def below_lora(value: Any, at: Values) -> Any:
+    """Without adapters it means nothing."""
+    return value if at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank") else None
+
+
+def adapters_alike(value: Any, at: Values) -> bool:
+    """Whether no layer is excluded, as far as names can tell, or there are no adapters."""
+    return value in (None, "", [], "DONT_EXCLUDE") or not (at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank"))
+
+
+def at_most_turns(value: Any, at: Values) -> Any:
+    """After so many turns of the user, which are the tools' answers, one more of the assistant follows."""
+    if value is None:
+        return None
+    present = at(f"{_ROLLOUT}.multi_turn.max_assistant_turns")
+    if not isinstance(value, int):
+        return value
+    return min(value + 1, present) if isinstance(present, int) else value + 1
+
+
+def expert_parallel(value: Any, at: Values) -> Any:
+    """vLLM spreads experts over the ranks of one replica."""
+    if value in (None, 1):
+        return None
+    size = at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1
+    if value == size and at(f"{_ROLLOUT}.data_parallel_size") in (None, 1):
+        return True
+    raise ConfigError(
+        f"{value} ranks hold the experts of one replica, but it has tensor_model_parallel_size={size} of them: "
+        "set both to the same number"
+    )
+
+
+def rejection(value: Any, at: Values) -> bool:
+    return value is None or at("algorithm.rollout_correction.rollout_rs") is None
+
+
+def format_of_load(value: Any, _: Values) -> Any:
+    """Where an engine's first weights come from: verl's names for files that vLLM finds itself."""
+    if isinstance(value, str) and value.startswith("dummy"):
+        return "dummy"
+    return {"safetensors": "auto", "hf": "auto", "megatron": "auto"}.get(value, value)
+
+
+LOGGER_NAMES = {"file": "jsonl"}
+
+
+def loggers(value: Any, _: Values) -> Any:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return value
+    return [LOGGER_NAMES.get(name, name) if isinstance(name, str) else name for name in names]
+
+
+_TOOLS_OF_VERL = ("npu", "nsys", "torch_memory")
+
+
+def profiler_tool(value: Any, at: Values) -> Any:
+    """Nothing is traced without steps, whatever the tool."""
+    return None if value in _TOOLS_OF_VERL and not at("global_profiler.steps") else value
+
+
+def profiles(value: Any, at: Values) -> Any:
+    """verl has a tool and no steps, and traces nothing."""
+    nothing = at("global_profiler.tool") is not None and not at("global_profiler.steps")
+    return False if value is True and nothing else value
+
+
+def dtype_name(value: Any, _: Values) -> Any:
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(value, value)
+
+
+def dtype_of(value: Any, _: Values) -> Any:
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value)
+
+
+def kl_name(value: Any, _: Values) -> Any:
+    """verl has two names for each estimator."""
+    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(value, value)
+
+
+def divides_ranks(value: Any, at: Values) -> Any:
+    """As many as there are, or more, is all of them."""
+    return -1 if isinstance(value, int) and value >= _ranks(at) else value
+
+
+def _ranks(at: Values) -> int:
+    """Of the trainer; what is no number is told elsewhere."""
+    sizes = (at("trainer.nnodes"), at("trainer.n_gpus_per_node"))
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+def critic_strategy(value: Any, _: Values) -> Any:
+    """FSDP1 and FSDP2 cut a model in the same way."""
+    return "fsdp2" if value == "fsdp" else value
+
+
+def off_as_minus_1(value: Any, _: Values) -> Any:
+    return -1 if value is False else value

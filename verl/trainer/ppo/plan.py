@@ -1,0 +1,157 @@
+"""What a run would be: found out on this machine, without starting anything. Behind `--check`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.config.checking import Checked
+from verl.trainer.ppo.cluster import make_replicas
+from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.placement import num_replicas
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_critic, needs_reference
+from verl.trainer.ppo.run import (
+    _adapter_shapes,
+    _agent_loop_manager_class,
+    _local_critic,
+    _require_engine,
+    _require_heads,
+    _require_model,
+    _require_positions,
+    _total_steps,
+)
+from verl.utils import builtin
+from verl.utils.config import ConfigError
+from verl.utils.device import resolve_device
+from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
+from verl.utils.model_files import require_embeddings
+from verl.utils.reward_score import load_reward_function
+from verl.workers.config import PPOConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
+OF_STAND_IN = re.compile(r"\b(the|a) model\b|\bnum_hidden_layers\b|\bbuiltin:|\btraining samples\b|\bof its layers\b")
+"""Lines that blame the model or the data, not the keys of the launch."""
+
+
+def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
+    """Everything that can be known about a run with the loop of `trainer_class` before it starts."""
+    checked = Checked()
+    attempt = _Attempt(checked)
+    adapted = attempt(lambda: trainer_class.adapted(config))
+    config = adapted or config
+    device = resolve_device(config.trainer.device)
+    attempt(lambda: load_reward_function(config.custom_reward_function))
+    path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
+    if path is not None:
+        _look_at_model(config, path, device, attempt)
+    if not checked.problems:
+        checked.plan.extend(lines(config, device, None))
+    return checked
+
+
+class _Attempt:
+    """Calls, and adds what is wrong to the problems, or to what a built-in stand-in is too small for."""
+
+    def __init__(self, checked: Checked) -> None:
+        self._checked = checked
+
+    def __call__(self, call: Callable[[], T], *, stands_in: bool = False) -> T | None:
+        try:
+            return call()
+        except (ConfigError, BackendUnavailable) as exc:
+            for line in str(exc).splitlines():
+                if stands_in and OF_STAND_IN.search(line):
+                    self._checked.stand_ins.append(f"stand-in: {line}")
+                else:
+                    self._checked.problems.append(line)
+            return None
+
+
+def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> None:
+    model = config.actor_rollout_ref.model
+    local = replace(model, path=str(path))
+    stands_in = builtin.is_builtin(model.path)
+    attempt(lambda: _require_model(model, path))
+    attempt(lambda: _require_positions(config), stands_in=stands_in)
+    attempt(lambda: _require_heads(config), stands_in=stands_in)
+    attempt(lambda: _adapter_shapes(config, path), stands_in=stands_in)
+    strategy = config.actor_rollout_ref.actor.strategy
+    attempt(lambda: _require_engine(config, strategy, local, device), stands_in=stands_in)
+    attempt(lambda: make_replicas(config, model_path=path, device=device))
+    tokenizer = attempt(lambda: load_tokenizer(model))
+    if tokenizer is None:
+        return
+    attempt(lambda: require_embeddings(tokenizer, load_hf_config(model), f"{MODEL_KEY}.path={path}"))
+    critic_stands_in = builtin.is_builtin(config.critic.model.path or model.path)
+    attempt(lambda: _local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
+    _look_at_data(config, tokenizer, attempt)
+
+
+def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> None:
+    files = config.data.train_files
+    stands_in = isinstance(files, str) and builtin.is_builtin(files)
+    manager_class = attempt(lambda: _agent_loop_manager_class(config))
+    if manager_class is None:
+        return
+    loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
+    if loaders is not None:
+        attempt(lambda: _total_steps(config, len(loaders["train"])))
+
+
+def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
+    """The run in a few lines."""
+    policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    actor, rollout = policy.actor, policy.rollout
+    yield f"model: {policy.model.path}; data: {data.train_files}"
+    yield (
+        f"trainer: {trainer.world_size} ranks ({trainer.nnodes} x {trainer.n_gpus_per_node}) on {device}, "
+        f"{actor.strategy}{_cuts(config)}; reference policy: {_yes(needs_reference(config))}; "
+        f"critic: {config.critic.strategy if needs_critic(config) else 'no'}"
+    )
+    yield (
+        f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
+        f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
+    )
+    micro = (
+        f"up to {actor.ppo_max_token_len_per_gpu} tokens"
+        if actor.use_dynamic_bsz
+        else f"{actor.ppo_micro_batch_size_per_gpu} sequences"
+    )
+    yield (
+        f"batch: {data.train_batch_size} prompts per step, {actor.ppo_mini_batch_size} per optimizer step, "
+        f"micro-batches of {micro}; prompts of {data.max_prompt_length}, responses of {data.max_response_length} tokens"
+    )
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
+        f"rewards {config.reward_model.reward_manager}"
+    )
+    yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
+    length = trainer.total_training_steps or steps
+    yield f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}; output: {trainer.output_dir}"
+
+
+def _cuts(config: PPOConfig) -> str:
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return ""
+    cut = config.actor_rollout_ref.actor.megatron
+    return (
+        f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "
+        f"EP {cut.expert_model_parallel_size})"
+    )
+
+
+def _tools(config: PPOConfig) -> str:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    return f", several turns, tools: {turns.tool_config_path or 'none'}" if turns.enable else ""
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,168 @@
+"""Policy losses other than PPO's. Signatures and shares are those of `verl.workers.losses.policy.PolicyLoss`."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import ActorConfig
+from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.kl import MAX_LOG_RATIO
+from verl.workers.losses.policy import register_policy_loss, token_share
+
+MAX_SEQUENCE_LOG_RATIO = 10.0
+PER_SEQUENCE = "seq-mean-token-mean"
+"""Some losses are defined as means over sequences, whatever `actor.loss_agg_mode` says."""
+
+Result = tuple[torch.Tensor, dict[str, float]]
+
+
+def _weighted(losses: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return losses if weights is None else losses * weights
+
+
+def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+    return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Group sequence policy optimisation (arXiv:2507.18071, eq. 5 and 14).
+
+    The ratio of a sequence is s = exp(mean over its tokens of log pi / pi_old); that of a token is s in value, with the
+    gradient of its own probability. -min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences.
+    """
+    totals = totals or LossTotals.of(response_mask)
+    mask = response_mask.bool()
+    low, high = config.clip_range
+    log_ratio = log_prob - old_log_prob
+    of_sequence = masked_mean(log_ratio, mask, dim=-1).detach().unsqueeze(-1)
+    ratio = (log_prob - log_prob.detach() + of_sequence).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    losses = _weighted(torch.maximum(unclipped, clipped), rollout_is_weights)
+    metrics = {
+        "actor/pg_clipfrac": token_share(clipped > unclipped, mask, totals),
+        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
+        "actor/pg_clipfrac_lower": 0.0,
+    }
+    return agg_loss(losses, mask, PER_SEQUENCE, totals=totals), metrics
+
+
+@register_policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Geometric-mean policy optimisation (GMPO, arXiv:2507.20673, eq. 4).
+
+    Log-ratios of tokens are clipped to [-low, high] on the side on which the sequence has no more to gain; the ratio of
+    a sequence is exp of their mean, and its loss -A ratio with the mean advantage of its tokens. Mean over sequences.
+    """
+    totals = totals or LossTotals.of(response_mask)
+    mask = response_mask.bool()
+    low, high = config.clip_range
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    clipped = log_ratio.clamp(-low, high)
+    sign = advantages.sign()
+    kept = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    ratio = masked_mean(kept, mask, dim=-1).exp()
+    losses = -masked_mean(advantages, mask, dim=-1) * ratio
+    per_token = _weighted(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights)
+    metrics = {
+        "actor/pg_clipfrac": token_share((kept != log_ratio) & (advantages > 0), mask, totals),
+        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
+        "actor/pg_clipfrac_lower": token_share((kept != log_ratio) & (advantages < 0), mask, totals),
+    }
+    return agg_loss(per_token, mask, PER_SEQUENCE, totals=totals), metrics
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Group policy gradient (GPG, arXiv:2504.02546, eq. 3): -A log pi, without ratio or clip."""
+    losses = _weighted(-advantages * log_prob, rollout_is_weights)
+    return agg_loss(losses, response_mask.bool(), config.loss_agg_mode, totals=totals), {}
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Soft adaptive policy optimisation (arXiv:2511.20347, eq. 5 and 6).
+
+    The clip is a soft gate: -A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos where A > 0, else tau_neg. Mean over
+    tokens, then over sequences.
+    """
+    totals = totals or LossTotals.of(response_mask)
+    mask = response_mask.bool()
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    chosen = config.policy_loss
+    tau = torch.where(advantages > 0, chosen.tau_pos, chosen.tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
+    losses = _weighted(-advantages * gate, rollout_is_weights)
+    metrics = {
+        "actor/pg_clipfrac": 0.0,
+        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
+        "actor/pg_clipfrac_lower": 0.0,
+    }
+    return agg_loss(losses, mask, PER_SEQUENCE, totals=totals), metrics
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Clipped importance sampling (CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4): -A clip(r, 1 - low, 1 + high) log pi.
+
+    The clipped ratio is a weight and has no gradient, so every token keeps its own.
+    """
+    totals = totals or LossTotals.of(response_mask)
+    mask = response_mask.bool()
+    low, high = config.clip_range
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    ratio = log_ratio.exp().detach()
+    clipped = ratio.clamp(1.0 - low, 1.0 + high)
+    losses = _weighted(-advantages * clipped * log_prob, rollout_is_weights)
+    metrics = {
+        "actor/pg_clipfrac": token_share(clipped != ratio, mask, totals),
+        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
+        "actor/pg_clipfrac_lower": 0.0,
+    }
+    return agg_loss(losses, mask, config.loss_agg_mode, totals=totals), metrics

@@ -8,6 +8,14 @@ from dataclasses import dataclass, field
 from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
 
 
+@dataclass(slots=True, kw_only=True)
+class AgentLoopMetrics:
+    """verl's name for the seconds of one trajectory."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoopOutput:
     """One trajectory. The response holds what the policy generated and what tools answered, in order.

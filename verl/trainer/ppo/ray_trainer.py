@@ -314,7 +314,11 @@ class RayPPOTrainer:
         tensors["token_level_rewards"] = rewards
         critic = {"values": tensors["values"]} if self.has_critic else {}
         tensors["advantages"], tensors["returns"] = self._advantages(
-            rewards, tensors["response_mask"], batch.non_tensor_batch["uid"], algorithm, **critic
+            token_level_rewards=rewards,
+            response_mask=tensors["response_mask"],
+            index=batch.non_tensor_batch["uid"],
+            config=algorithm,
+            **critic,
         )
         return batch
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option, section
+from verl.utils.config import Section, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLControlConfig:
+class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
     type: str = option("fixed", "fixed, or adapted towards target_kl", choices=("fixed", "adaptive"))
@@ -19,7 +19,7 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     """Importance sampling between the rollout engine's policy and the trainer's."""
 
     rollout_is: str | None = option(
@@ -29,7 +29,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """Advantages and KL."""
 
     adv_estimator: str = option("grpo", "name registered with register_adv_est (verl: gae)")
@@ -43,7 +43,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionConfig(Section):
     """A reward function of the user's own.
 
     `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict with "score"`
@@ -57,7 +57,7 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """Reward computation."""
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))

@@ -1,6 +1,6 @@
 """verl's place for agent loops and who runs them."""
 
-from verl.experimental.agent_loop.base import AgentLoopBase
+from verl.experimental.agent_loop.base import AgentLoopBase, DictConfigWrap
 from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.experimental.agent_loop.output import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
@@ -14,5 +14,6 @@ __all__ = [
     "AgentLoopOutput",
     "AgentLoopWorker",
     "AsyncLLMServerManager",
+    "DictConfigWrap",
     "register",
 ]

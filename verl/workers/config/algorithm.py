@@ -61,7 +61,9 @@ class RewardModelConfig(Section):
     """Reward computation."""
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
-    reward_manager: str = option("naive", "scores each response with the reward function", choices=("naive",))
+    reward_manager: str = option(
+        "naive", "naive: scores each response with the reward function; or a name registered in external_lib"
+    )
     num_workers: int = option(1, "processes that score responses", least=1)
     timeout_s: float = option(
         30.0,

@@ -17,7 +17,7 @@ from verl.workers.config import AlgorithmConfig
 def compute_batch_mean_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `AdvantageEstimator`. `index` (the group of each sequence) is not needed here."""
+    """See `EstimatorFunction`. `index` (the group of each sequence) is not needed here."""
     mask = response_mask.bool()
     generated = mask.any(-1)  # aborted and padding sequences have no token of the policy: they move no baseline
     scores = token_level_rewards.sum(-1)

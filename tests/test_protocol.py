@@ -63,8 +63,10 @@ def test_an_index_selects_the_same_samples_of_tensors_and_objects(index, expecte
 
 
 def test_bad_indices_are_told_apart():
-    with pytest.raises(TypeError, match=r"data\[i : i \+ 1\]"):
-        make()[1]
+    with pytest.raises(TypeError, match="one-dimensional array"):
+        make()[[[1]]]
+    with pytest.raises(IndexError, match="sample 4 of 4"):
+        make()[4]
     with pytest.raises(IndexError, match=r"positions 0..4 for 4 samples"):
         make()[[0, 4]]
     with pytest.raises(IndexError, match="mask of 2 entries for 4"):
@@ -194,3 +196,74 @@ def test_what_comes_out_of_the_object_store_is_writable(ray_cluster):
     copy.non_tensor_batch["uid"][0] = "changed"
     assert float(copy.batch["x"].sum()) == 1e6
     assert float(data.batch["x"].sum()) == 0
+
+
+def test_a_number_selects_one_sample():
+    item = make(step=1)[np.int64(-1)]
+    assert (item.batch["a"].item(), item.batch["b"].tolist()) == (3, [9.0, 10.0, 11.0])
+    assert item.non_tensor_batch == {"uid": "u3", "raw_prompt": [{"role": "user"}]}
+    assert item.meta_info == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (lambda data: data.slice(1, 3), [1, 2]),
+        (lambda data: data.slice(end=1), [0]),
+        (lambda data: data.slice(step=-2), [3, 1]),
+        (lambda data: data.select_idxs([2, 2]), [2, 2]),
+        (lambda data: data.select_idxs(torch.tensor([True, False, True, False])), [0, 2]),
+        (lambda data: data.repeat(repeat_times=2, interleave=True), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (lambda data: data.repeat(), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (lambda data: data.sample_level_repeat(torch.tensor([0, 2, 1, 0])), [1, 1, 2]),
+        (lambda data: data.padding(2, "last"), [0, 1, 2, 3, 3, 3]),
+        (lambda data: data.split(split_size=3)[1], [3]),
+        (lambda data: data.chunk(chunks=2)[1], [2, 3]),
+        (lambda data: DataProto.concat(data=data.chunk(4)), [0, 1, 2, 3]),
+        (lambda data: pad_dataproto_to_divisor(data, size_divisor=3)[0], [0, 1, 2, 3, 0, 1]),
+        (lambda data: DataProto.from_tensordict(data.to_tensordict()), [0, 1, 2, 3]),
+        (lambda data: data.to("cpu"), [0, 1, 2, 3]),
+        (lambda data: data.select(["a"], ["uid"], deepcopy=True), [0, 1, 2, 3]),
+    ],
+)
+def test_verls_methods_and_keywords(select, expected):
+    chosen = select(make(step=1))
+    assert rows(chosen) == (expected, [f"u{i}" for i in expected])
+    assert chosen.meta_info == {"step": 1}
+
+
+def test_rename_gives_tensors_other_names_in_place():
+    data = make()
+    assert data.rename("a", "c") is data
+    assert list(data.rename(["b", "c"], ["c", "b"]).batch.keys()) == ["b", "c"]
+    assert data.batch["b"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match=r"batch has no \['a'\]"):
+        data.rename("a", "d")
+    for new in ("c", ["d", "e"]):
+        with pytest.raises(ValueError, match="one name of its own"):
+            data.rename("b", new)
+
+
+def test_an_iterator_gives_every_sample_once_per_epoch_in_an_order_that_the_seed_decides():
+    def order(**arguments):
+        return [part.batch["a"].tolist() for part in make(step=1).make_iterator(2, epochs=2, **arguments)]
+
+    assert order() == [[0, 1], [2, 3]] * 2
+    shuffled = order(seed=3, dataloader_kwargs={"shuffle": True})
+    assert shuffled == order(seed=3, dataloader_kwargs={"shuffle": True}) != order()
+    assert sorted(sum(shuffled[:2], [])) == sorted(sum(shuffled[2:], [])) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="4 samples cannot be split into mini-batches of 3"):
+        make().make_iterator(3, epochs=1)
+
+
+def test_samples_survive_the_disk(tmp_path):
+    make(step=1).save_to_disk(tmp_path / "batch.pkl")
+    loaded = DataProto.load_from_disk(tmp_path / "batch.pkl")
+    assert (rows(loaded), loaded.meta_info) == (rows(make()), {"step": 1})
+
+
+def test_a_padded_batch_may_be_cut_into_parts_that_differ():
+    data = DataProto.from_dict({"a": torch.arange(5)}, auto_padding=True)
+    assert data.is_padding_enabled()
+    assert [len(part) for part in data.chunk(2)] == [3, 2]
+    assert not make().is_padding_enabled()

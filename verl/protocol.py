@@ -6,15 +6,41 @@ array of `non_tensor_batch`, and facts about the batch as a whole in `meta_info`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch.utils.data import DataLoader
 
+from verl.utils.batch_parts import (
+    collect_metrics,
+    from_bytes,
+    merge,
+    object_array,
+    positions,
+    to_bytes,
+    without,
+)
+
+AUTO_PADDING = "auto_padding"
+"""Key of `meta_info`: a batch marked true here is padded to a multiple of the ranks, and the result is unpadded."""
 Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One sample: its tensors without the first dimension, its objects, and the facts about its batch."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -22,7 +48,8 @@ class DataProto:
     """N samples. Every tensor and every array has N as its first dimension; anything else is a ValueError.
 
     Methods return new objects that may share memory with this one (a slice is a view, an index array copies), except
-    `union`, `reorder` and `pop`, which change this object: both `data.union(x)` and `data = data.union(x)` work.
+    `union`, `reorder`, `rename`, `to`, `padding` and `pop`, which change this object: both `data.union(x)` and
+    `data = data.union(x)` work.
     Pickled, a `DataProto` carries exactly its own rows, detached; unpickled, its tensors are writable and on the CPU.
     """
 
@@ -38,7 +65,7 @@ class DataProto:
             nested = [key for key, value in self._tensors().items() if not isinstance(value, torch.Tensor)]
             if nested:
                 raise ValueError(f"batch holds something else than tensors under {nested}: use non_tensor_batch")
-        self.non_tensor_batch = {key: _object_array(values) for key, values in self.non_tensor_batch.items()}
+        self.non_tensor_batch = {key: object_array(values) for key, values in self.non_tensor_batch.items()}
         for key, values in self.non_tensor_batch.items():
             if len(values) != len(self):
                 raise ValueError(f"non_tensor_batch[{key!r}] has {len(values)} entries, the batch has {len(self)}")
@@ -49,34 +76,109 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
     ) -> DataProto:
-        """Tensors of shape [N, ...] and sequences of N objects. Raises ValueError naming keys and sizes that differ."""
+        """Tensors of shape [N, ...] and sequences of N objects. Raises ValueError naming keys and sizes that differ.
+
+        With `auto_padding` the batch is padded where it does not divide over the ranks that it is sent to.
+        """
+        if num_batch_dims != 1:
+            raise ValueError(f"num_batch_dims={num_batch_dims}: a batch has one dimension of samples here")
         tensors, batch = dict(tensors or {}), None
         if tensors:
             sizes = {key: value.shape[0] if value.ndim else None for key, value in tensors.items()}
             if len(set(sizes.values())) != 1 or None in sizes.values():
                 raise ValueError(f"tensors differ in their first dimension: {sizes}")
             batch = TensorDict(tensors, batch_size=[next(value.shape[0] for value in tensors.values())])
-        return cls(batch=batch, non_tensor_batch=dict(non_tensors or {}), meta_info=dict(meta_info or {}))
+        return cls(batch=batch, non_tensor_batch=dict(non_tensors or {}), meta_info=_marked(meta_info, auto_padding))
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
         """As `from_dict`: what is a tensor goes to `batch`, everything else to `non_tensor_batch`."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        return cls.from_dict(tensors, {key: value for key, value in data.items() if key not in tensors}, meta_info)
+        others = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """The inverse of `to_tensordict`."""
+        found: dict[str, dict[str, Any]] = {"tensors": {}, "objects": {}, "meta": {}}
+        for key in map(str, tensor_dict.keys()):
+            value = tensor_dict.get(key)
+            if isinstance(value, NonTensorStack):
+                found["objects"][key] = value.tolist()
+            elif isinstance(value, NonTensorData):
+                found["meta"][key] = value.data
+            else:
+                found["tensors"][key] = value
+        meta = {**found["meta"], **(meta_info or {})}
+        return cls.from_dict(found["tensors"], found["objects"], meta, num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """Tensors, objects (one `NonTensorStack` per key) and `meta_info` (`NonTensorData`) under one roof.
+
+        Raises ValueError for a key that two of them have.
+        """
+        objects = {key: NonTensorStack(*map(NonTensorData, values)) for key, values in self.non_tensor_batch.items()}
+        meta = {key: NonTensorData(value) for key, value in self.meta_info.items()}
+        if twice := sorted(
+            key for key in {*objects, *meta} if sum(key in of for of in (self._tensors(), objects, meta)) > 1
+        ):
+            raise ValueError(f"{twice} would be there twice")
+        return TensorDict({**self._tensors(), **objects, **meta}, batch_size=[len(self)])
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the samples to a file, for `load_from_disk`."""
+        Path(filepath).write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """What `save_to_disk` has written. It is unpickled: only for files that one has written oneself."""
+        data = pickle.loads(Path(filepath).read_bytes())  # noqa: S301 - the docstring says so
+        if not isinstance(data, DataProto):
+            raise TypeError(f"{filepath} holds {type(data).__name__}, not a DataProto")
+        return data
 
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()), ()))
 
-    def __getitem__(self, index: Index) -> DataProto:
-        """The samples of a slice, of an array of positions (may repeat), or of a boolean mask; `meta_info` is kept."""
-        if not isinstance(index, slice):
-            index = _positions(index, len(self))
-        batch = None
-        if self.batch is not None:
-            batch = self.batch[index if isinstance(index, slice) else torch.from_numpy(index)]
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: Index) -> DataProto: ...
+
+    def __getitem__(self, item: Index | int) -> DataProto | DataProtoItem:
+        """One sample; or those of a slice, of an array of positions (may repeat), or of a boolean mask."""
+        if isinstance(item, int | np.integer):
+            return self._item(int(item))
+        return self.slice(item.start, item.stop, item.step) if isinstance(item, slice) else self.select_idxs(item)
+
+    def _item(self, position: int) -> DataProtoItem:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        objects = {key: values[position] for key, values in self.non_tensor_batch.items()}
+        return DataProtoItem(None if self.batch is None else self.batch[position], objects, dict(self.meta_info))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Samples `start` up to `end`, as a view; `meta_info` is kept."""
+        part = slice(start, end, step)
+        if step is not None and step < 0:  # tensors cannot be sliced backwards
+            return self.select_idxs(range(len(self))[part])
+        batch = None if self.batch is None else self.batch[part]
+        return self._replace(batch, {key: values[part] for key, values in self.non_tensor_batch.items()})
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
+        """A copy of the samples at these positions, which may repeat, or of those in a mask; `meta_info` is kept."""
+        index = positions(idxs, len(self))
+        batch = None if self.batch is None else self.batch[torch.from_numpy(index)]
         return self._replace(batch, {key: values[index] for key, values in self.non_tensor_batch.items()})
 
     def select(
@@ -84,31 +186,38 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
     ) -> DataProto:
-        """Only the named parts; None keeps all of a kind. Raises KeyError naming every key that is not there."""
+        """Only the named parts; None keeps all of a kind. Raises KeyError naming every key that is not there.
+
+        With `deepcopy` they share no memory with this object.
+        """
         self._require(batch_keys, non_tensor_batch_keys, meta_info_keys)
         batch = self.batch
         if batch is not None and batch_keys is not None:
             batch = batch.select(*batch_keys)
         objects, meta = self.non_tensor_batch, self.meta_info
-        return DataProto(
+        selected = DataProto(
             batch,
             dict(objects) if non_tensor_batch_keys is None else {key: objects[key] for key in non_tensor_batch_keys},
             dict(meta) if meta_info_keys is None else {key: meta[key] for key in meta_info_keys},
         )
+        return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
         self,
-        batch_keys: Sequence[str] = (),
-        non_tensor_batch_keys: Sequence[str] = (),
-        meta_info_keys: Sequence[str] = (),
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Take the named parts out of this object. Raises KeyError as `select` does, and then takes nothing."""
+        batch_keys, non_tensor_batch_keys = batch_keys or (), non_tensor_batch_keys or ()
+        meta_info_keys = meta_info_keys or ()
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         if self.batch is not None:
             self.batch = self.batch.exclude(*batch_keys)
-        self.non_tensor_batch = _without(self.non_tensor_batch, non_tensor_batch_keys)
-        self.meta_info = _without(self.meta_info, meta_info_keys)
+        self.non_tensor_batch = without(self.non_tensor_batch, non_tensor_batch_keys)
+        self.meta_info = without(self.meta_info, meta_info_keys)
         return popped
 
     def union(self, other: DataProto) -> DataProto:
@@ -119,9 +228,9 @@ class DataProto:
         holds_rows = other.batch is not None or other.non_tensor_batch
         if holds_rows and (self.batch is not None or self.non_tensor_batch) and len(other) != len(self):
             raise ValueError(f"union of {len(self)} samples with {len(other)} samples")
-        tensors = _merge("batch", self._tensors(), other._tensors())
-        non_tensors = _merge("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
-        meta_info = _merge("meta_info", self.meta_info, other.meta_info)
+        tensors = merge("batch", self._tensors(), other._tensors())
+        non_tensors = merge("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = merge("meta_info", self.meta_info, other.meta_info)
         if other.batch is not None:
             self.batch = TensorDict(tensors, batch_size=other.batch.batch_size)
         self.non_tensor_batch, self.meta_info = non_tensors, meta_info
@@ -129,38 +238,98 @@ class DataProto:
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
         """Put the sample `indices[i]` at place i, in this object, and return it. `indices` is a permutation."""
-        positions = _positions(indices, len(self))
-        if not np.array_equal(np.sort(positions), np.arange(len(self))):
-            raise ValueError(f"reorder needs a permutation of {len(self)} samples, not {positions.tolist()[:16]}...")
-        ordered = self[positions]
+        order = positions(indices, len(self))
+        if not np.array_equal(np.sort(order), np.arange(len(self))):
+            raise ValueError(f"reorder needs a permutation of {len(self)} samples, not {order.tolist()[:16]}...")
+        ordered = self[order]
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
         return self
 
-    def repeat(self, n: int, interleave: bool = True) -> DataProto:
-        """Every sample n times: a a b b when interleaved, else a b a b."""
+    def rename(self, old_keys: str | Sequence[str] = (), new_keys: str | Sequence[str] = ()) -> DataProto:
+        """Give tensors other names, in this object, and return it. What it raises, it changes nothing before."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        self._require(old, (), ())
+        names = dict(zip(old, new, strict=False))
+        renamed = [names.get(key, key) for key in self._tensors()]
+        if not len(old) == len(new) == len(names) or len(set(renamed)) != len(renamed):
+            raise ValueError(f"rename {old} to {new}: one name of its own for each tensor")
+        if self.batch is not None:
+            values = dict(zip(renamed, self._tensors().values(), strict=True))
+            self.batch = TensorDict(values, batch_size=self.batch.batch_size)
+        return self
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every sample `repeat_times` times: a a b b when interleaved, else a b a b."""
         rows = np.arange(len(self))
-        return self[np.repeat(rows, n) if interleave else np.tile(rows, n)]
+        return self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
 
-    def split(self, size: int) -> list[DataProto]:
-        """Consecutive parts of `size` samples; the last may be shorter."""
-        if size < 1:
-            raise ValueError(f"split into parts of {size} samples")
-        return [self[start : start + size] for start in range(0, len(self), size)]
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """The i-th sample `repeat_times[i]` times, one after the other."""
+        times = [int(count) for count in repeat_times]
+        if len(times) != len(self) or min(times, default=0) < 0:
+            raise ValueError(f"sample_level_repeat needs one count for each of {len(self)} samples, not {times[:16]}")
+        return self[np.repeat(np.arange(len(self)), times)]
 
-    def chunk(self, n: int) -> list[DataProto]:
-        """n consecutive parts of equal length. Raises ValueError when the length does not divide."""
-        if n < 1 or len(self) % n:
-            raise ValueError(f"{len(self)} samples cannot be split into {n} equal chunks")
-        size = len(self) // n
-        return [self[start * size : (start + 1) * size] for start in range(n)]
+    def split(self, split_size: int) -> list[DataProto]:
+        """Consecutive parts of `split_size` samples; the last may be shorter."""
+        if split_size < 1:
+            raise ValueError(f"split into parts of {split_size} samples")
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Consecutive parts of equal length. Raises ValueError when the length does not divide.
+
+        With auto padding the parts are of the next larger length, and the last ones have what is left.
+        """
+        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+            raise ValueError(f"{len(self)} samples cannot be split into {chunks} equal chunks")
+        size = -(-len(self) // chunks)
+        return [self[start * size : (start + 1) * size] for start in range(chunks)]
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of all samples, `epochs` times. `dataloader_kwargs` are torch's `DataLoader`'s (`shuffle`).
+
+        Raises ValueError unless the length is a multiple of `mini_batch_size`.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} samples cannot be split into mini-batches of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        rows: Any = range(len(self))
+        loader = DataLoader(
+            rows, batch_size=mini_batch_size, collate_fn=list, generator=generator, **(dataloader_kwargs or {})
+        )
+        return (self.select_idxs(chosen) for _ in range(epochs) for chosen in loader)
+
+    def is_padding_enabled(self) -> bool:
+        """Whether the batch may be padded to fit the ranks that it is sent to."""
+        return bool(self.meta_info.get(AUTO_PADDING, False))
+
+    def padding(self, padding_size: int, padding_candidate: str = "first") -> DataProto:
+        """Append `padding_size` copies of the `first` or the `last` sample, in this object, and return it."""
+        if padding_candidate not in ("first", "last"):
+            raise ValueError(f"padding_candidate is first or last, not {padding_candidate!r}")
+        if padding_size and not len(self):
+            raise ValueError("an empty batch has no sample to pad with")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        padded = self[[*range(len(self)), *[row] * padding_size]]
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+        return self
 
     @staticmethod
-    def concat(parts: Sequence[DataProto]) -> DataProto:
+    def concat(data: Sequence[DataProto]) -> DataProto:
         """The samples of all parts in order. All must have the same keys.
 
         `meta_info['metrics']`, a dict per part, becomes one dict of lists with the values of all parts; any other
         entry of `meta_info` must be equal in the parts that have it. Raises ValueError naming what differs.
         """
+        parts = data
         if not parts:
             raise ValueError("concat of no parts")
         first, batch = parts[0], None
@@ -178,14 +347,16 @@ class DataProto:
         }
         meta_info: dict[str, Any] = {}
         for part in parts:
-            meta_info = _merge("meta_info", meta_info, _without(part.meta_info, ["metrics"]))
+            meta_info = merge("meta_info", meta_info, without(part.meta_info, ["metrics"]))
         if any("metrics" in part.meta_info for part in parts):
-            meta_info["metrics"] = _collect_metrics([part.meta_info.get("metrics", {}) for part in parts])
+            meta_info["metrics"] = collect_metrics([part.meta_info.get("metrics", {}) for part in parts])
         return DataProto(batch, non_tensors, meta_info)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """The same samples with all tensors on `device`."""
-        return self._replace(None if self.batch is None else self.batch.to(device), dict(self.non_tensor_batch))
+        """Move all tensors of this object to `device`, and return it."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
 
     def _replace(self, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray]) -> DataProto:
         return DataProto(batch, non_tensor_batch, dict(self.meta_info))
@@ -214,7 +385,7 @@ class DataProto:
         # NumPy arrays of bytes travel through Ray's object store without a further copy.
         tensors = None
         if self.batch is not None:
-            tensors = {key: _to_bytes(value) for key, value in self._tensors().items()}
+            tensors = {key: to_bytes(value) for key, value in self._tensors().items()}
         return {
             "size": len(self),
             "tensors": tensors,
@@ -225,7 +396,7 @@ class DataProto:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.batch = None
         if state["tensors"] is not None:
-            tensors = {key: _from_bytes(*value) for key, value in state["tensors"].items()}
+            tensors = {key: from_bytes(*value) for key, value in state["tensors"].items()}
             self.batch = TensorDict(tensors, batch_size=[state["size"]])
         self.non_tensor_batch, self.meta_info = state["non_tensor_batch"], state["meta_info"]
 
@@ -237,11 +408,11 @@ def tensors_of(data: DataProto) -> TensorDict:
     return data.batch
 
 
-def pad_dataproto_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
-    """Repeat samples from the start until the length is a multiple of n. Returns the data and how many were added."""
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat samples from the start until the length is a multiple of `size_divisor`; and how many were added."""
     if not len(data):
-        raise ValueError(f"an empty batch cannot be padded to a multiple of {n}")
-    pad_size = -len(data) % n
+        raise ValueError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
+    pad_size = -len(data) % size_divisor
     return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
 
 
@@ -250,75 +421,5 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[: len(data) - pad_size] if pad_size else data
 
 
-def _object_array(values: Any) -> np.ndarray:
-    """One object per sample. `np.array(..., dtype=object)` would turn lists of equal length into a matrix."""
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
-        return values
-    array = np.empty(len(values), dtype=object)
-    for position, value in enumerate(values):
-        array[position] = value
-    return array
-
-
-def _positions(index: Any, size: int) -> np.ndarray:
-    array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-    if array.ndim != 1:
-        raise TypeError(f"index with a slice, a list or a one-dimensional array, not {index!r}; one: data[i : i + 1]")
-    if array.dtype == bool:
-        if len(array) != size:
-            raise IndexError(f"a mask of {len(array)} entries for {size} samples")
-        return np.flatnonzero(array)
-    array = array.astype(np.int64)
-    if array.size and not (-size <= array.min() and array.max() < size):
-        raise IndexError(f"positions {array.min()}..{array.max()} for {size} samples")
-    return array
-
-
-def _without(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in keys}
-
-
-def _merge(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    differing = [key for key in theirs if key in ours and not _equal(ours[key], theirs[key])]
-    if differing:
-        raise ValueError(f"{kind} has other values under {differing} in one part than in another")
-    return {**ours, **theirs}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equality of nested containers of tensors, arrays and plain objects; NaN equals NaN."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype != object:
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, np.ndarray | list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if any(isinstance(value, np.ndarray | torch.Tensor) for value in (a, b)):
-        return False
-    return bool(a == b) or bool(a != a and b != b)
-
-
-def _collect_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    collected: dict[str, list[Any]] = {}
-    for part in parts:
-        for key, value in part.items():
-            collected.setdefault(key, []).extend(value if isinstance(value, list) else [value])
-    return collected
-
-
-def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
-
-
-def _from_bytes(array: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    # Copied because Ray hands out read-only memory, and writing to it would be a segmentation fault.
-    tensor = torch.empty(shape, dtype=dtype)
-    tensor.flatten().view(torch.uint8).numpy()[:] = array
-    return tensor
+def _marked(meta_info: Mapping[str, Any] | None, auto_padding: bool) -> dict[str, Any]:
+    return {**(meta_info or {}), **({AUTO_PADDING: True} if auto_padding else {})}

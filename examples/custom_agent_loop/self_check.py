@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, Response
-from verl.workers.rollout.records import SamplingOptions
 
 
 class SelfCheckLoop(AgentLoopBase):
@@ -19,18 +17,18 @@ class SelfCheckLoop(AgentLoopBase):
         self.question = question
         self.rounds = rounds
 
-    async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.prompt_tokens(kwargs)
         question = [{"role": "user", "content": self.question}]
         request_id = uuid4().hex  # one per sample: its turns stay on the server that has their prefix cached
-        response = Response(sampling_params.max_tokens)
+        response = Response(sampling_params["max_tokens"])
         started = time.monotonic()
         num_turns = 1
         for round_number in range(1 + self.rounds):
             output = await self.server_manager.generate(
                 request_id,
                 prompt_ids=[*prompt_ids, *response.token_ids],
-                sampling=replace(sampling_params, max_tokens=response.room),
+                sampling_params={**sampling_params, "max_tokens": response.room},
             )
             response.add_generated(output)
             num_turns += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -121,3 +122,19 @@ def test_every_default_that_differs_from_verls_is_listed_with_both_values():
 def test_every_rule_for_a_key_of_verl_is_in_the_reference():
     listed = set(re.findall(r"^\| `([\w.*]+)` \|", (ROOT / "docs" / "verl_keys.md").read_text(encoding="utf-8"), re.M))
     assert listed == set(RULES)
+
+
+def test_verls_python_names_can_be_imported():
+    table = COMPAT.read_text().split("## Python names")[1].split("\n## ")[0]
+    missing, found = [], 0
+    for line in table.splitlines():
+        cells = re.match(r"\| `(verl[\w.]*)` \| (.*) \|$", line)
+        if cells is None:
+            continue
+        module = importlib.import_module(cells[1])
+        names = re.findall(r"`([A-Za-z_]\w*)`", cells[2])
+        found += len(names)
+        homes = [module, getattr(module, names[0])]
+        missing += [f"{cells[1]}.{name}" for name in names if not any(hasattr(home, name) for home in homes)]
+    assert found > 60
+    assert not missing

@@ -16,7 +16,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
-from verl.experimental.agent_loop.registry import known_loops, loop_factory
+from verl.experimental.agent_loop.registry import constructor_arguments, known_loops, loop_factory
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
@@ -341,7 +341,7 @@ class ScriptedServers:
         self._tokenizer, self._texts = tokenizer, list(texts)
         self.prompts: list[str] = []
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling: SamplingOptions) -> TokenOutput:
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any) -> TokenOutput:
         self.prompts.append(self._tokenizer.decode(prompt_ids))
         tokens = [*self._tokenizer.encode(self._texts.pop(0), add_special_tokens=False), self._tokenizer.eos_token_id]
         spans = (WeightVersionSpan(0, len(tokens), 1),)
@@ -352,9 +352,9 @@ async def run_loop(name: str, config: PPOConfig, *texts: str) -> tuple[Any, Scri
     tokenizer = build_tokenizer()
     servers = ScriptedServers(tokenizer, *texts)
     loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
-    loop = loop_factory(name, loops)(config=config, server_manager=servers, tokenizer=tokenizer)
+    loop = loop_factory(name, loops)(**constructor_arguments(config, servers, tokenizer))
     sampling = SamplingOptions(max_tokens=config.data.max_response_length)
-    output = await loop.run(sampling, raw_prompt=[{"role": "user", "content": "6*7="}])
+    output = await loop.run(sampling.as_dict(), raw_prompt=[{"role": "user", "content": "6*7="}])
     return output, servers, tokenizer
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 from ray.util import placement_group_table
 
@@ -393,6 +394,17 @@ class TestLifetime:
     def test_a_class_that_is_no_worker_is_refused(self):
         with pytest.raises(TypeError, match="needs a subclass of Worker"):
             RayClassWithInitArgs(cls=dict)
+
+    def test_a_remote_class_is_the_class_behind_it(self):
+        assert RayClassWithInitArgs(cls=ray.remote(Worker)).cls is Worker
+        with pytest.raises(TypeError, match=r"ray.remote\(\{'num_cpus': 3\}\).*its RayResourcePool"):
+            RayClassWithInitArgs(ray.remote(num_cpus=3)(Worker))
+        with pytest.raises(TypeError, match="needs a subclass of Worker"):
+            RayClassWithInitArgs(ray.remote(type("Other", (), {})))
+
+    @pytest.mark.parametrize(("use_gpu", "accelerator"), [(True, "GPU"), (False, None)])
+    def test_a_pool_asks_for_gpus_when_it_is_told_to(self, use_gpu, accelerator):
+        assert RayResourcePool([1], use_gpu=use_gpu, name_prefix=None).use_accelerator == accelerator
 
     def test_a_method_must_not_have_the_name_of_one_of_the_group(self):
         class Clash(Worker):

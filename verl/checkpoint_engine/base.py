@@ -15,6 +15,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
 
 from __future__ import annotations
 
+import importlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,27 @@ from verl.checkpoint_engine.types import Member
 
 if TYPE_CHECKING:
     import torch
+
+    from verl.checkpoint_engine.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
+    from verl.checkpoint_engine.types import TensorMeta
+
+__all__ = [
+    "Capabilities",
+    "CheckpointEngine",
+    "CheckpointEngineManager",
+    "CheckpointEngineRegistry",
+    "CheckpointEngineWithCache",
+    "TensorMeta",
+]
+_ELSEWHERE = {"CheckpointEngineManager": "manager", "CheckpointEngineRegistry": "registry", "TensorMeta": "types"}
+"""verl has these here, too. They import this module, so they are looked up when somebody asks."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"verl.checkpoint_engine.{_ELSEWHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """One driver, many ranks: worker groups over Ray and the dispatch of batches over their ranks."""
 
-from verl.single_controller.dispatch import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, Execute, register
 from verl.single_controller.errors import (
     PlacementError,
     WorkerDied,
@@ -16,6 +16,7 @@ from verl.single_controller.worker_group import RayClassWithInitArgs, RayWorkerG
 
 __all__ = [
     "Dispatch",
+    "Execute",
     "PlacementError",
     "RankInfo",
     "RayClassWithInitArgs",

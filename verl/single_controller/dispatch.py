@@ -12,12 +12,9 @@ from enum import Enum
 from itertools import chain
 from typing import Any, TypeVar
 
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import AUTO_PADDING, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-AUTO_PADDING = "auto_padding"
-"""Key of `meta_info`: a batch marked true here is padded to a multiple of the ranks, and the result is unpadded."""
-
 _REGISTRATION = "__verl_registration__"
 
 
@@ -41,6 +38,13 @@ class Dispatch(Enum):
     each usually a dict of metrics."""
 
 
+class Execute(Enum):
+    """Which ranks run a method: verl's way to say `Dispatch.RANK_ZERO`."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """What `register` was told about a method."""
@@ -50,7 +54,7 @@ class Registration:
 
 
 def register(
-    dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True
+    dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
 ) -> Callable[[AnyFunction], AnyFunction]:
     """Make a method of a `Worker` callable on its group, under its own name.
 
@@ -60,6 +64,12 @@ def register(
     """
     if not isinstance(dispatch_mode, Dispatch):
         raise TypeError(f"register(dispatch_mode={dispatch_mode!r}): use one of {', '.join(map(str, Dispatch))}")
+    if not isinstance(execute_mode, Execute):
+        raise TypeError(f"register(execute_mode={execute_mode!r}): use one of {', '.join(map(str, Execute))}")
+    if execute_mode is Execute.RANK_ZERO:
+        if dispatch_mode not in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+            raise TypeError(f"register: rank 0 alone cannot get what {dispatch_mode} spreads over all ranks")
+        dispatch_mode = Dispatch.RANK_ZERO
 
     def mark(function: AnyFunction) -> AnyFunction:
         setattr(function, _REGISTRATION, Registration(dispatch_mode=dispatch_mode, blocking=blocking))

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.errors import PlacementError
+from verl.utils.device import resolve_device
 
 REMOVE_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
@@ -50,22 +51,28 @@ class RayResourcePool:
         *,
         num_cpus_per_process: float = 0.4,
         use_accelerator: str | None = None,
+        use_gpu: bool = False,
         max_colocate_count: int = 1,
         distinct_nodes: bool = False,
-        name_prefix: str = "pool",
+        name_prefix: str | None = "pool",
         placement_timeout_s: float = 60.0,
     ) -> None:
-        """`use_accelerator` is the name of a Ray resource, one of which goes to every bundle: GPU, NPU, or None."""
+        """`use_accelerator` is the name of a Ray resource, one of which goes to every bundle: GPU, NPU, or None.
+
+        `use_gpu` is verl's way to ask for the accelerator of this machine.
+        """
         if not process_on_nodes or min(process_on_nodes) < 1:
             raise ValueError(f"process_on_nodes must list at least one node with one process, not {process_on_nodes}")
         if max_colocate_count < 1:
             raise ValueError(f"max_colocate_count must be 1 or more, not {max_colocate_count}")
         self.process_on_nodes = tuple(process_on_nodes)
         self.num_cpus_per_process = num_cpus_per_process
+        if use_gpu and use_accelerator is None:
+            use_accelerator = "NPU" if resolve_device() == "npu" else "GPU"
         self.use_accelerator = use_accelerator
         self.max_colocate_count = max_colocate_count
         self.distinct_nodes = distinct_nodes
-        self.name = name_prefix
+        self.name = name_prefix or "pool"
         self.placement_timeout_s = placement_timeout_s
         self._placement_groups: list[PlacementGroup] = []
         self._users: list[object] = []

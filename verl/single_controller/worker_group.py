@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.actor import ActorHandle
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from verl.protocol import DataProto
@@ -37,14 +37,26 @@ KILL_TIMEOUT_S = 10.0
 
 
 class RayClassWithInitArgs:
-    """A `Worker` subclass and what its `__init__` gets on every rank."""
+    """A `Worker` subclass, or `ray.remote` of one, and what its `__init__` gets on every rank."""
 
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(cls, ActorClass):
+            cls = _class_behind(cls)
         if not (inspect.isclass(cls) and issubclass(cls, Worker)):
-            raise TypeError(f"RayClassWithInitArgs needs a subclass of Worker, not {cls!r} (nor ray.remote(...) of it)")
+            raise TypeError(f"RayClassWithInitArgs needs a subclass of Worker, not {cls!r}")
         self.cls = cls
         self.args = args
         self.kwargs = kwargs
+
+
+def _class_behind(remote: Any) -> Any:
+    """The class that `ray.remote` was given. Raises TypeError for options of the actor: the resource pool has them."""
+    options = {key: value for key, value in remote._default_options.items() if value is not None}
+    if options:
+        raise TypeError(
+            f"ray.remote({options}): what a rank gets is said by its RayResourcePool; leave the options out"
+        )
+    return remote.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class RayWorkerGroup:
@@ -62,10 +74,10 @@ class RayWorkerGroup:
 
     def __init__(
         self,
-        *,
         resource_pool: RayResourcePool,
         ray_cls_with_init: RayClassWithInitArgs,
-        name_prefix: str = "",
+        *,
+        name_prefix: str | None = "",
         env_vars: Mapping[str, str] | None = None,
         startup_timeout_s: float = 120.0,
     ) -> None:

@@ -49,6 +49,22 @@ class Bounds:
         return " and ".join(f"{word} {limits[name]}" for name, word in words.items() if limits[name] is not None)
 
 
+class Section:
+    """A section of the configuration. User code may read it as verl's: `config.get("gamma")`, `config["gamma"]`."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return getattr(self, key)
+        except AttributeError as exc:
+            raise KeyError(key) from exc
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and hasattr(self, key)
+
+
 def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), follows: bool = False, **bounds: float) -> Any:
     """A dataclass field with a default, a description for the generated reference, and the values it may take.
 

@@ -113,6 +113,32 @@ def peak_memory_gib(device: str) -> float:
     return peak_nbytes / 1024**3
 
 
+def get_device_name() -> str:
+    """verl's name for the kind of device that this process computes on."""
+    return resolve_device()
+
+
+def get_torch_device() -> Any:
+    """torch's module for it: torch.cuda, torch.npu or torch.cpu."""
+    return _device_module(resolve_device())
+
+
+def get_device_id() -> Any:
+    """What that module calls the current device."""
+    return get_torch_device().current_device()
+
+
+def get_nccl_backend() -> str:
+    """The collective backend of the device: nccl, hccl, or gloo on cpu."""
+    return distributed_backend(resolve_device()).rpartition(":")[2]
+
+
+def __getattr__(name: str) -> bool:
+    if name in ("is_cuda_available", "is_npu_available"):  # asked when used: looking for NPUs imports their package
+        return _missing(name.split("_")[1]) is None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _missing(device: str) -> str | None:
     """Why `device` cannot be used, or None."""
     if device == "cpu":

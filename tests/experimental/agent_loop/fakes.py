@@ -17,7 +17,7 @@ class ConstantLoop(AgentLoopBase):
             prompt_ids=[1],
             response_ids=[self.token],
             response_mask=[1],
-            response_log_probs=[-0.25] if sampling_params.logprobs else None,
+            response_logprobs=[-0.25] if sampling_params["logprobs"] else None,
             response_versions=[0],
             num_turns=2,
             stop_reason="completed",

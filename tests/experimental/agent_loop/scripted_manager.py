@@ -1,6 +1,7 @@
 """A policy whose messages a test writes down, where the agent loop itself is under test."""
 
 from tests.experimental.agent_loop.scripted_server import said
+from verl.workers.rollout.records import SamplingOptions
 
 
 class ScriptedManager:
@@ -14,7 +15,8 @@ class ScriptedManager:
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
         self.budgets, self.stops, self.request_ids = [], [], set()
 
-    async def generate(self, request_id, *, prompt_ids, sampling):
+    async def generate(self, request_id, *, prompt_ids, sampling_params):
+        sampling = SamplingOptions.of(sampling_params)
         self.prompts.append(list(prompt_ids))
         self.budgets.append(sampling.max_tokens)
         self.stops.append(sampling.stop_token_ids)

@@ -91,7 +91,9 @@ def test_every_prompt_gets_its_response_in_order(manager, tokenizer):
     )
     assert data.non_tensor_batch["__num_turns__"].tolist() == [2] * 5
     assert data.non_tensor_batch["__stop_reason__"].tolist() == ["completed"] * 5
-    assert sorted(data.non_tensor_batch) == ["__num_turns__", "__replicas__", "__stop_reason__"]
+    assert sorted(data.non_tensor_batch) == [
+        *("__extra_fields__", "__num_turns__", "__replicas__", "__reward_score__", "__stop_reason__")
+    ]
 
 
 def test_timing_says_how_long_and_how_often(manager):

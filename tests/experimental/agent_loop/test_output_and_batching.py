@@ -14,7 +14,7 @@ def output(prompt, response, *, mask=None, log_probs=None, versions=None, turns=
         prompt_ids=prompt,
         response_ids=response,
         response_mask=mask or [1] * len(response),
-        response_log_probs=log_probs,
+        response_logprobs=log_probs,
         response_versions=versions or [3] * len(response),
         num_turns=turns,
         stop_reason=stop,
@@ -85,7 +85,7 @@ def test_a_response_collects_generated_and_inserted_tokens():
     assert collected.response_ids == [1, 2, 7, 3]
     assert collected.response_mask == [1, 1, 0, 1]
     assert collected.response_versions == [5, 5, -1, 6]
-    assert collected.response_log_probs == [-0.5, -0.5, 0.0, -0.5]
+    assert collected.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
 
 
 def test_one_part_without_log_probs_leaves_the_response_without():
@@ -93,7 +93,7 @@ def test_one_part_without_log_probs_leaves_the_response_without():
     response.add_generated(said([1], log_prob=None))
     response.add_inserted([7])
     response.add_generated(said([2]))
-    assert response.output([0], num_turns=4, stop_reason="length", metrics={}).response_log_probs is None
+    assert response.output([0], num_turns=4, stop_reason="length", metrics={}).response_logprobs is None
 
 
 @pytest.mark.parametrize("spans", [(), ((0, 1),), ((0, 2), (3, 4)), ((1, 3),), ((0, 4),)])

@@ -2,8 +2,9 @@ import pytest
 
 from tests.experimental.agent_loop.fakes import ConstantLoop
 from verl.experimental.agent_loop import SingleTurnAgentLoop, register
-from verl.experimental.agent_loop.registry import known_loops, loop_factory
+from verl.experimental.agent_loop.registry import constructor_arguments, known_loops, loop_factory
 from verl.utils.config import ConfigError
+from verl.workers.config import PPOConfig
 
 FAKES = "tests.experimental.agent_loop.fakes"
 
@@ -35,7 +36,7 @@ def test_an_unknown_name_gets_a_suggestion():
 def test_a_yaml_file_adds_loops_with_options_and_takes_precedence(tmp_path):
     path = tmp_path / "loops.yaml"
     path.write_text(f"- {{name: tool_agent, _target_: {FAKES}.ConstantLoop, token: 5}}")
-    made = loop_factory("tool_agent", known_loops(str(path)))(config=None, server_manager=None, tokenizer=None)
+    made = loop_factory("tool_agent", known_loops(str(path)))(**constructor_arguments(PPOConfig(), None, None))
     assert isinstance(made, ConstantLoop)
     assert made.token == 5
 

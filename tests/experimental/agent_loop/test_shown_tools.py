@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.experimental.agent_loop.fakes import AddTool
+from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.experimental.agent_loop.tool_loop import ToolAgentLoop
 from verl.trainer.config.loader import load_config
@@ -60,7 +61,7 @@ def test_agents_show_their_own_tools(overrides):
 def test_what_is_counted_is_what_is_sent(overrides, tokenizer):
     config = load_config(overrides)
     single, tool, default = items_of(config, tokenizer)
-    loop = ToolAgentLoop(config=config, server_manager=None, tokenizer=tokenizer)
+    loop = ToolAgentLoop(trainer_config=DictConfigWrap(config), server_manager=None, tokenizer=tokenizer)
     sent = asyncio.run(loop.prompt_tokens(tool, ToolAgentLoop.shown_tools(config)))
     assert tool["prompt_ids"] == default["prompt_ids"] == sent
     assert single["prompt_ids"] == asyncio.run(loop.prompt_tokens(single))

@@ -14,6 +14,7 @@ from tests.experimental.agent_loop.scripted_manager import ScriptedManager
 from tests.experimental.agent_loop.templates import FAMILIES, tokenizer_of
 from tests.hostile.mutations import changed
 from verl.experimental.agent_loop import AgentLoopError, BaseTool, ToolAgentLoop
+from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.tool_answers import answer_text
 from verl.trainer.config.loader import load_config
 from verl.utils.builtin.tokenizer import build_tokenizer
@@ -60,11 +61,11 @@ def config(tmp_path_factory):
 
 def run(config, tokenizer, *texts, tool=None, budget=20_000, end=None, ignore_eos=False):
     manager = ScriptedManager(tokenizer, *texts, end=end)
-    loop = ToolAgentLoop(config=config, server_manager=manager, tokenizer=tokenizer)
+    loop = ToolAgentLoop(trainer_config=DictConfigWrap(config), server_manager=manager, tokenizer=tokenizer)
     if tool is not None:
         loop.tools = {tool.name: tool}
     sampling = SamplingOptions(max_tokens=budget, ignore_eos=ignore_eos)
-    output = asyncio.run(loop.run(sampling, raw_prompt=[{"role": "user", "content": "1+2?"}]))
+    output = asyncio.run(loop.run(sampling.as_dict(), raw_prompt=[{"role": "user", "content": "1+2?"}]))
     return output, manager
 
 

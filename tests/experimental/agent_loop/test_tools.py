@@ -5,6 +5,7 @@ import pytest
 from tests.experimental.agent_loop.fakes import AddTool
 from tests.experimental.agent_loop.scripted_manager import ScriptedManager
 from verl.experimental.agent_loop import AgentLoopError, BaseTool, ToolAgentLoop
+from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.tools import ToolCall, load_tools, parse_hermes
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
@@ -135,10 +136,10 @@ def run_loop(tokenizer, tmp_path):
         settings = [f"{prefix}.enable=true", f"{prefix}.tool_config_path={tmp_path}/tools.yaml"]
         config = load_config(["data.max_prompt_length=600", *settings, *(f"{prefix}.{item}" for item in overrides)])
         manager = ScriptedManager(tokenizer, *texts)
-        loop = ToolAgentLoop(config=config, server_manager=manager, tokenizer=tokenizer)
+        loop = ToolAgentLoop(trainer_config=DictConfigWrap(config), server_manager=manager, tokenizer=tokenizer)
         sampling = SamplingOptions(max_tokens=budget)
         messages = [{"role": "user", "content": "1+2?"}]
-        return asyncio.run(loop.run(sampling, raw_prompt=messages)), manager
+        return asyncio.run(loop.run(sampling.as_dict(), raw_prompt=messages)), manager
 
     return run
 
@@ -175,7 +176,7 @@ def test_what_a_tool_says_is_masked_and_has_neither_log_prob_nor_version(run_loo
     output, _ = run_loop(CALL, "3")
     assert inserted(tokenizer, output) == "<|tool|>3<|end|><|assistant|>"
     for mask, log_prob, version in zip(
-        output.response_mask, output.response_log_probs, output.response_versions, strict=True
+        output.response_mask, output.response_logprobs, output.response_versions, strict=True
     ):
         assert (log_prob, version) == ((-0.5, version) if mask else (0.0, -1))
         assert version in ((1, 2) if mask else (-1,))

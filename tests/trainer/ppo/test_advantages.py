@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdvantageEstimator,
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
 from verl.utils.config import ConfigError
 from verl.workers.config import AlgorithmConfig
 
@@ -18,11 +26,17 @@ def outcome(*scores, num_tokens=3):
     return rewards
 
 
+def estimated(name, rewards, mask, index, values=None, **options):
+    """As the trainer calls estimators."""
+    critic = {} if values is None else {"values": values}
+    return get_adv_estimator_fn(name)(
+        token_level_rewards=rewards, response_mask=mask, index=index, config=AlgorithmConfig(**options), **critic
+    )
+
+
 def first_column(name, scores, index, **options):
     rewards = outcome(*scores)
-    advantages, returns = get_adv_estimator_fn(name)(
-        rewards, torch.ones_like(rewards, dtype=torch.int64), index, AlgorithmConfig(**options)
-    )
+    advantages, returns = estimated(name, rewards, torch.ones_like(rewards, dtype=torch.int64), index, **options)
     assert advantages.dtype == returns.dtype == torch.float32
     assert torch.equal(advantages, advantages[:, :1].expand_as(advantages))
     assert torch.equal(returns, advantages)
@@ -59,7 +73,7 @@ def test_rloo_subtracts_the_mean_of_the_other_responses():
 def test_the_score_is_the_sum_of_token_rewards_and_padding_gets_no_advantage(name):
     rewards = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 3.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
-    advantages, _ = get_adv_estimator_fn(name)(rewards, mask, uids("a", "a"), AlgorithmConfig())
+    advantages, _ = estimated(name, rewards, mask, uids("a", "a"))
     expected = {"grpo": 2**-0.5, "rloo": 2.0}[name]
     table = torch.tensor([[-expected, -expected, 0.0], [expected, 0.0, expected]])
     torch.testing.assert_close(advantages, table, atol=1e-5, rtol=0)
@@ -69,9 +83,8 @@ def test_the_score_is_the_sum_of_token_rewards_and_padding_gets_no_advantage(nam
 def test_a_sequence_without_tokens_does_not_move_the_baseline_of_its_group(name):
     rewards = outcome(1.0, 2.0, -100.0)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0]])
-    estimate = get_adv_estimator_fn(name)
-    advantages, _ = estimate(rewards, mask, uids("a", "a", "a"), AlgorithmConfig())
-    alone, _ = estimate(rewards[:2], mask[:2], uids("a", "a"), AlgorithmConfig())
+    advantages, _ = estimated(name, rewards, mask, uids("a", "a", "a"))
+    alone, _ = estimated(name, rewards[:2], mask[:2], uids("a", "a"))
     torch.testing.assert_close(advantages[:2], alone)
     assert not advantages[2].any()
 
@@ -79,9 +92,7 @@ def test_a_sequence_without_tokens_does_not_move_the_baseline_of_its_group(name)
 def test_reinforce_plus_plus_discounts_and_whitens_over_the_tokens_of_the_batch():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    advantages, returns = get_adv_estimator_fn("reinforce_plus_plus")(
-        rewards, mask, uids("a", "b"), AlgorithmConfig(gamma=0.5)
-    )
+    advantages, returns = estimated("reinforce_plus_plus", rewards, mask, uids("a", "b"), gamma=0.5)
     torch.testing.assert_close(returns, torch.tensor([[0.25, 0.5, 1.0], [1.0, 2.0, 0.0]]))
     tokens = np.array([0.25, 0.5, 1.0, 1.0, 2.0])
     white = (tokens - tokens.mean()) / tokens.std(ddof=1)
@@ -92,7 +103,7 @@ def test_reinforce_plus_plus_discounts_and_whitens_over_the_tokens_of_the_batch(
 def test_reinforce_plus_plus_passes_the_return_through_tool_output_undiscounted():
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     mask = torch.tensor([[1, 0, 0, 1]])
-    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, uids("a"), AlgorithmConfig(gamma=0.5))
+    _, returns = estimated("reinforce_plus_plus", rewards, mask, uids("a"), gamma=0.5)
     assert returns.tolist() == [[0.5, 0.0, 0.0, 1.0]]
 
 
@@ -116,8 +127,7 @@ def test_group_ids_must_match_the_sequences():
 
 def gae(rewards, values, mask, **options):
     rewards, values = torch.tensor(rewards), torch.tensor(values)
-    estimate = get_adv_estimator_fn("gae")
-    return estimate(rewards, torch.tensor(mask), uids(*range(len(rewards))), AlgorithmConfig(**options), values=values)
+    return estimated("gae", rewards, torch.tensor(mask), uids(*range(len(rewards))), values, **options)
 
 
 REWARDS = [[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]]
@@ -153,3 +163,44 @@ def test_gae_passes_over_the_tokens_of_a_tool_and_keeps_the_reward_that_stands_o
     assert turns[0, [0, 2]].tolist() == pytest.approx(together[0].tolist())
     assert turns[0, [1, 3]].tolist() == [0.0, 0.0]
     assert returns[0].tolist() == pytest.approx([7.0 + 0.5 * 0.25 + 0.25 * 0.75, 1.0])
+
+
+@pytest.mark.parametrize("member", ["GRPO", "GAE", "RLOO", "REINFORCE_PLUS_PLUS"])
+def test_verls_enum_and_registry_name_the_same_estimators(member):
+    name = AdvantageEstimator[member]
+    assert get_adv_estimator_fn(name) is get_adv_estimator_fn(str(name)) is ADV_ESTIMATOR_REGISTRY[name]
+
+
+def test_estimators_can_be_called_with_verls_arguments():
+    rewards, mask = outcome(1.0, 3.0), torch.ones(2, 3)
+    centred, _ = compute_grpo_outcome_advantage(rewards, mask, uids("a", "a"), norm_adv_by_std_in_grpo=False)
+    assert centred[:, 0].tolist() == [-1.0, 1.0]
+    _, returns = compute_gae_advantage_return(rewards, torch.zeros(2, 3), mask, gamma=0.5, lam=1.0)
+    assert returns[0].tolist() == [0.25, 0.5, 1.0]
+    _, returns = compute_reinforce_plus_plus_outcome_advantage(rewards, mask, AlgorithmConfig(gamma=0.5))
+    assert returns[0].tolist() == [0.25, 0.5, 1.0]
+
+
+def test_an_estimator_reads_its_configuration_as_verls():
+    @register_adv_est("reads_config")
+    def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
+        assert (config.gamma, config["gamma"], config.get("gamma"), config.get("absent", 7)) == (0.5, 0.5, 0.5, 7)
+        assert not kwargs
+        return token_level_rewards, token_level_rewards
+
+    assert estimated("reads_config", outcome(1.0), torch.ones(1, 3), uids("a"), gamma=0.5)[0][0, -1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "mine"),
+    [
+        ("lacks_index", lambda token_level_rewards, response_mask, config: None),
+        ("other_names", lambda rewards, mask, index, config: None),
+        ("wants_more", lambda token_level_rewards, response_mask, index, config, values: None),
+    ],
+)
+def test_an_estimator_with_another_signature_is_an_error_of_the_configuration(name, mine):
+    register_adv_est(name)(mine)
+    expected = rf"adv_estimator={name}: .*cannot take \(token_level_rewards, response_mask, index, config\) by name"
+    with pytest.raises(ConfigError, match=expected):
+        get_adv_estimator_fn(name)

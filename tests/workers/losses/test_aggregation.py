@@ -83,10 +83,10 @@ def test_any_way_to_cut_the_mini_batch_gives_the_same_policy_loss_and_metrics(cu
     old, new, advantages = (torch.randn(len(lengths), 5, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     config = ActorConfig(loss_agg_mode=mode)
-    loss, metrics = compute_policy_loss_vanilla(old, new, advantages, mask, config)
+    loss, metrics = compute_policy_loss_vanilla(old, new, advantages, mask, config.loss_agg_mode, config)
     totals = LossTotals.of(mask)
     shares = [
-        compute_policy_loss_vanilla(old[rows], new[rows], advantages[rows], mask[rows], config, totals=totals)
+        compute_policy_loss_vanilla(old[rows], new[rows], advantages[rows], mask[rows], mode, config, totals=totals)
         for rows in pieces(parts)
     ]
     assert sum(share.item() for share, _ in shares) == pytest.approx(loss.item(), abs=1e-9)

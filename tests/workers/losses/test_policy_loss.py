@@ -5,7 +5,7 @@ import torch
 
 from verl.utils.config import ConfigError
 from verl.workers.config import ActorConfig
-from verl.workers.losses import compute_policy_loss_vanilla, get_policy_loss_fn
+from verl.workers.losses import compute_policy_loss_vanilla, get_policy_loss_fn, register_policy_loss
 
 
 def one_token(ratio, advantage, *, weight=None, **options):
@@ -16,8 +16,8 @@ def one_token(ratio, advantage, *, weight=None, **options):
         log_prob,
         torch.tensor([[advantage]]),
         torch.ones(1, 1),
-        ActorConfig(**options),
-        None if weight is None else torch.tensor([[weight]]),
+        config=ActorConfig(**options),
+        rollout_is_weights=None if weight is None else torch.tensor([[weight]]),
     )
     loss.backward()
     return loss.item(), metrics, log_prob.grad.item()
@@ -60,7 +60,7 @@ def test_what_stands_on_padding_matters_neither_to_the_loss_nor_to_the_gradient(
     mask = torch.tensor([[1, 0]])
     log_prob = torch.tensor([[0.1, padding]], requires_grad=True)
     loss, metrics = compute_policy_loss_vanilla(
-        torch.tensor([[0.0, 0.0]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, ActorConfig()
+        torch.tensor([[0.0, 0.0]]), log_prob, torch.tensor([[1.0, float("nan")]]), mask, config=ActorConfig()
     )
     loss.backward()
     assert loss.item() == pytest.approx(-math.exp(0.1))
@@ -72,3 +72,11 @@ def test_an_unknown_loss_is_named_with_the_nearest_known_one():
     assert get_policy_loss_fn("vanilla") is compute_policy_loss_vanilla
     with pytest.raises(ConfigError, match=r"actor.policy_loss.loss_mode='vanila'.*Did you mean 'vanilla'"):
         get_policy_loss_fn("vanila")
+
+
+def test_a_loss_with_another_signature_is_an_error_of_the_configuration():
+    register_policy_loss("old_style")(lambda old_log_prob, log_prob, advantages, eos_mask, cliprange: None)
+    with pytest.raises(
+        ConfigError, match=r"loss_mode=old_style: .*cannot take \(old_log_prob, .*, rollout_is_weights\)"
+    ):
+        get_policy_loss_fn("old_style")

@@ -228,7 +228,7 @@ def _runs(pid):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_power_tower_of_a_response_does_not_hang_the_math_rule(num_workers):
     batch = make_batch(["1", "22"])
-    batch.non_tensor_batch["data_source"][:] = "math_dapo"
+    batch.non_tensor_batch["data_source"][:] = "numina_cn_k12"
     manager = NaiveRewardManager(TOKENIZER, default_compute_score, num_workers, timeout_s=20)
     manager._texts = lambda _: [r"$\\boxed{9^{9^{9^{9}}}}$", "$22$"]  # longer than the batch's tokens
     with manager:

@@ -6,13 +6,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
 from verl.utils.chat_template import Turns, turns_of
 from verl.utils.dataset.rl_dataset import truncate
 from verl.workers.config import PPOConfig
-from verl.workers.rollout.records import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,16 +26,45 @@ T = TypeVar("T")
 _tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
 
+@dataclass(frozen=True, slots=True)
+class DictConfigWrap:
+    """verl's way to hand a configuration to a loop."""
+
+    config: Any
+
+
 class AgentLoopBase(ABC):
     """One instance per sample, in an `AgentLoopWorker`; thousands run at once on one event loop, so `run` never blocks.
 
     A subclass may take further keyword arguments; they come from its entry in `agent_loop_config_path`.
     """
 
-    def __init__(self, *, config: PPOConfig, server_manager: ServerManager, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config = config
+    def __init__(
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: ServerManager,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: None = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Called by name, with verl's names. Raises TypeError for further ones, which a subclass has left over."""
+        if kwargs:
+            raise TypeError(f"{type(self).__name__} does not know {sorted(kwargs)}")
+        self.config: PPOConfig = trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.data_config = self.config.data
         self.server_manager = server_manager
         self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.apply_chat_template_kwargs = self.config.data.apply_chat_template_kwargs
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that `run` runs on."""
+        return asyncio.get_running_loop()
 
     @classmethod
     def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
@@ -50,10 +79,11 @@ class AgentLoopBase(ABC):
         """Raise ConfigError for a tokenizer that `run` could not use. Called on the driver before anything starts."""
 
     @abstractmethod
-    async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """`kwargs` are the sample's columns: `raw_prompt` (chat messages), `extra_info`, ...
 
-        `sampling_params.max_tokens` is the budget of the whole response, tool answers included.
+        `sampling_params` has the fields of `SamplingOptions`; `max_tokens` is the budget of the whole response, tool
+        answers included.
         Whatever it raises fails the batch, with the sample named.
         """
 
@@ -72,6 +102,18 @@ class AgentLoopBase(ABC):
             )
         token_ids = await self.tokens(await self.rendered(sample["raw_prompt"], tools))
         return fit_prompt(token_ids, data.max_prompt_length, data.truncation)
+
+    async def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[int]:
+        """verl's name: token ids of a conversation, up to where the policy's next message begins. Texts alone."""
+        if given := {key: value for key, value in kwargs.items() if value}:
+            raise ValueError(f"apply_chat_template: {sorted(given)} is not supported")
+        return await self.tokens(await self.rendered(messages, tools))
+
+    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """verl's name for the pictures of a conversation: there are none."""
+        return {}
 
     async def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
         """The conversation as the chat template writes it, up to where the policy's next message begins."""

@@ -18,7 +18,7 @@ def to_batch(
 
     int64: `prompts` [B, P] padded on the left, `responses`, `response_mask`, `rollout_versions` [B, R] padded on the
     right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R] if there are any.
-    Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`.
+    Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
 
     Raises ValueError for a trajectory that is too long, and when only some have log-probs.
     """
@@ -29,7 +29,7 @@ def to_batch(
         ):
             if len(tokens) > limit:
                 raise ValueError(f"sample {row}: a {name} of {len(tokens)} tokens where at most {limit} fit")
-    without = [row for row, output in enumerate(outputs) if output.response_log_probs is None]
+    without = [row for row, output in enumerate(outputs) if output.response_logprobs is None]
     if without and len(without) < len(outputs):
         raise ValueError(f"only some samples have log-probs; without: {without[:16]}")
 
@@ -43,13 +43,13 @@ def to_batch(
         "prompts": prompts,
         "responses": responses,
         "response_mask": _rows([output.response_mask for output in outputs], response_length, 0),
-        "rollout_versions": _rows([output.response_versions for output in outputs], response_length, NO_VERSION),
+        "rollout_versions": _rows([output.response_versions or [] for output in outputs], response_length, NO_VERSION),
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
     }
     if outputs and not without:
-        log_probs = [output.response_log_probs or [] for output in outputs]
+        log_probs = [output.response_logprobs or [] for output in outputs]
         tensors["rollout_log_probs"] = _rows(log_probs, response_length, 0.0, dtype=torch.float32)
     return DataProto.from_dict(
         tensors,
@@ -57,6 +57,8 @@ def to_batch(
             "__num_turns__": [output.num_turns for output in outputs],
             "__stop_reason__": [output.stop_reason for output in outputs],
             "__replicas__": [list(output.replicas) for output in outputs],
+            "__reward_score__": [output.reward_score for output in outputs],
+            "__extra_fields__": [dict(output.extra_fields) for output in outputs],
         },
     )
 

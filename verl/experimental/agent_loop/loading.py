@@ -13,8 +13,8 @@ from verl.utils.config import ConfigError
 from verl.utils.user_code import load_from_file
 
 
-def load_class(target: str, base: type, where: str) -> type[Any]:
-    """The subclass of `base` that `target` names; `where` says who asked. Raises ConfigError."""
+def load_class(target: str, base: type | tuple[type, ...], where: str) -> type[Any]:
+    """The subclass of `base`, or of one of several, that `target` names; `where` says who asked. Raises ConfigError."""
     separator = ":" if ":" in target else "."
     module_name, _, class_name = target.rpartition(separator)
     if not module_name:
@@ -29,7 +29,9 @@ def load_class(target: str, base: type, where: str) -> type[Any]:
     if found is None:
         raise ConfigError(f"{where}: {module_name!r} has no class {class_name!r}")
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{where}: {target} is not a subclass of {base.__name__}")
+        raise ConfigError(
+            f"{where}: {target} is not a subclass of {(base if isinstance(base, type) else base[0]).__name__}"
+        )
     return found
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentLoopMetrics:
+    """verl's name for the seconds of one trajectory."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,29 +28,56 @@ class AgentLoopOutput:
     response_ids: list[int]
     response_mask: list[int]
     """1 where the policy generated the token, 0 where a tool's answer was inserted."""
-    response_log_probs: list[float] | None = None
+    response_logprobs: list[float] | None = None
     """The rollout engine's, 0.0 on inserted tokens; None where they were not asked for."""
-    response_versions: list[int]
-    """Version of the weights that generated each token; -1 on inserted tokens."""
+    response_versions: list[int] | None = None
+    """Version of the weights that generated each token; -1 on inserted tokens. None: the worker looks what its servers
+    said about these tokens, and where they said nothing the version is not known, -1."""
     replicas: tuple[tuple[str, int, int], ...] = ()
     """Which engine generated response tokens `[start, stop)`, in order; empty where it is not known."""
-    num_turns: int
+    num_turns: int = 0
     """Messages: the prompt counts as one, then every assistant message and every round of tool answers."""
-    stop_reason: StopReason
+    stop_reason: StopReason = "completed"
     """`completed`: the policy ended; `length`: the budget did; `aborted`: the engine did."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
     """Seconds and counts of this trajectory: `generate_s`, `tools_s`, ..."""
+    reward_score: float | None = None
+    """The reward, where the loop knows it: the reward function is not asked."""
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function finds in `extra_info`, too."""
+    multi_modal_data: None = None
+    routed_experts: None = None
+    """verl's two others, which are not supported: None."""
 
     def __post_init__(self) -> None:
         lengths = {
             "response_ids": len(self.response_ids),
             "response_mask": len(self.response_mask),
-            "response_versions": len(self.response_versions),
         }
-        if self.response_log_probs is not None:
-            lengths["response_log_probs"] = len(self.response_log_probs)
+        for name in ("response_versions", "response_logprobs"):
+            if getattr(self, name) is not None:
+                lengths[name] = len(getattr(self, name))
         if len(set(lengths.values())) > 1:
             raise ValueError(f"an agent loop returned lists of different lengths: {lengths}")
+        for name in ("multi_modal_data", "routed_experts"):
+            if getattr(self, name):
+                raise ValueError(f"an agent loop returned {name}, which is not supported")
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """`metrics` as a dict."""
+        found = asdict(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else dict(self.metrics)
+        return {name: float(value) for name, value in found.items()}
+
+    def with_versions(self, generated: Sequence[TokenOutput]) -> AgentLoopOutput:
+        """With `response_versions`: those of `generated`, if the tokens of the policy are its beginning, or -1."""
+        if self.response_versions is not None:
+            return self
+        tokens = [token for output in generated for token in output.token_ids]
+        versions = [version for output in generated for version in token_versions(output)]
+        own = [token for token, mine in zip(self.response_ids, self.response_mask, strict=True) if mine]
+        known = iter(versions if tokens[: len(own)] == own else [NO_VERSION] * len(own))
+        return replace(self, response_versions=[next(known) if mine else NO_VERSION for mine in self.response_mask])
 
 
 class Response:
@@ -92,7 +128,7 @@ class Response:
             prompt_ids=prompt_ids,
             response_ids=self.token_ids,
             response_mask=self._mask,
-            response_log_probs=self._log_probs,
+            response_logprobs=self._log_probs,
             response_versions=self._versions,
             replicas=tuple(self._replicas),
             num_turns=num_turns,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from verl.experimental.agent_loop.base import AgentLoopBase
+from verl.experimental.agent_loop.base import AgentLoopBase, DictConfigWrap
 from verl.experimental.agent_loop.loading import load_class, read_yaml
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.registry import require_keywords
 
 LoopClass = TypeVar("LoopClass", bound=type[AgentLoopBase])
 
@@ -71,8 +73,31 @@ def known_loops(config_path: str | None = None) -> dict[str, LoopEntry]:
 
 
 def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., AgentLoopBase]:
-    """What builds a loop of that name; a name with a colon is its own "module:Class". Raises ConfigError."""
-    return partial(loop_class(name, loops), **_entry(name, loops).options)
+    """What builds a loop of that name from `constructor_arguments`; a name with a colon is its own "module:Class".
+
+    Raises ConfigError, also for a loop that cannot be made, or run, with the arguments that it will get.
+    """
+    found, options = loop_class(name, loops), _entry(name, loops).options
+    require_keywords(found, [*constructor_arguments(None, None, None), *options], f"agent loop {name!r}")
+    try:
+        inspect.signature(found.run).bind(None, {}, raw_prompt=None, extra_info=None)
+    except TypeError as exc:
+        raise ConfigError(
+            f"agent loop {name!r}: run{inspect.signature(found.run)} cannot take (sampling_params, **columns): {exc}"
+        ) from exc
+    return partial(found, **options)
+
+
+def constructor_arguments(config: Any, servers: Any, tokenizer: Any) -> dict[str, Any]:
+    """What every loop is made from, with verl's names; `config` is the whole configuration."""
+    return {
+        "trainer_config": DictConfigWrap(config),
+        "server_manager": servers,
+        "tokenizer": tokenizer,
+        "processor": None,
+        "dataset_cls": None,
+        "data_config": DictConfigWrap(getattr(config, "data", None)),
+    }
 
 
 def loop_class(name: str, loops: Mapping[str, LoopEntry]) -> type[AgentLoopBase]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,13 +59,24 @@ class ServerManager:
         self.continuations = 0
         """Calls made to continue an aborted response."""
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingOptions) -> TokenOutput:
-        """One response of at most `sampling.max_tokens` tokens.
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingOptions | Mapping[str, Any],
+        *,
+        image_data: None = None,
+        video_data: None = None,
+    ) -> TokenOutput:
+        """One response of at most `sampling_params["max_tokens"]` tokens. There are no `image_data` and `video_data`.
 
         What a server aborts is continued from the tokens so far with the rest of the budget, on the weights of the day;
         log-probs and versions stay with their tokens. With `continue_aborted=False` it comes back as `aborted`.
         Raises ReplicaTimeout at the deadline, ReplicaDied when no server is left, and whatever a server raises.
         """
+        if image_data or video_data:
+            raise ValueError("generate: the model reads text; image_data and video_data are not supported")
+        sampling = SamplingOptions.of(sampling_params)
         so_far = _Partial(sampling.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
         try:
@@ -183,3 +194,17 @@ class _Partial:
 
 def _first_line(exc: Exception) -> str:
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+
+
+class Recording:
+    """A `ServerManager` for one sample, which remembers what was generated."""
+
+    def __init__(self, servers: ServerManager) -> None:
+        self._servers = servers
+        self.generated: list[TokenOutput] = []
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """See `ServerManager.generate`."""
+        output = await self._servers.generate(*args, **kwargs)
+        self.generated.append(output)
+        return output

@@ -8,17 +8,16 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
-from verl.workers.rollout.records import SamplingOptions
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
     """Asks the policy once."""
 
-    async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.prompt_tokens(kwargs)
-        response = Response(sampling_params.max_tokens)
+        response = Response(sampling_params["max_tokens"])
         started = time.monotonic()
-        output = await self.server_manager.generate(uuid4().hex, prompt_ids=prompt_ids, sampling=sampling_params)
+        output = await self.server_manager.generate(uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params)
         response.add_generated(output)
         metrics = {"generate_s": time.monotonic() - started}
         return response.output(prompt_ids, num_turns=2, stop_reason=output.stop_reason, metrics=metrics)

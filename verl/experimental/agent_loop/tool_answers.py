@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 from typing import Any
 
-from verl.experimental.agent_loop.tools import BaseTool
+from verl.experimental.agent_loop.tools import AgentData, BaseTool
 from verl.utils.chat_template import well_formed
 from verl.utils.loop_thread import LoopThread
 from verl.utils.plain import as_text, plain
@@ -39,12 +38,14 @@ class ToolThread:
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
 
-    async def answer(self, tool: BaseTool, arguments: dict[str, Any], *, timeout_s: float, limit: int) -> str:
+    async def answer(
+        self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float, limit: int
+    ) -> str:
         """The tool's answer, or what went wrong with it; at most `limit` characters and a note that it was cut."""
         if self._thread is None:
             self._thread = LoopThread("tools")
         thread = self._thread
-        outcome = thread.start(_executed(tool, arguments, limit))
+        outcome = thread.start(_executed(tool, arguments, agent_data, limit))
         waiting = asyncio.wrap_future(outcome)
         try:
             done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
@@ -66,10 +67,9 @@ class ToolThread:
             self._thread = None
 
 
-async def _executed(tool: BaseTool, arguments: dict[str, Any], limit: int) -> str:
+async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, limit: int) -> str:
     try:
-        answer = tool.execute(arguments)
-        text = answer_text(await answer if inspect.isawaitable(answer) else answer)
+        text = answer_text(await tool.answer(arguments, agent_data))
     except BaseException as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
         text = f"error: {type(exc).__name__}: {as_text(exc)}"
     return cut(text, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
-from verl.experimental.agent_loop.tools import PARSERS, BaseTool, ToolCall, load_tools
+from verl.experimental.agent_loop.tools import PARSERS, AgentData, BaseTool, ToolCall, load_tools
 from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
@@ -48,13 +48,15 @@ class ToolAgentLoop(AgentLoopBase):
     def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         turns_of(tokenizer, cls.shown_tools(config), config.data.apply_chat_template_kwargs).require_tool_answers()
 
-    async def run(self, sampling_params: SamplingOptions, **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         shown = self.shown_tools(self.config)
         prompt_ids = await self.prompt_tokens(kwargs, shown)
-        ends = () if sampling_params.ignore_eos else (await self.turns(shown)).stop_token_ids
-        sampling_params = replace(sampling_params, stop_token_ids=(*sampling_params.stop_token_ids, *ends))
+        sampling = SamplingOptions.of(sampling_params)
+        ends = () if sampling.ignore_eos else (await self.turns(shown)).stop_token_ids
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         request_id = uuid4().hex
-        response = Response(sampling_params.max_tokens)
+        agent_data = _agent_data(request_id, kwargs)
+        response = Response(sampling.max_tokens)
         metrics = {"generate_s": 0.0, "tools_s": 0.0, "tool_calls": 0.0}
         num_turns, assistant_turns = 1, 0
         stop_reason: StopReason = "length"
@@ -63,7 +65,7 @@ class ToolAgentLoop(AgentLoopBase):
             output = await self.server_manager.generate(
                 request_id,
                 prompt_ids=[*prompt_ids, *response.token_ids],
-                sampling=replace(sampling_params, max_tokens=response.room),
+                sampling_params=replace(sampling, max_tokens=response.room),
             )
             metrics["generate_s"] += time.monotonic() - started
             response.add_generated(output)
@@ -74,7 +76,7 @@ class ToolAgentLoop(AgentLoopBase):
             if not calls:
                 break
             started = time.monotonic()
-            replies = await self._replies(calls)
+            replies = await self._replies(calls, agent_data)
             metrics["tools_s"] += time.monotonic() - started
             metrics["tool_calls"] += len(calls)
             reply_ids = await self._reply_tokens(replies, output.token_ids)
@@ -83,19 +85,21 @@ class ToolAgentLoop(AgentLoopBase):
                 break
             response.add_inserted(reply_ids)
             num_turns += 1
-        return response.output(prompt_ids, num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
+        whole = response.output(prompt_ids, num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
+        rewards = {"tool_rewards": agent_data.tool_rewards, "reward_scores": agent_data.reward_scores}
+        return replace(whole, extra_fields={**agent_data.extra_fields, **{k: v for k, v in rewards.items() if v}})
 
-    async def _replies(self, calls: Sequence[ToolCall]) -> list[dict[str, str]]:
+    async def _replies(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, str]]:
         """A message for each call that may be executed, and one for all others together."""
         most = self.multi_turn.max_parallel_calls
-        answers = await asyncio.gather(*(self._answer(call) for call in calls[:most]))
+        answers = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:most]))
         if len(calls) > most:
             more = f" ({len(calls) - most} were not)" if len(calls) > most + 1 else ""
             answers.append(f"error: not executed; {most} call(s) per message are{more}")
         names = [call.name if call.name in self.tools else "unknown" for call in calls[: len(answers)]]
         return [{"role": "tool", "name": name, "content": answer} for name, answer in zip(names, answers, strict=True)]
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall, agent_data: AgentData) -> str:
         """What the model is told about its call. A tool's failure is an answer, too; nothing of it ends the sample."""
         limit = self.multi_turn.max_tool_response_length
         tool = self.tools.get(call.name)
@@ -104,7 +108,7 @@ class ToolAgentLoop(AgentLoopBase):
         if tool is None:
             return cut(f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}", limit)
         timeout_s = self.multi_turn.tool_timeout_s
-        return await _tools_thread.answer(tool, call.arguments, timeout_s=timeout_s, limit=limit)
+        return await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s, limit=limit)
 
     async def _reply_tokens(self, replies: Sequence[dict[str, str]], said: Sequence[int]) -> list[int]:
         shown = self.shown_tools(self.config)
@@ -116,6 +120,11 @@ class ToolAgentLoop(AgentLoopBase):
             logger.warning("the chat template cannot write an answer of tools: %s", exc)
         error = "error: the chat template cannot show this answer"
         return await self.reply_tokens([{**reply, "content": error} for reply in replies], said, shown)
+
+
+def _agent_data(request_id: str, sample: Mapping[str, Any]) -> AgentData:
+    tools_kwargs = sample.get("tools_kwargs") or (sample.get("extra_info") or {}).get("tools_kwargs") or {}
+    return AgentData(request_id=request_id, messages=list(sample.get("raw_prompt") or ()), tools_kwargs=tools_kwargs)
 
 
 def _tools(config: PPOConfig) -> dict[str, BaseTool]:

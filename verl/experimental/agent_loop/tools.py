@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
 from verl.experimental.agent_loop.loading import load_class, read_yaml
+from verl.tools.base_tool import BaseTool as ToolOfVerl
 from verl.utils.config import ConfigError
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 MOST_DIGITS = 1000
 """Of an integer in a call. Python refuses to write those of 4,300."""
+
+
+@dataclass(slots=True)
+class AgentData:
+    """What a tool is told about the sample that it works for, and where it leaves its rewards."""
+
+    request_id: str = ""
+    messages: list[Any] = field(default_factory=list)
+    """Of the prompt."""
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The sample's `extra_info.tools_kwargs`: per tool what `create` gets."""
+    tool_rewards: list[float] = field(default_factory=list)
+    """The rewards of the steps, in the order in which they ended."""
+    reward_scores: dict[str, float] = field(default_factory=dict)
+    """Per tool what `calc_reward` said last."""
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class BaseTool(ABC):
@@ -51,6 +69,11 @@ class BaseTool(ABC):
         Runs in the thread of the tools; one that blocks keeps other tools waiting, up to its deadline. What it raises
         is given to the model as an error text.
         """
+
+    async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> Any:
+        """What `execute` says. Tools written for verl want to know more."""
+        answer = self.execute(arguments)
+        return await answer if inspect.isawaitable(answer) else answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +176,7 @@ def load_tools(path: str) -> dict[str, BaseTool]:
     """The tools of a YAML file by name, made once per process. Raises ConfigError.
 
     The file holds `tools:`, a list of entries with `class_name` ("module:Class", "file.py:Class"), and optionally
-    `config` (for the tool) and `tool_schema` (instead of the class's own).
+    `config` (for the tool) and `tool_schema` (instead of the class's own). A class is a `BaseTool`, or one of verl's.
     """
     content = read_yaml(path, CONFIG_KEY)
     entries = content.get("tools") if isinstance(content, dict) else None
@@ -166,8 +189,19 @@ def load_tools(path: str) -> dict[str, BaseTool]:
             raise ConfigError(f"{where} lacks 'class_name': {entry!r}")
         if unknown := sorted(set(entry) - {"class_name", "config", "tool_schema"}):
             raise ConfigError(f"{where}: unknown {unknown}; known: class_name, config, tool_schema")
-        tool: BaseTool = load_class(entry["class_name"], BaseTool, where)(entry.get("config"), entry.get("tool_schema"))
+        tool = _tool(entry, where)
         if tool.name in tools:
             raise ConfigError(f"{where}: two tools are called {tool.name!r}")
         tools[tool.name] = tool
     return tools
+
+
+def _tool(entry: Mapping[str, Any], where: str) -> BaseTool:
+    from verl.experimental.agent_loop.verl_tool import VerlTool
+
+    found = load_class(entry["class_name"], (BaseTool, ToolOfVerl), where)
+    config, schema = entry.get("config"), entry.get("tool_schema")
+    if issubclass(found, ToolOfVerl):
+        return VerlTool.from_entry(found, config, schema, where)
+    tool: BaseTool = found(config, schema)
+    return tool

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
-from verl.experimental.agent_loop.registry import LoopEntry, loop_factory
-from verl.experimental.agent_loop.server_manager import ServerManager
+from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
+from verl.experimental.agent_loop.server_manager import Recording, ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
@@ -79,7 +79,7 @@ class AgentLoopWorker:
             pad_token_id=int(self._tokenizer.pad_token_id),
         )
         batch.meta_info["metrics"] = {
-            **_per_sample([output.metrics for output in outputs]),
+            **_per_sample([output.numbers for output in outputs]),
             "retries": self._servers.retries - retries,
             "continuations": self._servers.continuations - continuations,
         }
@@ -87,16 +87,17 @@ class AgentLoopWorker:
 
     async def _run_one(self, row: dict[str, Any], sampling: SamplingOptions, index: int) -> AgentLoopOutput:
         name = row.get("agent_name") or default_loop(self._config)
+        servers = Recording(self._servers)
         async with self._limit:
             try:
                 make_loop = loop_factory(name, self._loops)
-                loop = make_loop(config=self._config, server_manager=self._servers, tokenizer=self._tokenizer)
-                output = await loop.run(sampling, **row)
+                loop = make_loop(**constructor_arguments(self._config, servers, self._tokenizer))
+                output = await loop.run(sampling.as_dict(), **row)
             except Exception as exc:
                 raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} failed: {exc}") from exc
         if not isinstance(output, AgentLoopOutput):
             raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
-        return output
+        return output.with_versions(servers.generated)
 
     def _connect(self, servers: Sequence[Any]) -> ServerManager:
         rollout = self._config.actor_rollout_ref.rollout

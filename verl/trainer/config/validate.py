@@ -273,10 +273,12 @@ def _registered_names(config: PPOConfig) -> Iterator[str]:
     """Names that registries know. Runs after `_user_modules`, which may have added some."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
     from verl.workers.engine.registry import TrainEngineRegistry
+    from verl.workers.reward_manager import get_reward_manager_cls
     from verl.workers.rollout.registry import RolloutReplicaRegistry
 
     lookups: list[tuple[Callable[[str], object], str]] = [
         (get_adv_estimator_fn, config.algorithm.adv_estimator),
+        (get_reward_manager_cls, config.reward_model.reward_manager),
         (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
         (TrainEngineRegistry.require, config.actor_rollout_ref.actor.strategy),
         (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from verl.utils.registry import Registry
+from verl.utils.registry import Registry, require_keywords
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import AlgorithmConfig
 
 EPSILON = 1e-6
 
 
-class AdvantageEstimator(Protocol):
-    """Called on the driver, once per batch of B sequences.
+class AdvantageEstimator(StrEnum):
+    """The names that verl gives to estimators. One that nobody registered is an error of the configuration."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GDPO = "gdpo"
+
+
+class EstimatorFunction(Protocol):
+    """Called on the driver, once per batch of B sequences, by keyword.
 
     token_level_rewards float [B, R]; response_mask [B, R], 1 on tokens the policy generated; index [B], equal for the
-    responses to one prompt. Returns (advantages, returns), float32 [B, R], 0 where the mask is 0.
+    responses to one prompt; config is the section `algorithm`. Returns (advantages, returns), float32 [B, R], 0 where
+    the mask is 0.
     """
 
     def __call__(
         self,
+        *,
         token_level_rewards: torch.Tensor,
         response_mask: torch.Tensor,
         index: np.ndarray,
@@ -31,31 +53,34 @@ class AdvantageEstimator(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class ValueAdvantageEstimator(Protocol):
-    """As `AdvantageEstimator`, for one that needs a critic: `values` float32 [B, R], before each token."""
+class ValueEstimatorFunction(Protocol):
+    """As `EstimatorFunction`, for one that needs a critic: `values` float32 [B, R], before each token."""
 
     def __call__(
         self,
+        *,
         token_level_rewards: torch.Tensor,
         response_mask: torch.Tensor,
         index: np.ndarray,
         config: AlgorithmConfig,
-        *,
         values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 Estimator = TypeVar("Estimator", bound=Callable[..., tuple[torch.Tensor, torch.Tensor]])
-ESTIMATORS: Registry[Any] = Registry("algorithm.adv_estimator")
+KEY = "algorithm.adv_estimator"
+ARGUMENTS = ("token_level_rewards", "response_mask", "index", "config")
+ESTIMATORS: Registry[Any] = Registry(KEY)
+ADV_ESTIMATOR_REGISTRY = ESTIMATORS.functions
 _NEED_VALUES: set[str] = set()
 
 
 def register_adv_est(name: str, *, needs_values: bool = False) -> Callable[[Estimator], Estimator]:
-    """Decorator that makes an `AdvantageEstimator` available as `algorithm.adv_estimator=name`.
+    """Decorator that makes an `EstimatorFunction` available as `algorithm.adv_estimator=name`.
 
-    With `needs_values` it is a `ValueAdvantageEstimator`, and a run that names it has a critic.
+    With `needs_values` it is a `ValueEstimatorFunction`, and a run that names it has a critic.
     """
-    register: Callable[[Estimator], Estimator] = ESTIMATORS.register(name)
+    register: Callable[[Estimator], Estimator] = ESTIMATORS.register(str(name))
 
     def add(estimator: Estimator) -> Estimator:
         register(estimator)
@@ -66,12 +91,16 @@ def register_adv_est(name: str, *, needs_values: bool = False) -> Callable[[Esti
     return add
 
 
-def get_adv_estimator_fn(name: str) -> Any:
-    """An `AdvantageEstimator`, or if `needs_values(name)` a `ValueAdvantageEstimator`.
+def get_adv_estimator_fn(name_or_enum: str) -> Any:
+    """An `EstimatorFunction`, or if `needs_values(name)` a `ValueEstimatorFunction`.
 
-    Raises ConfigError for a name that nobody registered.
+    Raises ConfigError for a name that nobody registered, and for a function that cannot be called as one of them.
     """
-    return ESTIMATORS.get(name)
+    name = str(name_or_enum)
+    function = ESTIMATORS.get(name)
+    values = ("values",) if needs_values(name) else ()
+    require_keywords(function, (*ARGUMENTS, *values), f"{KEY}={name}")
+    return function
 
 
 def needs_values(name: str) -> bool:
@@ -80,26 +109,37 @@ def needs_values(name: str) -> bool:
 
 @register_adv_est("grpo")
 def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = EPSILON,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: AlgorithmConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GRPO with outcome rewards (DeepSeekMath, arXiv:2402.03300): (score - group mean) / (group std + 1e-6).
 
     The score of a sequence is the sum of its token rewards, the standard deviation that of a sample (n - 1). With
-    `norm_adv_by_std_in_grpo=false` there is no division (Dr. GRPO, arXiv:2503.20783). A group of one has no baseline:
-    its advantage is its score.
+    `norm_adv_by_std_in_grpo=false`, here or in `config`, there is no division (Dr. GRPO, arXiv:2503.20783). A group of
+    one has no baseline: its advantage is its score.
     """
     groups = Groups(token_level_rewards, response_mask, index)
     centred = groups.centred()
-    if config.norm_adv_by_std_in_grpo:
+    if norm_adv_by_std_in_grpo is None:
+        norm_adv_by_std_in_grpo = (config or AlgorithmConfig()).norm_adv_by_std_in_grpo
+    if norm_adv_by_std_in_grpo:
         squares = groups.total((groups.scores - groups.means) ** 2)
         std = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
-        centred = torch.where(groups.sizes > 1, centred / (std + EPSILON), centred)
+        centred = torch.where(groups.sizes > 1, centred / (std + epsilon), centred)
     return on_every_token(centred, response_mask)
 
 
 @register_adv_est("rloo")
 def compute_rloo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = EPSILON,
+    config: AlgorithmConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RLOO (arXiv:2402.14740): the score minus the mean score of the *other* responses to the same prompt.
 
@@ -112,19 +152,24 @@ def compute_rloo_outcome_advantage(
 
 @register_adv_est("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: AlgorithmConfig | None = None,
+    *,
+    index: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ (arXiv:2501.03262): discounted returns per token, whitened over all tokens of the batch.
 
     G_t = r_t + gamma * G_(t+1), where only tokens of the policy discount: a tool's output between two turns passes the
     return through unchanged.
     """
+    gamma = (config or AlgorithmConfig()).gamma
     mask = response_mask.bool()
     rewards = token_level_rewards.float()
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     for position in reversed(range(rewards.shape[1])):
-        running = rewards[:, position] + torch.where(mask[:, position], config.gamma, 1.0) * running
+        running = rewards[:, position] + torch.where(mask[:, position], gamma, 1.0) * running
         returns[:, position] = running
     returns = torch.where(mask, returns, 0.0)
     return masked_whiten(returns, mask), returns
@@ -133,26 +178,30 @@ def compute_reinforce_plus_plus_outcome_advantage(
 @register_adv_est("gae", needs_values=True)
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    config: AlgorithmConfig,
-    *,
     values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float | None = None,
+    lam: float | None = None,
+    *,
+    index: np.ndarray | None = None,
+    config: AlgorithmConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantages (arXiv:1506.02438), whitened over all tokens of the batch; returns are those plus values.
 
     d_t = r_t + gamma * V_(t+1) - V_t and A_t = d_t + gamma * lam * A_(t+1), where t + 1 is the next token of the
     policy: a tool's output between two turns is passed over, and a reward that stands on it counts for the token
-    before it. Nothing follows the last token.
+    before it. Nothing follows the last token. `gamma` and `lam` are those of `config` unless they are given.
     """
+    config = config or AlgorithmConfig()
+    gamma, lam = config.gamma if gamma is None else gamma, config.lam if lam is None else lam
     mask = response_mask.bool()
     rewards, values = token_level_rewards.float(), values.float()
     advantages = torch.zeros_like(rewards)
     following, advantage, passed_over = (torch.zeros_like(rewards[:, 0]) for _ in range(3))
     for position in reversed(range(rewards.shape[1])):
         own, reward, value = mask[:, position], rewards[:, position] + passed_over, values[:, position]
-        surprise = reward + config.gamma * following - value
-        advantage = torch.where(own, surprise + config.gamma * config.lam * advantage, advantage)
+        surprise = reward + gamma * following - value
+        advantage = torch.where(own, surprise + gamma * lam * advantage, advantage)
         following = torch.where(own, value, following)
         passed_over = torch.where(own, 0.0, reward)
         advantages[:, position] = torch.where(own, advantage, 0.0)

@@ -11,8 +11,10 @@ from verl.trainer.ppo.advantage_variants import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
 )
 from verl.trainer.ppo.advantages import (
+    ADV_ESTIMATOR_REGISTRY,
     AdvantageEstimator,
-    ValueAdvantageEstimator,
+    EstimatorFunction,
+    ValueEstimatorFunction,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
@@ -31,6 +33,7 @@ from verl.trainer.ppo.kl_control import (
 from verl.trainer.ppo.rollout_correction import compute_rollout_importance_weights, rollout_probs_diff_metrics
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.losses import (
+    POLICY_LOSS_REGISTRY,
     LossTotals,
     PolicyLoss,
     agg_loss,
@@ -47,13 +50,16 @@ from verl.workers.losses import (
 )
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
+    "EstimatorFunction",
     "FixedKLController",
     "KLController",
     "LossTotals",
+    "POLICY_LOSS_REGISTRY",
     "PolicyLoss",
-    "ValueAdvantageEstimator",
+    "ValueEstimatorFunction",
     "agg_loss",
     "apply_kl_penalty",
     "compute_gae_advantage_return",

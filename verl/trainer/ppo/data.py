@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.dataset.rl_dataset import ShownTools
-from verl.utils.reward_score import known_sources
+from verl.utils.reward_score.default import no_rule, rule_for
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -79,12 +79,9 @@ def require_rewards(dataset: Any, key: str) -> None:
     Data sets of the user's own that do not tell their `sources` are scored as they come.
     """
     for name, source in getattr(dataset, "sources", {}).items():
-        if name not in known_sources():
-            raise ConfigError(
-                f"{source.first}: there is no built-in reward for {key}={name!r}, which {source.count} samples have "
-                f"(there is for {', '.join(known_sources())}): set custom_reward_function.path to a file that defines "
-                "compute_score"
-            )
+        if rule_for(name) is None:
+            what = f"{key}={name!r}, which {source.count} samples have"
+            raise ConfigError(f"{source.first}: {no_rule(what, name)}")
         if source.without_truth:
             raise ConfigError(
                 f"{source.first}: reward_model.ground_truth is empty in {source.without_truth} of the {source.count} "

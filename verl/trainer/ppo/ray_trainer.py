@@ -44,7 +44,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager import RewardManager
 
 Metrics = dict[str, float]
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class RayPPOTrainer:
         config: PPOConfig,
         cluster: Cluster,
         rollouts: HealingRollouts,
-        reward_manager: NaiveRewardManager,
+        reward_manager: RewardManager,
         train_dataloader: PromptLoader,
         validator: Validator,
         checkpoints: CheckpointDirectory,
@@ -314,7 +314,11 @@ class RayPPOTrainer:
         tensors["token_level_rewards"] = rewards
         critic = {"values": tensors["values"]} if self.has_critic else {}
         tensors["advantages"], tensors["returns"] = self._advantages(
-            rewards, tensors["response_mask"], batch.non_tensor_batch["uid"], algorithm, **critic
+            token_level_rewards=rewards,
+            response_mask=tensors["response_mask"],
+            index=batch.non_tensor_batch["uid"],
+            config=algorithm,
+            **critic,
         )
         return batch
 

@@ -41,7 +41,13 @@ from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
-from verl.workers.reward_manager import NaiveRewardManager, overlong_penalty
+from verl.workers.reward_manager import (
+    NaiveRewardManager,
+    OwnRewardManager,
+    RewardManager,
+    get_reward_manager_cls,
+    overlong_penalty,
+)
 from verl.workers.rollout import RolloutReplica
 from verl.workers.rollout.engine import eos_token_ids
 
@@ -67,7 +73,7 @@ class _Job:
     agent_loop_manager_class: Any
     critic: CriticConfig | None
     loaders: dict[str, PromptLoader]
-    reward_manager: NaiveRewardManager
+    reward_manager: RewardManager
     total_steps: int
 
 
@@ -151,17 +157,25 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         agent_loop_manager_class=agent_loop_manager_class,
         critic=_local_critic(config, tokenizer, model_path, device),
         loaders=loaders,
-        reward_manager=NaiveRewardManager(
-            tokenizer,
-            load_reward_function(config.custom_reward_function),
-            num_workers=config.reward_model.num_workers,
-            reward_fn_key=config.data.reward_fn_key,
-            timeout_s=config.reward_model.timeout_s,
-            keep_special_tokens=config.reward_model.keep_special_tokens,
-            end_token_ids=_end_token_ids(config, tokenizer, model_path),
-            penalty=overlong_penalty(config.reward_model),
-        ),
+        reward_manager=_reward_manager(config, tokenizer, model_path),
         total_steps=total_steps,
+    )
+
+
+def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> RewardManager:
+    """The project's, or the user's own of that name. Raises ConfigError."""
+    settings, function = config.reward_model, load_reward_function(config.custom_reward_function)
+    if get_reward_manager_cls(settings.reward_manager) is not NaiveRewardManager:
+        return OwnRewardManager(settings.reward_manager, tokenizer, function, config.data.reward_fn_key)
+    return NaiveRewardManager(
+        tokenizer,
+        function,
+        num_workers=settings.num_workers,
+        reward_fn_key=config.data.reward_fn_key,
+        timeout_s=settings.timeout_s,
+        keep_special_tokens=settings.keep_special_tokens,
+        end_token_ids=_end_token_ids(config, tokenizer, model_path),
+        penalty=overlong_penalty(settings),
     )
 
 

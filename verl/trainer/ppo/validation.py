@@ -15,7 +15,7 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.samples import SampleWriter
 from verl.utils.dataset import PromptLoader
 from verl.workers.config import PPOConfig
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager import RewardManager
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Validator:
         *,
         config: PPOConfig,
         rollouts: Rollouts,
-        reward_manager: NaiveRewardManager,
+        reward_manager: RewardManager,
         dataloader: PromptLoader,
     ) -> None:
         self._config = config

@@ -170,13 +170,19 @@ def fingerprint(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """One object array per key of any item; an item without the key has None."""
-    columns: dict[str, np.ndarray] = {}
-    for key in dict.fromkeys(key for item in items for key in item):
-        columns[key] = np.empty(len(items), dtype=object)
-        for position, item in enumerate(items):
-            columns[key][position] = item.get(key)
+def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One object array per key of any item; an item without the key has None. What is a tensor in all is stacked."""
+    import torch
+
+    columns: dict[str, Any] = {}
+    for key in dict.fromkeys(key for item in data_list for key in item):
+        values: list[Any] = [item.get(key) for item in data_list]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            columns[key] = torch.stack(values)
+        else:
+            columns[key] = np.empty(len(values), dtype=object)
+            for position, value in enumerate(values):
+                columns[key][position] = value
     return columns
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from verl.utils.config import ConfigError
+from verl.utils.dataset.dataloader import collate_fn
 from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
 from verl.utils.dataset.settings import DataSettings
@@ -20,6 +21,8 @@ from verl.utils.user_code import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RLHFDataset", "build_dataset", "collate_fn"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,84 +1,93 @@
-"""The rules that come with the project, chosen by `data_source`."""
+"""The rules that come with the project, chosen by `data_source`; sources and scores are verl's."""
 
 from __future__ import annotations
 
-import re
-import threading
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from verl.utils.config import ConfigError
+from verl.utils.reward_score import gsm8k, math_dapo, math_reward, math_verify
 
-MATH_TIMEOUT_S = 5
-NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-GSM8K_ANSWER = re.compile(rf"####\s*\$?\s*({NUMBER})")
+REMEDY = "set custom_reward_function.path to a file that defines compute_score"
+Rule = Callable[[str, str], float | dict[str, Any]]
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    """1.0 for a right answer, else 0.0. Raises ConfigError for a `data_source` that has no rule here."""
-    rule = RULES.get(data_source)
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """The score of one response, or a dict with it under `score`: what the rule of `data_source` gives.
+
+    The arguments about a sandbox are verl's, for sources of code, which have no rule here.
+    Raises ConfigError for a `data_source` that has none.
+    """
+    rule = rule_for(data_source)
     if rule is None:
-        raise ConfigError(
-            f"there is no built-in reward for data_source {data_source!r} (there is for {', '.join(known_sources())}): "
-            "set custom_reward_function.path to a file that defines compute_score"
-        )
-    return float(rule(solution_str, str(ground_truth)))
+        raise ConfigError(no_rule(f"data_source {data_source!r}", data_source))
+    return rule(solution_str, str(ground_truth))
+
+
+def rule_for(data_source: str) -> Rule | None:
+    """The rule of a data source, or None."""
+    if data_source.startswith(AIME):
+        return math_dapo.compute_score
+    return RULES.get(data_source)
+
+
+def no_rule(what: str, data_source: str) -> str:
+    """Why there is no rule for `data_source`, and what to do; `what` is how the message calls it."""
+    reason = next((why for prefix, why in REFUSED.items() if data_source.startswith(prefix)), None)
+    known = reason or f"there is for {', '.join(known_sources())}"
+    return f"there is no built-in reward for {what} ({known}): {REMEDY}"
 
 
 def known_sources() -> list[str]:
-    """The data sources that have a rule here."""
-    return sorted(RULES)
+    """The data sources that have a rule here; every name that begins like the one with a star has."""
+    return sorted([*RULES, f"{AIME}*"])
 
 
-def exact_match(solution: str, ground_truth: str) -> bool:
-    return solution.strip() == ground_truth.strip()
+def exact_match(solution: str, ground_truth: str) -> float:
+    return float(solution.strip() == ground_truth.strip())
 
 
-def gsm8k(solution: str, ground_truth: str) -> bool:
-    """The number after the last `####` equals the ground truth, which may itself be a worked solution."""
-    answers = GSM8K_ANSWER.findall(solution)
-    truths = GSM8K_ANSWER.findall(ground_truth) or [ground_truth]
-    return bool(answers) and _number(answers[-1]) == _number(truths[-1])
+def same_value(solution: str, ground_truth: str) -> float:
+    """1 if the last box has the ground truth's text, or the last answer its value."""
+    return math_reward.compute_score(solution, ground_truth) or math_verify.compute_score(solution, ground_truth)
 
 
-def math(solution: str, ground_truth: str) -> bool:
-    """The last mathematical answer in the text (LaTeX, boxed or plain) is equivalent to the ground truth."""
-    from math_verify import parse, verify  # loads sympy
+AIME = "aime"
+_CODE = "it is a source of code, whose rule runs what the response says in a sandbox; there is none here"
+_SEARCH = "it is a source for search tools, and those have no rule here"
+REFUSED = {
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
+    "searchR1_": _SEARCH,
+    "hiyouga/geometry3k": "it is a source of pictures, and models read text here",
+}
+"""What a data source of verl's begins with -> why it has no rule."""
 
-    # math-verify's time limits are signals, which only the main thread may set.
-    limit_s = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    truth = parse(ground_truth, parsing_timeout=limit_s) or parse(f"${ground_truth}$", parsing_timeout=limit_s)
-    try:
-        return bool(verify(truth, parse(solution, parsing_timeout=limit_s), timeout_seconds=limit_s))
-    except Exception:  # noqa: BLE001 - a response that the library stumbles over is no right answer
-        return False
-
-
-def _number(text: str) -> str | Decimal:
-    """The number that `text` is, exactly: floats would take 12345678901234567890123 for its neighbours."""
-    cleaned = text.strip().replace(",", "").replace("$", "")
-    try:
-        number = Decimal(cleaned)
-    except InvalidOperation:
-        return cleaned
-    return number if number.is_finite() else cleaned
-
-
-RULES: dict[str, Callable[[str, str], bool]] = {
+RULES: dict[str, Rule] = {
     "builtin/arithmetic": exact_match,
-    "openai/gsm8k": gsm8k,
+    "openai/gsm8k": gsm8k.compute_score,
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_reward.compute_score
+    ),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), math_dapo.compute_score),
     **dict.fromkeys(
         (
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "HuggingFaceH4/MATH-500",
             "HuggingFaceH4/aime_2024",
-            "math_dapo",
-            "aime",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
         ),
-        math,
+        same_value,
     ),
 }

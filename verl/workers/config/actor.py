@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.utils.config import ConfigError, option, section
+from verl.utils.config import ConfigError, Section, option, section
 from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.optim import OptimizerConfig
 from verl.workers.config.profiler import ProfilerConfig
@@ -14,7 +14,7 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
+class FSDPConfig(Section):
     """How torch FSDP shards and computes."""
 
     param_offload: bool = option(False, "keep parameters in host memory between steps (accelerators)")
@@ -27,7 +27,7 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Section):
     """Which policy loss."""
 
     loss_mode: str = option(
@@ -38,7 +38,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """What a training checkpoint holds."""
 
     save_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
@@ -51,7 +51,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(Section):
     """Training of the policy."""
 
     strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, megatron, or a registered one (verl: fsdp)")
@@ -106,7 +106,7 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefConfig:
+class RefConfig(Section):
     """The frozen reference policy; it shares the actor's ranks."""
 
     log_prob_micro_batch_size_per_gpu: int | None = option(None, "sequences per forward pass and rank", least=1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option, section
+from verl.utils.config import Section, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLControlConfig:
+class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
     type: str = option("fixed", "fixed, or adapted towards target_kl", choices=("fixed", "adaptive"))
@@ -19,7 +19,7 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Section):
     """Importance sampling between the rollout engine's policy and the trainer's."""
 
     rollout_is: str | None = option(
@@ -29,7 +29,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """Advantages and KL."""
 
     adv_estimator: str = option(
@@ -47,7 +47,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionConfig(Section):
     """A reward function of the user's own.
 
     `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict with "score"`
@@ -61,7 +61,7 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongBufferConfig:
+class OverlongBufferConfig(Section):
     """A penalty that grows over the last tokens before the longest response."""
 
     enable: bool = option(False, "with reward_manager=dapo")
@@ -71,7 +71,7 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardKwargsConfig:
+class RewardKwargsConfig(Section):
     """What a reward manager takes."""
 
     max_resp_len: int | None = option(None, "longest response that has no more than the whole penalty", least=1)
@@ -79,14 +79,14 @@ class RewardKwargsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """Reward computation."""
 
     enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
     reward_manager: str = option(
         "naive",
-        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg",
-        choices=("naive", "dapo"),
+        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
+        "registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)

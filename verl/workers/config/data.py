@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option, section
+from verl.utils.config import Section, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomClassConfig:
+class CustomClassConfig(Section):
     """A class of the user's own, loaded from a file."""
 
     path: str | None = option(None, "Python file that defines the class; null: the built-in one")
@@ -17,7 +17,7 @@ class CustomClassConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompts: where they are and how they become token ids."""
 
     train_files: str | list[str] = option(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import option, section
+from verl.utils.config import Section, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """Sampling during validation."""
 
     top_k: int = option(-1, "keep only the k likeliest tokens; -1: all", least=-1)
@@ -20,7 +20,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTurnConfig:
+class MultiTurnConfig(Section):
     """Tool calls and several assistant turns."""
 
     enable: bool = option(False, "use the tool-calling agent loop for samples that name no other")
@@ -33,7 +33,7 @@ class MultiTurnConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(Section):
     """Agent-loop workers."""
 
     num_workers: int = option(1, "Ray actors that run agent loops (verl: 8)", least=1)
@@ -50,7 +50,7 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """Generation: the engine, its resources and its sampling."""
 
     name: str = option("vllm", "rollout engine registered with RolloutReplicaRegistry")

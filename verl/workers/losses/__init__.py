@@ -1,8 +1,9 @@
 """What trainer ranks minimise: policy losses, KL estimates, and how token losses become one number."""
 
-from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.aggregation import LossTotals, agg_loss, within_mini_batch
 from verl.workers.losses.kl import kl_penalty
 from verl.workers.losses.policy import (
+    POLICY_LOSS_REGISTRY,
     PolicyLoss,
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
@@ -18,6 +19,7 @@ from verl.workers.losses.variants import (
 )
 
 __all__ = [
+    "POLICY_LOSS_REGISTRY",
     "LossTotals",
     "PolicyLoss",
     "agg_loss",
@@ -31,4 +33,5 @@ __all__ = [
     "get_policy_loss_fn",
     "kl_penalty",
     "register_policy_loss",
+    "within_mini_batch",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -35,24 +38,47 @@ class LossTotals:
         )
 
 
+_of_mini_batch: ContextVar[LossTotals | None] = ContextVar("totals of the mini-batch", default=None)
+
+
+@contextmanager
+def within_mini_batch(totals: LossTotals) -> Iterator[None]:
+    """In this block `agg_loss` without totals takes `totals`: losses written for verl do not pass any on."""
+    token = _of_mini_batch.set(totals)
+    try:
+        yield
+    finally:
+        _of_mini_batch.reset(token)
+
+
+def totals_in_force(loss_mask: torch.Tensor) -> LossTotals:
+    """Those of `within_mini_batch`; outside of one, those of `loss_mask` alone."""
+    return _of_mini_batch.get() or LossTotals.of(loss_mask)
+
+
 def agg_loss(
-    loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str, *, totals: LossTotals | None = None
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    *,
+    totals: LossTotals | None = None,
+    loss_scale_factor: float | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss: loss_mat, loss_mask [B, R] -> scalar.
 
     The shares of all micro-batches on all ranks add up to the loss of the whole mini-batch, so gradients are summed
     over micro-batches and over ranks. FSDP averages over ranks instead: multiply the share by the number of ranks
-    there. `totals` are those of the mini-batch; None says that this is all of it.
+    there. `totals` are those of the mini-batch; None means those of `within_mini_batch`, or that this is all of it.
 
     * `token-mean`: mean over all tokens (DAPO, arXiv:2503.14476).
     * `seq-mean-token-sum`: mean over sequences of the sum over their tokens.
     * `seq-mean-token-mean`: mean over sequences of the mean over their tokens (GRPO, arXiv:2402.03300).
-    * `seq-mean-token-sum-norm`: mean over sequences of the sum over their tokens divided by R, a constant
-      (Dr. GRPO, arXiv:2503.20783).
+    * `seq-mean-token-sum-norm`: mean over sequences of the sum over their tokens divided by R, or by
+      `loss_scale_factor`: a constant (Dr. GRPO, arXiv:2503.20783).
 
     Raises ConfigError for another mode.
     """
-    totals = totals or LossTotals.of(loss_mask)
+    totals = totals or totals_in_force(loss_mask)
     num_tokens, num_sequences = max(totals.num_tokens, 1.0), max(totals.num_sequences, 1.0)
     if loss_agg_mode == "token-mean":
         return masked_sum(loss_mat, loss_mask) / num_tokens
@@ -61,6 +87,6 @@ def agg_loss(
     if loss_agg_mode == "seq-mean-token-mean":
         return masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        return masked_sum(loss_mat, loss_mask) / (num_sequences * loss_mask.shape[-1])
+        return masked_sum(loss_mat, loss_mask) / (num_sequences * (loss_scale_factor or loss_mask.shape[-1]))
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     raise ConfigError(f"actor.loss_agg_mode={loss_agg_mode!r} is not known.{did_you_mean(loss_agg_mode, known)}")

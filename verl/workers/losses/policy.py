@@ -10,31 +10,37 @@ import torch
 from verl.utils.registry import Registry
 from verl.utils.torch_functional import masked_sum
 from verl.workers.config import ActorConfig
-from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.aggregation import LossTotals, agg_loss, totals_in_force
 from verl.workers.losses.kl import MAX_LOG_RATIO
 
 
 class PolicyLoss(Protocol):
-    """Called on every trainer rank, once per micro-batch; all tensors are [B, R].
+    """Called on every trainer rank, once per micro-batch, by keyword; all tensors are [B, R].
 
-    Returns this micro-batch's share of the mini-batch loss (see `agg_loss`; `totals` are passed on to it) and metrics,
-    which are shares, too: their sums over micro-batches and ranks are the means over the tokens of the mini-batch.
+    Returns this micro-batch's share of the mini-batch loss, which `agg_loss` makes, and metrics: means over the tokens
+    of the micro-batch. A loss that has a parameter `totals` gets those of the mini-batch, and its metrics are shares,
+    too: their sums over micro-batches and ranks are the means over the tokens of the mini-batch.
     """
 
     def __call__(
         self,
+        *,
         old_log_prob: torch.Tensor,
         log_prob: torch.Tensor,
         advantages: torch.Tensor,
         response_mask: torch.Tensor,
+        loss_agg_mode: str,
         config: ActorConfig,
-        rollout_is_weights: torch.Tensor | None = None,
-        *,
-        totals: LossTotals | None = None,
+        rollout_is_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, float]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor.policy_loss.loss_mode")
+ARGUMENTS = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask"),
+    *("loss_agg_mode", "config", "rollout_is_weights"),
+)
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor.policy_loss.loss_mode", ARGUMENTS)
+POLICY_LOSS_REGISTRY = POLICY_LOSSES.functions
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -43,7 +49,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLoss:
-    """Raises ConfigError for a name that nobody registered."""
+    """Raises ConfigError for a name that nobody registered, and for a function that cannot be called as a loss."""
     return POLICY_LOSSES.get(name)
 
 
@@ -58,7 +64,8 @@ def compute_policy_loss_vanilla(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
@@ -69,7 +76,8 @@ def compute_policy_loss_vanilla(
     of its own is DAPO's clip-higher, arXiv:2503.14476). Where A < 0 that is unbounded as r grows; it is held to at most
     -c A with c = clip_ratio_c (dual clip, arXiv:1912.09729, eq. 5). `rollout_is_weights` multiply the token losses.
     """
-    totals = totals or LossTotals.of(response_mask)
+    config = config or ActorConfig()
+    totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -88,4 +96,4 @@ def compute_policy_loss_vanilla(
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
         "actor/pg_clipfrac_lower": token_share((pessimistic > bound) & (advantages < 0), mask, totals),
     }
-    return agg_loss(token_losses, mask, config.loss_agg_mode, totals=totals), metrics
+    return agg_loss(token_losses, mask, loss_agg_mode, totals=totals), metrics

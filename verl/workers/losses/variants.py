@@ -6,13 +6,13 @@ import torch
 
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
-from verl.workers.losses.aggregation import LossTotals, agg_loss
+from verl.workers.losses.aggregation import LossTotals, agg_loss, totals_in_force
 from verl.workers.losses.kl import MAX_LOG_RATIO
 from verl.workers.losses.policy import register_policy_loss, token_share
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 PER_SEQUENCE = "seq-mean-token-mean"
-"""Some losses are defined as means over sequences, whatever `actor.loss_agg_mode` says."""
+"""Some losses are defined as means over sequences, whatever `loss_agg_mode` says."""
 
 Result = tuple[torch.Tensor, dict[str, float]]
 
@@ -31,7 +31,8 @@ def compute_policy_loss_gspo(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
@@ -41,7 +42,8 @@ def compute_policy_loss_gspo(
     The ratio of a sequence is s = exp(mean over its tokens of log pi / pi_old); that of a token is s in value, with the
     gradient of its own probability. -min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences.
     """
-    totals = totals or LossTotals.of(response_mask)
+    config = config or ActorConfig()
+    totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
     log_ratio = log_prob - old_log_prob
@@ -63,7 +65,8 @@ def compute_policy_loss_geo_mean(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
@@ -73,7 +76,8 @@ def compute_policy_loss_geo_mean(
     Log-ratios of tokens are clipped to [-low, high] on the side on which the sequence has no more to gain; the ratio of
     a sequence is exp of their mean, and its loss -A ratio with the mean advantage of its tokens. Mean over sequences.
     """
-    totals = totals or LossTotals.of(response_mask)
+    config = config or ActorConfig()
+    totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
     log_ratio = _log_ratio(log_prob, old_log_prob)
@@ -97,14 +101,15 @@ def compute_policy_loss_gpg(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
 ) -> Result:
     """Group policy gradient (GPG, arXiv:2504.02546, eq. 3): -A log pi, without ratio or clip."""
     losses = _weighted(-advantages * log_prob, rollout_is_weights)
-    return agg_loss(losses, response_mask.bool(), config.loss_agg_mode, totals=totals), {}
+    return agg_loss(losses, response_mask.bool(), loss_agg_mode, totals=totals), {}
 
 
 @register_policy_loss("sapo")
@@ -113,7 +118,8 @@ def compute_policy_loss_sapo(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
@@ -123,7 +129,8 @@ def compute_policy_loss_sapo(
     The clip is a soft gate: -A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos where A > 0, else tau_neg. Mean over
     tokens, then over sequences.
     """
-    totals = totals or LossTotals.of(response_mask)
+    config = config or ActorConfig()
+    totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     log_ratio = _log_ratio(log_prob, old_log_prob)
     chosen = config.policy_loss
@@ -144,7 +151,8 @@ def compute_policy_loss_cispo(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
     totals: LossTotals | None = None,
@@ -153,7 +161,8 @@ def compute_policy_loss_cispo(
 
     The clipped ratio is a weight and has no gradient, so every token keeps its own.
     """
-    totals = totals or LossTotals.of(response_mask)
+    config = config or ActorConfig()
+    totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
     log_ratio = _log_ratio(log_prob, old_log_prob)
@@ -165,4 +174,4 @@ def compute_policy_loss_cispo(
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
         "actor/pg_clipfrac_lower": 0.0,
     }
-    return agg_loss(losses, mask, config.loss_agg_mode, totals=totals), metrics
+    return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics

@@ -2,5 +2,18 @@
 
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.overlong import OverlongPenalty, overlong_penalty
+from verl.workers.reward_manager.registry import OwnRewardManager, get_reward_manager_cls, register
 
-__all__ = ["NaiveRewardManager", "OverlongPenalty", "RewardError", "RewardOutput", "overlong_penalty"]
+RewardManager = NaiveRewardManager | OwnRewardManager
+
+__all__ = [
+    "NaiveRewardManager",
+    "OverlongPenalty",
+    "OwnRewardManager",
+    "RewardError",
+    "RewardManager",
+    "RewardOutput",
+    "get_reward_manager_cls",
+    "overlong_penalty",
+    "register",
+]

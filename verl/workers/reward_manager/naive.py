@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +14,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
+from verl.utils.plain import as_float
 from verl.utils.reward_score import Abandoned, NoNumber, Raised, RewardFunction, Scored, ScoringError, ScoringPool
 from verl.workers.reward_manager.overlong import OverlongPenalty
 
@@ -53,6 +55,8 @@ class _Sample:
     response: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    known_score: float | None = None
+    """What the agent loop said; then nobody else is asked."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -152,9 +156,20 @@ class NaiveRewardManager:
                 data_source=data_source,
                 response=text,
                 ground_truth=(reward_model or {}).get("ground_truth"),
-                extra_info=extra_info or {},
+                extra_info={**(extra_info or {}), **_of_the_loop(turns, fields)},
+                known_score=known_score,
             )
-            for position, (index, uid, data_source, text, reward_model, extra_info) in enumerate(
+            for position, (
+                index,
+                uid,
+                data_source,
+                text,
+                reward_model,
+                extra_info,
+                turns,
+                fields,
+                known_score,
+            ) in enumerate(
                 zip(
                     columns.get("index", empty),
                     columns.get("uid", empty),
@@ -162,6 +177,9 @@ class NaiveRewardManager:
                     texts,
                     columns["reward_model"],
                     columns.get("extra_info", empty),
+                    columns.get("__num_turns__", empty),
+                    columns.get("__extra_fields__", empty),
+                    columns.get("__reward_score__", empty),
                     strict=True,
                 )
             )
@@ -170,11 +188,12 @@ class NaiveRewardManager:
     def _score_all(self, samples: Sequence[_Sample]) -> tuple[list[Scored], list[int]]:
         """A result per sample, and the positions of those that have none of their own."""
         try:
-            outcomes = self._pool.score([sample.arguments for sample in samples])
+            asked = iter(self._pool.score([sample.arguments for sample in samples if sample.known_score is None]))
         except ScoringError as exc:
             raise RewardError(str(exc)) from exc
         results, abandoned = [], []
-        for sample, outcome in zip(samples, outcomes, strict=True):
+        for sample in samples:
+            outcome = next(asked) if sample.known_score is None else Scored(_finite(sample), {})
             if isinstance(outcome, Raised):
                 cause = outcome.cause()
                 if isinstance(cause, ConfigError):
@@ -190,6 +209,21 @@ class NaiveRewardManager:
                 abandoned.append(sample.position)
             results.append(outcome if isinstance(outcome, Scored) else Scored(0.0, {}))
         return results, abandoned
+
+
+def _of_the_loop(num_turns: int | None, extra_fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What verl adds to a sample's `extra_info`; nothing for one that no agent loop made."""
+    if num_turns is None:
+        return {}
+    fields = dict(extra_fields or {})
+    return {"num_turns": num_turns, "rollout_reward_scores": fields.pop("reward_scores", {}), **fields}
+
+
+def _finite(sample: _Sample) -> float:
+    score = as_float(sample.known_score)
+    if score is None or not math.isfinite(score):
+        raise RewardError(f"the agent loop returned reward_score={sample.known_score!r} on {sample}")
+    return score
 
 
 def _pickled(function: RewardFunction) -> bytes:

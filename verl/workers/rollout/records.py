@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from verl.workers.config.rollout import RolloutConfig
 
@@ -24,6 +25,10 @@ class RolloutMode(Enum):
     """The same accelerators as other workers, at the same time: the engine claims none from Ray and never sleeps."""
     STANDALONE = "standalone"
     """Accelerators of its own, claimed from Ray; the engine never sleeps."""
+
+
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
+"""Sampling parameters that engines are not told, and the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,30 @@ class SamplingOptions:
             raise ValueError(f"temperature must not be negative, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As agent loops get them, with verl's names."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, params: SamplingOptions | Mapping[str, Any]) -> SamplingOptions:
+        """The inverse of `as_dict`. A dict of verl's may say what engines do anyway, such as `repetition_penalty=1.0`.
+
+        Raises ValueError for anything else, and without `max_tokens`.
+        """
+        if isinstance(params, SamplingOptions):
+            return params
+        known = {field.name for field in fields(cls)}
+        unknown = {key: value for key, value in params.items() if key not in known}
+        if asked := {key: value for key, value in unknown.items() if NEUTRAL.get(key, ...) != value}:
+            raise ValueError(f"sampling_params: {asked} is not supported; known: {', '.join(sorted(known))}")
+        if "max_tokens" not in params:
+            raise ValueError("sampling_params lack max_tokens, the budget of the response")
+        given = {key: value for key, value in params.items() if key in known}
+        # 0 says in vLLM: the log-prob of the sampled token alone.
+        given["logprobs"] = given.get("logprobs") is not None and given["logprobs"] is not False
+        given["stop_token_ids"] = tuple(given.get("stop_token_ids") or ())
+        return cls(**given)
 
     @classmethod
     def for_training(cls, rollout: RolloutConfig, *, max_tokens: int) -> SamplingOptions:

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.config import ConfigError
+from verl.workers.actor_loss import ActorLoss
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.losses import LossTotals, agg_loss, register_policy_loss
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@register_policy_loss("written_for_verl")
+def loss_written_for_verl(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None
+):
+    token_losses = -advantages * (log_prob - old_log_prob).exp() * config.get("clip_ratio_c", 0.0)
+    drift = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum()
+    return agg_loss(token_losses, response_mask, loss_agg_mode), {"actor/ppo_kl": drift.item()}
+
+
+@register_policy_loss("returns_four")
+def loss_of_an_old_version(**arguments):
+    return arguments["log_prob"].sum(), 0.0, 0.0, 0.0
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    old, advantages = torch.randn(2, 4, 3, generator=generator)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    tensors = {"old_log_probs": old, "advantages": advantages, "response_mask": mask}
+    return DataProto.from_dict(tensors), torch.randn(4, 3, generator=generator)
+
+
+def config(loss_mode, **options):
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_written_for_verl_is_the_same_however_the_mini_batch_is_cut(mode):
+    data, log_prob = batch()
+    totals = LossTotals.of(data.batch["response_mask"])
+    loss = ActorLoss(config("written_for_verl", loss_agg_mode=mode))
+    whole, metrics = loss(log_prob, None, data, totals)
+    parts = [loss(log_prob[rows], None, data[rows], totals) for rows in (slice(0, 1), slice(1, 4))]
+    torch.testing.assert_close(sum(part for part, _ in parts), whole)
+    assert sum(part["actor/ppo_kl"] for _, part in parts) == pytest.approx(metrics["actor/ppo_kl"])
+
+
+def test_a_loss_that_returns_something_else_is_named():
+    data, log_prob = batch()
+    with pytest.raises(ConfigError, match=r"loss_mode=returns_four: a loss returns \(loss, dict of metrics\)"):
+        ActorLoss(config("returns_four"))(log_prob, None, data, LossTotals.of(data.batch["response_mask"]))

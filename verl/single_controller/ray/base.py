@@ -1,0 +1,5 @@
+"""verl's place for the parts of worker groups over Ray."""
+
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"]

@@ -1,0 +1,1 @@
+"""verl's base class of tools, and what they get and return."""

@@ -1,0 +1,83 @@
+"""What `DataProto` is made of: arrays of objects, positions, and tensors that travel as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def object_array(values: Any) -> np.ndarray:
+    """One object per sample. `np.array(..., dtype=object)` would turn lists of equal length into a matrix."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for position, value in enumerate(values):
+        array[position] = value
+    return array
+
+
+def positions(index: Any, size: int) -> np.ndarray:
+    array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.ndim != 1:
+        raise TypeError(f"index with a slice, a list or a one-dimensional array, not {index!r}")
+    if array.dtype == bool:
+        if len(array) != size:
+            raise IndexError(f"a mask of {len(array)} entries for {size} samples")
+        return np.flatnonzero(array)
+    array = array.astype(np.int64)
+    if array.size and not (-size <= array.min() and array.max() < size):
+        raise IndexError(f"positions {array.min()}..{array.max()} for {size} samples")
+    return array
+
+
+def without(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def merge(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    differing = [key for key in theirs if key in ours and not equal(ours[key], theirs[key])]
+    if differing:
+        raise ValueError(f"{kind} has other values under {differing} in one part than in another")
+    return {**ours, **theirs}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equality of nested containers of tensors, arrays and plain objects; NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype != object:
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, np.ndarray | list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    if any(isinstance(value, np.ndarray | torch.Tensor) for value in (a, b)):
+        return False
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def collect_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    collected: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            collected.setdefault(key, []).extend(value if isinstance(value, list) else [value])
+    return collected
+
+
+def to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def from_bytes(array: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    # Copied because Ray hands out read-only memory, and writing to it would be a segmentation fault.
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.flatten().view(torch.uint8).numpy()[:] = array
+    return tensor

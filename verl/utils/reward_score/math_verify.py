@@ -1,0 +1,28 @@
+"""Mathematics by value, not by text: `math-verify` decides whether two expressions are equivalent."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+TIMEOUT_S = 5
+
+
+def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+    """1 if the last answer in the text (LaTeX, boxed or plain) is equivalent to the ground truth, else 0.
+
+    `timeout_score` where the library takes too long, which it can tell in a main thread alone.
+    """
+    from math_verify import parse, verify  # loads sympy
+    from math_verify.errors import TimeoutException
+
+    # math-verify's time limits are signals, which only the main thread may set.
+    limit_s = TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+    truth = str(ground_truth)
+    gold = parse(truth, parsing_timeout=limit_s) or parse(f"${truth}$", parsing_timeout=limit_s)
+    try:
+        return float(verify(gold, parse(model_output, parsing_timeout=limit_s), timeout_seconds=limit_s))
+    except TimeoutException:
+        return timeout_score
+    except Exception:  # noqa: BLE001 - a response that the library stumbles over is no right answer
+        return 0.0

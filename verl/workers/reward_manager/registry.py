@@ -1,0 +1,88 @@
+"""Reward managers of the user's own, written as verl's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from verl.protocol import DataProto, tensors_of
+from verl.utils.config import ConfigError
+from verl.utils.plain import plain
+from verl.utils.registry import Registry, require_keywords
+from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.utils.reward_score import RewardFunction
+
+KEY = "reward_model.reward_manager"
+REWARD_MANAGERS: Registry[Any] = Registry(KEY)
+ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
+register = REWARD_MANAGERS.register
+"""Class decorator: `reward_model.reward_manager=name` takes this class. It is made from `ARGUMENTS`, and called with a
+batch and `return_dict=True`."""
+for name in ("naive", "dapo"):  # which subtracts a penalty that the other has not
+    register(name)(NaiveRewardManager)
+
+
+def get_reward_manager_cls(name: str) -> Any:
+    """Raises ConfigError for a name that nobody registered, and for a class that cannot be made or called as verl's."""
+    found = REWARD_MANAGERS.get(name)
+    if found is NaiveRewardManager:
+        return found
+    require_keywords(found, ARGUMENTS, f"{KEY}={name}")
+    signature = inspect.signature(found.__call__)
+    try:
+        signature.bind(None, None, return_dict=True)
+    except TypeError as exc:
+        raise ConfigError(f"{KEY}={name}: __call__{signature} cannot take (data, return_dict=True): {exc}") from exc
+    return found
+
+
+class OwnRewardManager:
+    """A registered class in the place of `NaiveRewardManager`. It runs on the driver, in the driver's process."""
+
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, compute_score: RewardFunction, reward_fn_key: str
+    ) -> None:
+        """Raises ConfigError as `get_reward_manager_cls` does."""
+        self._name = name
+        self._tokenizer = tokenizer
+        self._manager = get_reward_manager_cls(name)(
+            tokenizer=tokenizer, num_examine=0, compute_score=compute_score, reward_fn_key=reward_fn_key
+        )
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        """Raises RewardError for whatever the manager raises, and for a result that is no reward per token."""
+        try:
+            result = self._manager(data, return_dict=True)
+        except Exception as exc:
+            raise RewardError(f"{KEY}={self._name} raised {type(exc).__name__}: {exc}") from exc
+        rewards = result.get("reward_tensor") if isinstance(result, dict) else result
+        others = result.get("reward_extra_info") or {} if isinstance(result, dict) else {}
+        responses, mask = tensors_of(data)["responses"], tensors_of(data)["attention_mask"]
+        if not (isinstance(rewards, torch.Tensor) and rewards.shape == responses.shape and rewards.isfinite().all()):
+            shown = f"a tensor {list(rewards.shape)}" if isinstance(rewards, torch.Tensor) else type(rewards).__name__
+            raise RewardError(f"{KEY}={self._name} returned {shown}, not finite rewards {list(responses.shape)}")
+        columns = {str(key): [plain(value) for value in values] for key, values in others.items()}
+        if differing := {key: len(values) for key, values in columns.items() if len(values) != len(data)}:
+            raise RewardError(
+                f"{KEY}={self._name} returned {differing} values in reward_extra_info for {len(data)} samples"
+            )
+        lengths = mask[:, -responses.shape[1] :].sum(-1).tolist()
+        texts = self._tokenizer.batch_decode(
+            [row[:length].tolist() for row, length in zip(responses, lengths, strict=True)], skip_special_tokens=True
+        )
+        return RewardOutput(reward_tensor=rewards.float(), responses=texts, extra_info=columns)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -45,7 +45,11 @@ LAYOUTS = [
         "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
     ),
     pytest.param(
-        "qwen2", True, 2, TP2 | {"override_transformer_config": RECOMPUTE}, id="two ranks, with fields of Megatron's own"
+        "qwen2",
+        True,
+        2,
+        TP2 | {"override_transformer_config": RECOMPUTE},
+        id="two ranks, with fields of Megatron",
     ),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
     pytest.param("qwen3_moe", False, 4, EP2, id="experts dealt out to two ranks, twice"),

@@ -42,6 +42,15 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
             [["num_layers_in_first_pipeline_stage=2", "at least one"]],
         ),
         (2, {"expert_model_parallel_size": 2}, [["expert_model_parallel_size=2", "no experts"]]),
+        (
+            2,
+            {"override_transformer_config": {"recompute_granularty": "full", "hidden_size": 8, "fp8": "e4m3"}},
+            [
+                ["recompute_granularty: megatron-core's", "Did you mean 'recompute_granularity'?"],
+                ["hidden_size cannot be set", "follows from the model"],
+                ["fp8 cannot be set"],
+            ],
+        ),
         (2, {"padded_vocab_size": 8}, [["padded_vocab_size=8 would cut", "vocab_size="]]),
         (2, {"padded_vocab_size": 1001, "tensor_model_parallel_size": 2}, [["padded_vocab_size=1001", "divided by"]]),
     ],

@@ -37,11 +37,19 @@ from tests.workers.engine.megatron_cases import (
 )
 from verl.workers.engine.megatron.layout import divide
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = [
     pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
     pytest.param("qwen3", True, 2, PP2, id="two stages with tied embeddings"),
     pytest.param(
         "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
+    ),
+    pytest.param(
+        "qwen2",
+        True,
+        2,
+        TP2 | {"override_transformer_config": RECOMPUTE},
+        id="two ranks, with fields of Megatron",
     ),
     pytest.param("qwen3_moe", False, 2, EP2, id="experts dealt out to two ranks"),
     pytest.param("qwen3_moe", False, 4, EP2, id="experts dealt out to two ranks, twice"),

@@ -19,7 +19,14 @@ def loss_of(name, *, ratios=RATIOS, advantages=ADVANTAGES, mask=MASK, old=0.0, w
     old_log_prob = torch.full_like(ratios, old)
     log_prob = (old_log_prob + ratios.log()).requires_grad_()
     loss, metrics = get_policy_loss_fn(name)(
-        old_log_prob, log_prob, advantages, mask, ActorConfig(**options), weights, totals=totals
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode=ActorConfig(**options).loss_agg_mode,
+        config=ActorConfig(**options),
+        rollout_is_weights=weights,
+        totals=totals,
     )
     loss.backward()
     return loss.item(), metrics, log_prob.grad

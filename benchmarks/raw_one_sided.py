@@ -1,4 +1,4 @@
-"""What the wires of the one-sided backends can do by themselves: large contiguous reads between two processes of this machine."""
+"""What wires of one-sided backends can do by themselves: large contiguous reads between processes of this machine."""
 
 from __future__ import annotations
 

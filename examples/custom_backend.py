@@ -43,6 +43,7 @@ class TcpOptions:
 
 @CheckpointEngineRegistry.register(NAME)
 class TcpEngine(CheckpointEngineWithCache):
+    options_class = TcpOptions
     capabilities = Capabilities(
         staged=True, one_sided=False, elastic=True, same_host=False, device_types=("cpu", "cuda", "npu")
     )

@@ -20,6 +20,11 @@ def shm_dir() -> Path:
     return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))
 
 
+def files_for() -> str:
+    """`VERL_FILES_FOR`: who may read what this process writes, as `trainer.files_for` says. Default `user`."""
+    return os.environ.get("VERL_FILES_FOR", "user")
+
+
 def raylet_pid() -> int | None:
     """`RAY_RAYLET_PID`, which Ray sets in its workers: the process that manages Ray's workers on this machine."""
     pid = os.environ.get("RAY_RAYLET_PID")

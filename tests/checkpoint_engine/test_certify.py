@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +28,16 @@ PASSED = Certificate(
 )
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Of one process; its path is short, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="certify-") as directory:
+        yield Path(directory)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-def test_a_model_that_vllm_serves_right_is_certified(tmp_path, warm: WarmWorkers):
+def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe")
     answer, printed = tmp_path / "answer.json", tmp_path / "printed"
     with printed.open("w") as output:
@@ -36,11 +46,12 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, warm: WarmWorkers
             warm,
             "verl.checkpoint_engine.certify",
             arguments,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
             stdout=output,
             stderr=output,
         )
     assert process.wait(280) == 0, printed.read_text()
+    assert list(temporary.glob("vllm*")) == []
     found = json.loads(answer.read_text())
     assert found["passed"]
     assert [step["before"] for step in found["steps"]] == ["dummy weights", "the model's weights", "other weights"]

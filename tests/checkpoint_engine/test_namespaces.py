@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.namespaces import Host, NotPermitted, joined_hosts
-from tests.checkpoint_engine.backends import BACKENDS, using
+from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, using
+from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet, Rank, weights
 from tests.checkpoint_engine.test_failures import grown
+from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
 
@@ -74,7 +76,7 @@ def payload_nbytes(version: int) -> int:
     return sum(tensor.nbytes for tensor in weights(version).values())
 
 
-@pytest.mark.parametrize("backend", [param for param in BACKENDS if param.values != ("naive",)])
+@pytest.mark.parametrize("backend", [param for param in BACKENDS if param.values[0] not in ("naive", EXAMPLE)])
 async def test_weights_cross_from_host_to_host(backend: str, tmp_path: Path) -> None:
     with hosts_or_skip(2) as hosts:
         async with FleetOnHosts(hosts, config_of(backend), tmp_path) as fleet:
@@ -102,6 +104,21 @@ async def test_the_trainers_host_sends_every_byte_once_however_many_nodes(
             after = [hosts[0].sent_nbytes, *(host.received_nbytes for host in hosts[1:])]
             for moved in (end - begin for begin, end in zip(before, after, strict=True)):
                 assert payload_nbytes(2) < moved < 1.2 * payload_nbytes(2)
+
+
+@pytest.mark.parametrize("backend", [using("nixl"), using("mooncake"), using("kimi_ckpt_engine")])
+async def test_a_node_that_joins_late_from_a_host_of_its_own_is_let_in(backend: str, tmp_path: Path) -> None:
+    with hosts_or_skip(3) as hosts:
+        config = config_of(backend)
+        async with FleetOnHosts(hosts[:2], config, tmp_path) as fleet:
+            await fleet.sync(1)
+            late = MemberProcess("node-1", NodeThere, hosts[2], 1, config, tmp_path)
+            await fleet.manager.add_nodes([late])
+            assert [committed_version(directory) for directory in arenas_in(tmp_path)] == [1, 1]
+            await fleet.sync(2)
+            fleet.assert_serves(2, arena=False)
+            await late.close()
+            await late.end()
 
 
 DEADLINES = {"prepare_s": 3.0, "publish_s": 3.0, "stage_s": 3.0, "verify_s": 3.0, "commit_s": 1.0}

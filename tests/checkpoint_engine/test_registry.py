@@ -115,3 +115,16 @@ def test_a_name_that_is_taken_cannot_be_registered_again():
                 pass
 
     assert sys.modules[OUTBOX].OutboxEngine is CheckpointEngineRegistry.get("outbox")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"step_megabyte": 1}, r"step_megabyte.*step_megabytes"), ({"step_megabytes": 0}, "step_megabytes")],
+)
+def test_options_of_a_users_backend_are_checked_with_those_of_the_others(options, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(
+            backend="process_memory",
+            custom_backend_module="examples.custom_wire",
+            engine_kwargs={"process_memory": options},
+        )

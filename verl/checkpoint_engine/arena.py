@@ -36,7 +36,7 @@ from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
 from verl.checkpoint_engine.janitor import Janitor, await_removal, sweep
 from verl.checkpoint_engine.layout import Layout
-from verl.utils.files import read_regular
+from verl.utils.files import read_regular, write_private
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ class NodeArena:
         slot = self._writing
         if slot is None or manifest.version != version:
             raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
-        slot.manifest_path.write_bytes(manifest.encode())
+        write_private(slot.manifest_path, manifest.encode())
         slot.version = version
         self._point_at(slot)
         self._writing = None
@@ -280,7 +280,7 @@ class NodeArena:
         assert slot.version is not None  # callers have just set or checked it
         committed = Committed(slot.version, slot.path.name, slot.manifest_path.name)
         fresh = self.directory / "current.new"
-        fresh.write_bytes(msgspec.msgpack.encode(committed))
+        write_private(fresh, msgspec.msgpack.encode(committed))
         fresh.rename(self.directory / "current")
         self._current = slot
 

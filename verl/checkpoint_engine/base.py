@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.checkpoint_engine.arena import NodeArena, open_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -80,6 +80,8 @@ class CheckpointEngine(ABC):
     """One backend on one member. Methods block; each is called from one thread at a time."""
 
     capabilities: ClassVar[Capabilities]
+    options_class: ClassVar[type[Any] | None] = None
+    """Dataclass of `checkpoint_engine.engine_kwargs.<name>`, which is checked on the driver then."""
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         self.member = member

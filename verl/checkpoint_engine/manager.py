@@ -69,10 +69,11 @@ class CheckpointEngineManager:
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
         self._plan: SyncPlan | None = None
-        self._hosts: list[str] = []
+        self._holdings: list[Holding] = []
         self._arena_paths: dict[int, str] = {}
         self._node_at: dict[int, NodePort] = {}
         self._trainer_members: list[Member] = []
+        self._node_members: list[Member] = []
         self._held: Held | None = None
         self._version: int | None = None
         self._lock = asyncio.Lock()
@@ -200,6 +201,7 @@ class CheckpointEngineManager:
 
         try:
             member = await step("prepare", deadlines.prepare_s, node.prepare(held.plan.encode()))
+            await self._let_in(member, held, version)
             topology = self._topology(held.trainers, [member])
             await step("prepare", deadlines.prepare_s, node.connect(topology))
             await step("stage", deadlines.stage_s, node.begin(version))
@@ -214,6 +216,16 @@ class CheckpointEngineManager:
             raise
         self._node_at[member.index] = node
         self._arena_paths[member.index] = member.arena
+
+    async def _let_in(self, node: Member, held: Held, version: int) -> None:
+        """Tell the trainer ranks of a node on a host from which they let nobody in so far."""
+        known = self._topology(held.trainers, self._node_members)
+        if set(node.host_addresses) <= {address for member in known.members for address in member.host_addresses}:
+            return
+        wider = self._topology(held.trainers, [*self._node_members, node])
+        calls = {trainer.name: trainer.connect(wider) for trainer in self._trainers}
+        await all_within(self._config.deadlines.prepare_s, calls, version=version, phase="prepare")
+        self._node_members.append(node)
 
     async def add_replicas(self, replicas: Iterable[Replica]) -> None:
         """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
@@ -286,8 +298,8 @@ class CheckpointEngineManager:
                 version=None,
                 phase="prepare",
             )
-            plan = plan_of(list(holdings.values()), block_nbytes=self._config.block_nbytes)
-            self._hosts = [holding.host for holding in holdings.values()]
+            self._holdings = list(holdings.values())
+            plan = plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
             await self._connect(plan)
             self._plan = plan
         return self._plan
@@ -304,16 +316,27 @@ class CheckpointEngineManager:
             phase="prepare",
         )
         trainers = [
-            Member(role="trainer", index=index, host=host, address=addresses[trainer.name])
-            for index, (trainer, host) in enumerate(zip(self._trainers, self._hosts, strict=True))
+            Member(
+                role="trainer",
+                index=index,
+                host=holding.host,
+                address=addresses[trainer.name],
+                host_addresses=holding.host_addresses,
+            )
+            for index, (trainer, holding) in enumerate(zip(self._trainers, self._holdings, strict=True))
         ]
         topology = self._topology(trainers, list(nodes.values()))
-        members = {member.name: member.connect(topology) for member in self._members}
-        await all_within(timeout_s, members, version=None, phase="prepare")
+        # Those who are read learn first from where they will be.
+        together: list[Sequence[MemberPort]] = [self._members]
+        if self._engine_class.capabilities.one_sided:
+            together = [self._trainers, self._nodes]
+        for members in together:
+            connecting = {member.name: member.connect(topology) for member in members}
+            await all_within(timeout_s, connecting, version=None, phase="prepare")
         # In place: a sync that connects anew has this mapping.
         self._arena_paths.update({node.index: node.arena for node in nodes.values()})
         self._node_at = {nodes[node.name].index: node for node in self._nodes}
-        self._trainer_members = trainers
+        self._trainer_members, self._node_members = trainers, list(nodes.values())
 
     def _topology(self, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
         if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -32,6 +32,7 @@ from verl.checkpoint_engine.shards import ShardTable
 from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
+from verl.utils.network import host_addresses
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Holding:
     layout: bytes
     """From rank 0 alone: the names of a large model are megabytes, and every rank has the same."""
     shards: bytes
+    host_addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,9 @@ class NodePort(MemberPort, Protocol):
 class _Participant:
     def __init__(self, role: str, index: int, config: CheckpointEngineConfig, host: str | None) -> None:
         self._config = config
-        self._member = Member(role=role, index=index, host=host or socket.gethostname())
+        self._member = Member(
+            role=role, index=index, host=host or socket.gethostname(), host_addresses=host_addresses()
+        )
         self._engine = resolve_backend(config)(member=self._member, config=config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-{self.name}")
         self._interrupting = threading.Lock()
@@ -197,6 +201,7 @@ class TrainerRank(_Participant):
             layout_digest=layout.digest,
             layout=layout.encode() if self._member.index == 0 else b"",
             shards=table.encode(),
+            host_addresses=self._member.host_addresses,
         )
 
     async def prepare(self, plan: bytes) -> str:
@@ -308,13 +313,7 @@ class RolloutNode(_Participant):
             )
         self._plan = plan
         address = self._engine.prepare(plan, self._arena)
-        return Member(
-            role="node",
-            index=self._member.index,
-            host=self._member.host,
-            address=address,
-            arena=str(self._arena.directory),
-        )
+        return replace(self._member, address=address, arena=str(self._arena.directory))
 
     async def begin(self, version: int) -> str:
         """Open the spare slot for `version`; its path."""

@@ -154,7 +154,8 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
                 f"checkpoint_engine.engine_kwargs.{name}: no such backend."
                 + strict.did_you_mean(name, CheckpointEngineRegistry.names())
             )
-        options_class = BUILTIN[name].options if name in BUILTIN else None
+        registered = CheckpointEngineRegistry._registered.get(name)
+        options_class = registered.options_class if registered is not None else BUILTIN[name].options
         if options_class is not None:
             try:
                 strict.from_mapping(options_class, options, f"checkpoint_engine.engine_kwargs.{name}")

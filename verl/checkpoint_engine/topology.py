@@ -22,6 +22,22 @@ class Topology:
     nodes: tuple[Member, ...]
     audience: dict[str, tuple[str, ...]]
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return (*self.trainers, *self.nodes)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Hosts may have the same name and be two."""
+        return len({(member.host, member.host_addresses) for member in self.members}) == 1
+
+    @property
+    def host_addresses(self) -> tuple[str, ...]:
+        """Of all members' hosts; none where they share one, whose members talk to each other inside of it."""
+        if self.is_on_one_host:
+            return ()
+        return tuple(sorted({address for member in self.members for address in member.host_addresses}))
+
     def group_of(self, sender: str) -> tuple[str, ...]:
         """The sender and its audience, as ranks of one process group: the sender is rank 0."""
         return (sender, *self.audience[sender])

@@ -101,6 +101,8 @@ class Member:
     address: str = ""
     arena: str = ""
     """Directory of a rollout node's arena."""
+    host_addresses: tuple[str, ...] = ()
+    """IPv4 addresses of its host: connections that it makes come from one of them."""
 
     @property
     def name(self) -> str:

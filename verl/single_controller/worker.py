@@ -16,8 +16,8 @@ import ray
 from ray import cloudpickle
 
 from verl.single_controller.errors import WorkerFailed
-from verl.utils.lifetime import end_with_raylet
-from verl.utils.network import interface_of
+from verl.utils.lifetime import begin_actor
+from verl.utils.network import host_addresses, interface_of
 
 _node_address: Callable[[], str] = ray.util.get_node_ip_address
 _dumps: Callable[[object], bytes] = cloudpickle.dumps
@@ -34,6 +34,8 @@ class RankInfo:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    host_addresses: tuple[str, ...] = ()
+    """Of all hosts of the group, if there are several."""
 
     def environment(self) -> dict[str, str]:
         """The variables that `torch.distributed` and launchers agree upon."""
@@ -116,7 +118,7 @@ class RankHost:
     """
 
     def __init__(self) -> None:
-        end_with_raylet()
+        begin_actor()
         self._verl_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
         self._verl_next_turn = 0
         self._verl_turn_taken = asyncio.Condition()
@@ -126,6 +128,9 @@ class RankHost:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return _node_address(), probe.getsockname()[1]
+
+    async def _verl_host_addresses(self) -> tuple[str, ...]:
+        return host_addresses()
 
     async def _verl_ping(self) -> None:
         """Answers as long as the process lives."""

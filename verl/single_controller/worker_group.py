@@ -196,6 +196,7 @@ class RayWorkerGroup:
         ]
         first = self._future("start", {self._workers[0]._verl_free_address.remote(): 0}, lambda results: results[0])
         master_addr, master_port = first.get(timeout_s)
+        addresses = self._host_addresses(timeout_s) if any(slot.local_world_size < len(slots) for slot in slots) else ()
         infos = [
             RankInfo(
                 group=self.name,
@@ -205,6 +206,7 @@ class RayWorkerGroup:
                 local_world_size=slot.local_world_size,
                 master_addr=master_addr,
                 master_port=master_port,
+                host_addresses=addresses,
             )
             for slot in slots
         ]
@@ -214,6 +216,12 @@ class RayWorkerGroup:
         }
         processes = self._future("__init__", refs, list).get(max(0.0, deadline - time.monotonic()))
         self._processes = dict(enumerate(processes))
+
+    def _host_addresses(self, timeout_s: float) -> tuple[str, ...]:
+        """Of every host that has ranks."""
+        refs = {worker._verl_host_addresses.remote(): rank for rank, worker in enumerate(self._workers)}
+        found: list[tuple[str, ...]] = self._future("start", refs, list).get(timeout_s)
+        return tuple(sorted({address for addresses in found for address in addresses}))
 
     def _send(self, method: str, calls: Mapping[int, Call], collect: Callable[[list[Any]], Any]) -> WorkerFuture:
         if self._closed:

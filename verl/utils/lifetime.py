@@ -1,4 +1,4 @@
-"""Processes that end with another one, however that one ended."""
+"""How processes of a run begin and end: with private files, and with the process that they belong to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import threading
 
 from verl import envs
+from verl.utils.files import keep_private
 
 
 def end_with(pid: int) -> None:
@@ -23,8 +24,17 @@ def end_with(pid: int) -> None:
     threading.Thread(target=_watch, args=(pid,), name=name, daemon=True).start()
 
 
+def begin_actor() -> None:
+    """For the constructors of Ray actors: files that it makes are its user's alone, and it ends with its raylet.
+
+    A Ray that somebody else has started gives its workers that one's umask.
+    """
+    keep_private(envs.files_for())
+    end_with_raylet()
+
+
 def end_with_raylet() -> None:
-    """For the constructors of Ray actors: have this process killed when its raylet is gone. Elsewhere nothing happens.
+    """Have this process killed when its raylet is gone. Does nothing outside of Ray.
 
     Ray's workers only look whether process 1 has adopted them. Where somebody else adopts orphans (a user's systemd,
     some inits of containers, some terminals), they outlive a killed driver, which takes its raylet along, by a minute,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 import psutil
@@ -20,3 +21,11 @@ def interface_of(address: str) -> str:
     raise ConfigError(
         f"no network interface of {socket.gethostname()} has the address {address}; there are {interfaces}"
     )
+
+
+def host_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses of this host from which other hosts may see it connect."""
+    found = {
+        one.address for addresses in psutil.net_if_addrs().values() for one in addresses if one.family == socket.AF_INET
+    }
+    return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
+from verl.utils.admission import Doorkeeper, listening_here
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import (
     distributed_backend,
@@ -28,6 +29,7 @@ from verl.utils.device import (
 )
 from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
+from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorRolloutRefConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
@@ -82,7 +84,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         )
         self._seed = seed
         self._timeout = timedelta(seconds=config.nccl_timeout)
-        self._owns_process_group = False
+        self._doors: Doorkeeper | None = None
+        """Of the process group, if it is this worker's own."""
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
@@ -97,15 +100,9 @@ class ActorRolloutRefWorker(WeightPublisher):
     def init_model(self) -> None:
         """Join the group's process group, build the engines."""
         device = local_device(self.device_name, self.local_rank)
+        known = listening_here().keys()
         if not dist.is_initialized():
-            dist.init_process_group(
-                distributed_backend(self.device_name),
-                init_method=f"tcp://{self.master_addr}:{self.master_port}",
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-            )
-            self._owns_process_group = True
+            self._doors = process_group.join(self.rank_info, distributed_backend(self.device_name), self._timeout)
         seed_everything(self._seed + self.rank)
         config = self.config
         if self._has_actor:
@@ -131,11 +128,13 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
+        if self._doors is not None:
+            self._doors.take_over(known)
         self._limit_collectives()
 
     def _limit_collectives(self) -> None:
         """Also those of groups that an engine made; whoever builds one calls this."""
-        if self._owns_process_group:
+        if self._doors is not None:
             limit_collectives(self._timeout)
 
     @property
@@ -252,8 +251,9 @@ class ActorRolloutRefWorker(WeightPublisher):
         return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)
 
     def close(self) -> None:
-        if self._owns_process_group:
+        if self._doors is not None:
             dist.destroy_process_group()
+            self._doors.close()
 
     def _temperature(self, data: DataProto) -> float:
         return float(data.meta_info.get("temperature", self.config.rollout.temperature))

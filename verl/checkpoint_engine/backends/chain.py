@@ -13,7 +13,7 @@ again, so a page that shows a node's own digest speaks of the bytes that this no
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.shards import Int64s, extents_of
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member, Range
+from verl.utils.admission import Admission
 
 UPSTREAM = -1
 """Stands for the node before, where a wire or a bucket names an owner."""
@@ -131,6 +132,7 @@ class ChainLink:
         names = {node.name: node for node in topology.nodes}
         before = [names[sender] for sender, to in topology.audience.items() if member.name in to and sender in names]
         self.upstream = before[0] if before else None
+        self._wire.admit(Admission(addresses=topology.host_addresses))
 
     def read_from(self, topology: Topology) -> Topology:
         """`topology` with everybody whom this node reads in place of the trainer ranks."""
@@ -154,10 +156,9 @@ class ChainLink:
         assert self.upstream is not None
         return parsed(self.upstream.address, Endpoint, "the address of a node")
 
-    def _offer(self, publication: int, slot: UInt8s, slots: Collection[UInt8s], buckets: Sequence[Bucket]) -> None:
-        """Let the next node read `slot` as it fills with `buckets`. `slots` are the node's present ones."""
-        addresses = {memory.ctypes.data for memory in slots}
-        for address in self._served.keys() - addresses:
+    def _offer(self, publication: int, slot: UInt8s, buckets: Sequence[Bucket]) -> None:
+        """Let the next node read `slot`, and no other any more, as it fills with `buckets`."""
+        for address in self._served.keys() - {slot.ctypes.data}:
             self._wire.deregister(self._served.pop(address))
         if slot.ctypes.data not in self._served:
             self._wire.register(slot)
@@ -199,20 +200,21 @@ class ChainLink:
         reader: WireReader,
         publication: int,
         buckets: Sequence[Bucket],
-        slots: Collection[UInt8s],
+        served: UInt8s,
         deadline: float,
     ) -> int:
         """Fill `reader.slot` and offer what is there to the next node; the bytes of tensors that were moved.
 
-        `loop` and `reader` are those for the owners; `buckets` is what they hold, `in_order`. Raises TransportError.
+        `served` is the memory of the slot, too, for the next node. `loop` and `reader` are those for the owners;
+        `buckets` is what they hold, `in_order`. Raises TransportError.
         """
         loop.on_bucket = self._arrived
         loop.max_in_flight = IN_FLIGHT
         loop.interleave = False  # they are in order
         if self.upstream is None:
-            self._offer(publication, reader.slot, slots, buckets)
+            self._offer(publication, served, buckets)
             return loop.run(buckets)
-        self._offer(publication, reader.slot, slots, self.parts)
+        self._offer(publication, served, self.parts)
         if not self.parts:
             return 0
         upstream = self.upstream

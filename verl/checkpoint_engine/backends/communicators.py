@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.topology import Lane
+from verl.utils.admission import Doorkeeper
 
 
 class Flight(Protocol):
@@ -27,6 +28,9 @@ class Flight(Protocol):
 
 
 class GroupMaker(Protocol):
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        """Where groups that are made from now on listen, and who guards that."""
+
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         """A group of `size` members; its operations give up after `timeout_s`. Raises RuntimeError."""
 
@@ -62,7 +66,11 @@ class Gloo:
         if not dist.is_available() or not dist.is_gloo_available():
             raise BackendUnavailable("checkpoint_engine.backend=gloo needs a torch that is built with gloo")
         self._address = own_address(options.interface)
+        self._doors: Doorkeeper | None = None
         self._devices: dict[int, Any] = {}
+
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        self._address, self._doors = host, doors
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -73,14 +81,19 @@ class Gloo:
         return gloo(store, rank, size, options)
 
     def _device(self, number: int | None) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
         if number is None:
             # Pairs connect when they are first used: of all pairs a broadcast needs few.
-            return gloo.create_device(hostname=self._address, lazy_init=True)
+            return self._new_device(lazy_init=True)
         # With `lazy_init`, groups that share a device take each other's connections for their own and hang.
         if number not in self._devices:
-            self._devices[number] = gloo.create_device(hostname=self._address, lazy_init=False)
+            self._devices[number] = self._new_device(lazy_init=False)
         return self._devices[number]
+
+    def _new_device(self, *, lazy_init: bool) -> Any:
+        """It listens from the beginning."""
+        gloo: Any = dist.ProcessGroupGloo
+        with self._doors.guarding() if self._doors else nullcontext():
+            return gloo.create_device(hostname=self._address, lazy_init=lazy_init)
 
 
 @dataclass
@@ -124,6 +137,9 @@ class _OverDevice:
             if sending:
                 staging[: len(memory)].copy_(memory)
             return _DeviceFlight(self, post(group, staging[: len(memory)]), memory, staging, sending)
+
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        """NCCL and HCCL choose by themselves, and know each other by a secret that travels through the store."""
 
     def leave(self, group: Any) -> None:
         """It goes with its last reference."""

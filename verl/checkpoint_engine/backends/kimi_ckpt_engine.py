@@ -108,6 +108,7 @@ class KimiCkptEngine(OneSidedEngine):
             host=reached_at(options.host, options.interface),
             protocol=options.p2p_protocol,
             devices=_rdma_devices(options, is_rank=self.member.role == "trainer"),
+            admission=self.admission_of(topology),
         )
 
     @classmethod
@@ -145,6 +146,7 @@ class KimiCkptEngine(OneSidedEngine):
 
     def init_process_group(self, topology: Topology) -> None:
         if self._arena is None:
+            super().init_process_group(topology)
             return
         assert self._groups is not None
         self._topology = topology

@@ -16,6 +16,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOption
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
+from verl.utils.admission import OWN_USER, Admission, Doorkeeper, Unguarded
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
 from mooncake.engine import TransferEngine
@@ -32,18 +33,27 @@ class MooncakeWire(Wire):
     """One transfer engine. Every transfer is a batch of one read: the library's status call looks at no other."""
 
     def __init__(
-        self, *, host: str, protocol: str, devices: str, new_engine: Callable[[], Any] = TransferEngine
+        self,
+        *,
+        host: str,
+        protocol: str,
+        devices: str,
+        admission: Admission = OWN_USER,
+        new_engine: Callable[[], Any] = TransferEngine,
     ) -> None:
-        """`new_engine`: Mooncake's, or a stand-in for it."""
+        """`admission`: who may connect, and then read and write all that is registered. `new_engine`: Mooncake's, or a
+        stand-in for it."""
+        self.keeps = protocol == "rdma"
         # Mooncake picks ports by trying; two engines that start at once may pick the same.
         for _ in range(PORT_ATTEMPTS):
-            self._engine: Any = new_engine()
-            status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
-            if status == 0:
+            self._doors = Doorkeeper(admission)
+            problem = self._start(new_engine, host, protocol, devices)
+            if problem is None:
                 break
+            self._doors.close()
         else:
             raise TransportError(
-                f"Mooncake cannot start on {host} ({protocol}): error {status} after {PORT_ATTEMPTS} attempts. "
+                f"Mooncake cannot start on {host} ({protocol}): {problem} after {PORT_ATTEMPTS} attempts. "
                 "It needs a free port from 15000 to 17000",
                 phase="prepare",
             )
@@ -52,6 +62,19 @@ class MooncakeWire(Wire):
         self._opened: set[int] = set()
         self._timeout_s: float = 0.0
         self._registered: dict[int, UInt8s] = {}
+
+    def _start(self, new_engine: Callable[[], Any], host: str, protocol: str, devices: str) -> str | None:
+        """What went wrong. It listens on all interfaces, whatever it is told (0.3.13)."""
+        self._engine: Any = new_engine()
+        try:
+            with self._doors.guarding():
+                status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        except Unguarded as exc:
+            return str(exc)
+        return None if status == 0 else f"error {status}"
+
+    def admit(self, admission: Admission) -> None:
+        self._doors.admit(admission)
 
     def register(self, memory: UInt8s) -> None:
         address = memory.ctypes.data
@@ -100,6 +123,7 @@ class MooncakeWire(Wire):
             return
         for address in self._registered:
             self._engine.unregister_memory(address)
+        self._doors.close()
         self._engine = None
         self._registered.clear()
 
@@ -117,6 +141,7 @@ class MooncakeEngine(OneSidedEngine):
             host=reached_at(options.host, options.interface),
             protocol=options.protocol,
             devices=rdma_devices(options, DEVICES),
+            admission=self.admission_of(topology),
         )
 
 

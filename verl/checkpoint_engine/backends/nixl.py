@@ -5,7 +5,7 @@ than with its own choice of transports. A process that is gone is noticed either
 that posts a read, so several threads share a stage, each with an agent of its own; a network card needs no help.
 
 Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
-while it is answered. Between hosts without RDMA, prefer `mooncake` or `gloo`.
+while it is answered. Between hosts without RDMA, prefer `tcp`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig, NixlOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
+from verl.utils.admission import OWN_USER, Admission, Doorkeeper
 
 ONE_HOST = "sm,self"
 PEER_ERRORS = "peer"
@@ -62,16 +63,20 @@ class NixlWire(Wire):
         error_handling: str,
         num_workers: int,
         progress: bool,
+        admission: Admission = OWN_USER,
     ) -> None:
-        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads."""
+        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads. `admission`: who may
+        connect over TCP, and then read and write whatever this process has."""
         logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
+        self._doors = Doorkeeper(admission)
         try:
-            with ucx.environment(tls, net_devices):
+            with ucx.environment(tls, net_devices), self._doors.guarding():
                 self._agent: Any = _new_agent(f"{name}-{secrets.token_hex(4)}", progress)
                 self._agent.create_backend("UCX", options)
-        except _nixl_errors as exc:
+        except _nixl_errors as exc:  # Unguarded is a RuntimeError, too
+            self._doors.close()
             used = ucx.asked_for(tls, net_devices) | options
             raise TransportError(f"NIXL cannot start UCX ({used}): {exc}") from exc
         self._peers: dict[int, str] = {}
@@ -79,6 +84,9 @@ class NixlWire(Wire):
         self._reads: dict[tuple[int, int, int, int], _Read] = {}
         """By owner, source, target and bytes: those under way, and those that may come again."""
         self.copies = _is_shared_memory(tls)
+
+    def admit(self, admission: Admission) -> None:
+        self._doors.admit(admission)
 
     def register(self, memory: UInt8s) -> None:
         address = memory.ctypes.data
@@ -150,6 +158,7 @@ class NixlWire(Wire):
         """Reads in flight end with the agent's endpoints: UCX cannot take a single one back."""
         if self._agent is None:
             return
+        self._doors.close()
         agent, self._agent = self._agent, None
         for reading in self._reads.values():
             _try(reading.handle.release)
@@ -191,7 +200,12 @@ class NixlEngine(OneSidedEngine):
             error_handling=_error_handling(options, tls),
             num_workers=options.num_workers,
             progress=topology is None,
+            admission=self.admission_of(topology),
         )
+
+    def admission_of(self, topology: Topology | None) -> Admission:
+        """An owner that answers may open a connection of its own to the node (UCX over TCP)."""
+        return Admission(addresses=topology.host_addresses) if topology else OWN_USER
 
     def num_readers(self, wire: Wire) -> int:
         return _options_of(self.config).num_threads or super().num_readers(wire)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -46,6 +46,7 @@ from verl.checkpoint_engine.publishing import Publication, publish
 from verl.checkpoint_engine.threads import memory_threads
 from verl.checkpoint_engine.topology import Topology, direct
 from verl.checkpoint_engine.types import Member
+from verl.utils.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0
 """A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""
@@ -94,6 +95,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
     @abstractmethod
     def open_wire(self, topology: Topology | None) -> Wire:
         """A new endpoint; `topology` is known on nodes, None on trainer ranks. Raises TransportError, ConfigError."""
+
+    def admission_of(self, topology: Topology | None) -> Admission:
+        """Of a wire that is opened with `topology`: those with which nodes read let nobody in."""
+        return OWN_USER if topology is None else NOBODY
 
     def num_readers(self, wire: Wire) -> int:
         """How many threads of a node read from the owners, each with a wire such as `wire`."""
@@ -149,6 +154,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def init_process_group(self, topology: Topology) -> None:
         if self._arena is None:
+            if self._wire is not None:
+                self._wire.admit(Admission(addresses=topology.host_addresses))
             return
         if self._link is not None:
             self._link.join(topology, self.member)
@@ -214,17 +221,27 @@ class OneSidedEngine(CheckpointEngineWithCache):
         except BaseException:
             self._abandon()
             raise
+        if not self._wire.keeps:
+            self._let_go_of_slots()
         self.let_go()  # of an earlier stage's wire: its peer may have gone on meanwhile
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
         if self._link is not None:
             loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
-            return self._link.fetch(loop, reader, publication, self._buckets, self._slots.values(), deadline)
+            return self._link.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
         loops = [self._reading_loop(replace(reader, wire=wire), deadline) for wire in self._wires]
         if len(loops) == 1:
             return loops[0].run(self._buckets)
         return run_together(loops, self._buckets)
+
+    def _served(self, reader: WireReader) -> UInt8s:
+        """The open slot as the next node may see it: read-only, so that nobody writes into it through this process.
+
+        Network devices write past page tables, and do not register memory that is read-only.
+        """
+        assert self._arena is not None
+        return reader.slot if reader.wire.keeps else self._arena.slot_view().bytes.numpy()
 
     def _reading_loop(self, pulls: WireReader, deadline: float) -> FetchLoop:
         if not pulls.wire.copies or self._arrived is None:
@@ -287,16 +304,19 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _slot(self, arena: NodeArena) -> UInt8s:
         """The open slot, registered once per slot file. Files that were replaced are let go."""
         view = arena.writable_view()
-        for path in [path for path in self._slots if not (arena.directory / path).exists()]:
-            gone = self._slots.pop(path)
-            for wire in self._wires:
-                wire.deregister(gone)
+        self._let_go_of_slots({path for path in self._slots if (arena.directory / path).exists()})
         if view.path.name not in self._slots:
             memory = view.bytes.numpy()
             for wire in self._wires:
                 wire.register(memory)
             self._slots[view.path.name] = memory
         return self._slots[view.path.name]
+
+    def _let_go_of_slots(self, but: Collection[str] = ()) -> None:
+        for path in [path for path in self._slots if path not in but]:
+            gone = self._slots.pop(path)
+            for wire in self._wires:
+                wire.deregister(gone)
 
     def _stamps(self, reader: WireReader, deadline: float) -> npt.NDArray[np.int64]:
         """One row per owner. Raises TransportError naming an owner whose region does not hold the version."""

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,13 +24,24 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.communicators import Communicator, Flight
-from verl.checkpoint_engine.backends.rendezvous import POLL_S, PULSE_S, QUIET_S, Attempt, Deadline, Members, failures
+from verl.checkpoint_engine.backends.rendezvous import (
+    LOOPBACK,
+    POLL_S,
+    PULSE_S,
+    QUIET_S,
+    Attempt,
+    Deadline,
+    MeetingPlace,
+    Members,
+    failures,
+)
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.topology import Topology, lane_of
 from verl.checkpoint_engine.types import Member, Range
+from verl.utils.admission import Admission, Doorkeeper
 
 T = TypeVar("T")
 
@@ -64,17 +74,20 @@ class OwnerGroups:
         self._stop = stop
         self._role = role
         self._layout_digest = b""
+        self._place: MeetingPlace | None = None
         self._server: TCPStore | None = None
+        self._doors: Doorkeeper | None = None
         self._groups: dict[int, Any] = {}
         self._members: Members | None = None
 
     def host_store(self) -> str:
-        """Open the store over which all members meet; its address. On one member, before anybody connects."""
+        """Where all members meet, on this one. It listens from `connect` on. On one member, before anybody connects."""
         host = own_address(self._options.interface)
-        with failures(f"opening a store on any free port of {host}", None, "prepare"):
-            timeout = timedelta(seconds=self._deadlines.prepare_s)
-            self._server = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        return f"{host}:{self._server.port}/{uuid.uuid4().hex}"
+        try:
+            self._place = MeetingPlace(host)
+        except OSError as exc:
+            raise TransportError(f"no free port of {host}: {exc}", phase="prepare") from exc
+        return f"{host}:{self._place.port}/{uuid.uuid4().hex}"
 
     def expect(self, plan: SyncPlan, messages: Mapping[int, list[Bucket]]) -> None:
         """What will be broadcast in the groups of this member."""
@@ -102,13 +115,18 @@ class OwnerGroups:
     def _meet(self, topology: Topology, timeout_s: float | None, work: Callable[[Members], T]) -> tuple[Members, T]:
         """Do `work` when everybody has come."""
         deadline = Deadline(timeout_s or self._deadlines.prepare_s * OWN_SHARE)
+        inside = topology.is_on_one_host and self._options.interface is None
+        with failures("listening", None, "prepare"):
+            self._listen(topology, inside)
         names = [member.name for member in (*topology.trainers, *topology.nodes)]
         members = Members(self._member.name, names)
 
         def join() -> T:
             host = topology.trainers[0]
-            with failures(f"connecting to {host.name} at {host.address}", None, "prepare"):
-                members.join(self._server, host.address, deadline, self._stop)
+            _, _, port = host.address.rpartition(":")
+            address = f"{LOOPBACK}:{port}" if inside else host.address
+            with failures(f"connecting to {host.name} at {address}", None, "prepare"):
+                members.join(self._server, address, deadline, self._stop)
                 return work(members)
 
         # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
@@ -117,6 +135,18 @@ class OwnerGroups:
             if self._stop.is_set() or deadline.passed:
                 raise members.not_connected(deadline)
         return members, connecting.result()
+
+    def _listen(self, topology: Topology, inside: bool) -> None:
+        """`inside`: all members are on this host, and nobody needs to be reached from another one."""
+        admission = Admission(addresses=topology.host_addresses)
+        if self._doors is None:
+            self._doors = Doorkeeper(admission)
+        self._doors.admit(admission)
+        host = LOOPBACK if inside else own_address(self._options.interface)
+        self._communicator.listen_at(host, self._doors)
+        if self._place is not None:
+            place, self._place = self._place, None
+            self._server = place.open(host, self._doors, self._deadlines.prepare_s)
 
     def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
         """One group per owner that has anything to send to this member, or that this member is; all in use once."""
@@ -160,8 +190,14 @@ class OwnerGroups:
         """Leave all groups; close the store if this member hosts it. Idempotent."""
         self.leave()
         self.close_store()
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
 
     def close_store(self) -> None:
+        if self._place is not None:
+            self._place.close()
+            self._place = None
         self._server = None
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +15,13 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+from verl.utils.admission import Doorkeeper
 
 POLL_S = 0.001
 """A bucket takes ten times as long, and the next one is under way meanwhile."""
 PULSE_S = 0.2
+LOOPBACK = "127.0.0.1"
+PORT_ATTEMPTS = 16
 QUIET_S = 5 * PULSE_S
 """A member that was not heard for so long is named when a deadline has passed."""
 
@@ -53,6 +58,66 @@ class Attempt:
             return self._result
         finally:
             del error
+
+
+class MeetingPlace:
+    """Where members meet: a torch store, which asks nobody for a password, so only their hosts reach it.
+
+    A port is taken before it is known whether all of them are on one host, and listened at after that.
+    """
+
+    def __init__(self, host: str) -> None:
+        """`host`: the address at which other hosts reach this one. Raises OSError."""
+        self._sockets: dict[str, socket.socket] = {}
+        for left in reversed(range(PORT_ATTEMPTS)):
+            try:
+                self.port = self._bind(host, 0)
+                if host != LOOPBACK:
+                    self._bind(LOOPBACK, self.port)
+                break
+            except OSError:
+                self.close()
+                if not left:
+                    raise
+
+    def _bind(self, host: str, port: int) -> int:
+        sock = self._sockets[host] = socket.socket()
+        sock.bind((host, port))
+        taken: int = sock.getsockname()[1]
+        return taken
+
+    def open(self, host: str, doors: Doorkeeper, timeout_s: float) -> TCPStore:
+        """Begin to listen, at `host` alone: the address, or `LOOPBACK`. Once."""
+        sock = self._sockets.pop(host)
+        self.close()
+        return listening_store(sock, doors, timeout_s)
+
+    def close(self) -> None:
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()
+
+
+def listening_store(
+    sock: socket.socket, doors: Doorkeeper, timeout_s: float, *, port_is_shared: bool = False
+) -> TCPStore:
+    """A store that listens at `sock`, which is bound and becomes the store's. torch's own listens on all interfaces.
+
+    `port_is_shared`: further stores that this process opens at the port are this one.
+    """
+    doors.guard(sock)
+    host, port, *_ = sock.getsockname()
+    if ipaddress.ip_address(host).is_unspecified:
+        host = LOOPBACK  # to connect to
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=port_is_shared,
+        master_listen_fd=sock.detach(),
+    )
 
 
 class Members:

@@ -1,7 +1,8 @@
 """`tcp`: plain sockets, and nothing to install. The kernel copies received bytes to where they belong.
 
-A member that is read listens on its own address alone, and answers only who knows the key in its `Member.address`, which
-travels over the job's control channel. Peers cannot write: a request names bytes, and an answer is those bytes.
+A member that is read listens inside its host, and on its own address once members are on others. It answers only who
+knows the key in its `Member.address`, which travels over the job's control channel. Peers cannot write: a request names
+bytes, and an answer is those bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.topology import Topology
 from verl.utils import config as strict
+from verl.utils.admission import Admission
 
 KEY_NBYTES: Final = 32
 REQUEST = struct.Struct("<QQ")
@@ -34,8 +36,13 @@ REQUEST = struct.Struct("<QQ")
 ANSWER = struct.Struct("<Q")
 """How many bytes follow: those that were asked for, or none if they are not registered."""
 BACKLOG = 1024
+AGAIN_S = 5.0
+"""How long a further connection may take to a member that has been reached: a read begins with it."""
 HANDSHAKE_S = 10.0
 """Who has not shown the key by then is nobody of this job."""
+
+
+LOOPBACK = "127.0.0.1"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -43,16 +50,21 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     host: str
     port: int
+    """On `host`, for members on other hosts."""
+    local_port: int
+    """On the loopback interface, for those on this one."""
     key: bytes
 
 
 class TcpWire(Wire):
-    """Listens for peers that read, and reads from peers over several connections to each."""
+    """Answers peers that read, if it `listens`, and reads from peers over several connections to each."""
 
-    def __init__(self, host: str, num_connections: int) -> None:
-        self._num_connections = num_connections
+    keeps = False  # registering is an entry in a table
+
+    def __init__(self, host: str, num_connections: int, *, listens: bool = True) -> None:
+        self._host, self._num_connections = host, num_connections
         self._registered: dict[int, UInt8s] = {}
-        self._listener = _Listener(host, self._registered)
+        self._listener = _Listener(host, self._registered) if listens else None
         self._peers: dict[int, _Peer] = {}
 
     def register(self, memory: UInt8s) -> None:
@@ -61,7 +73,12 @@ class TcpWire(Wire):
     def deregister(self, memory: UInt8s) -> None:
         del self._registered[memory.ctypes.data]
 
+    def admit(self, admission: Admission) -> None:
+        if self._listener is not None and admission.addresses:
+            self._listener.open_to_other_hosts()
+
     def address(self) -> bytes:
+        assert self._listener is not None  # only those that are read have one
         return msgspec.json.encode(self._listener.endpoint)
 
     def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
@@ -70,7 +87,8 @@ class TcpWire(Wire):
             if known.endpoint == endpoint:
                 return
             known.close()
-        self._peers[owner] = _Peer(endpoint, self._num_connections, timeout_s)
+        place = (LOOPBACK, endpoint.local_port) if endpoint.host == self._host else (endpoint.host, endpoint.port)
+        self._peers[owner] = _Peer(endpoint, place, self._num_connections, timeout_s)
 
     def read(self, owner: int, source: int, target: int, nbytes: int) -> _Read:
         reading = _Read(source, (ctypes.c_ubyte * nbytes).from_address(target))
@@ -83,7 +101,8 @@ class TcpWire(Wire):
         return transfer.is_done
 
     def close(self) -> None:
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -101,16 +120,16 @@ class _Read:
 class _Peer:
     """One member that is read. Connections are made as reads overlap, up to a number."""
 
-    def __init__(self, endpoint: Endpoint, num_connections: int, timeout_s: float) -> None:
-        """Raises TransportError if it cannot be reached."""
+    def __init__(self, endpoint: Endpoint, place: tuple[str, int], num_connections: int, timeout_s: float) -> None:
+        """Raises TransportError if it cannot be reached at `place`."""
         self.endpoint = endpoint
-        self._num_connections, self._timeout_s = num_connections, timeout_s
-        self._connections = [_Connection(endpoint, timeout_s)]
+        self._place, self._num_connections = place, num_connections
+        self._connections = [_Connection(place, endpoint.key, timeout_s)]
 
     def begin(self, reading: _Read) -> None:
         connection = min(self._connections, key=lambda one: one.num_waiting)
         if connection.num_waiting and len(self._connections) < self._num_connections:
-            connection = _Connection(self.endpoint, self._timeout_s)
+            connection = _Connection(self._place, self.endpoint.key, AGAIN_S)
             self._connections.append(connection)
         connection.begin(reading)
 
@@ -122,11 +141,11 @@ class _Peer:
 class _Connection:
     """Reads that are answered in order, by a thread that puts the bytes in their places."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        self._name = f"{endpoint.host}:{endpoint.port}"
+    def __init__(self, place: tuple[str, int], key: bytes, timeout_s: float) -> None:
+        self._name = f"{place[0]}:{place[1]}"
         try:
-            self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
-            self._socket.sendall(endpoint.key)
+            self._socket = socket.create_connection(place, timeout_s)
+            self._socket.sendall(key)
             self._socket.settimeout(None)
         except OSError as exc:
             raise TransportError(f"{self._name} cannot be reached: {exc}") from exc
@@ -169,23 +188,32 @@ class _Listener:
     """Answers those who have the key, each connection on a thread of its own."""
 
     def __init__(self, host: str, registered: dict[int, UInt8s]) -> None:
-        """`registered` memory is served, by where it begins."""
+        """`registered` memory is served, by where it begins; inside this host, until it is opened to others."""
         self._registered = registered
-        try:
-            self._socket = socket.create_server((host, 0), family=_family(host), backlog=BACKLOG)
-        except OSError as exc:
-            raise TransportError(f"cannot listen on {host}: {exc}", phase="prepare") from exc
-        self.endpoint = Endpoint(host, self._socket.getsockname()[1], secrets.token_bytes(KEY_NBYTES))
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
+        self._accepting: dict[socket.socket, threading.Thread] = {}
         self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="weight-sync-accept", daemon=True)
-        self._accepting.start()
+        self._local, self._outer = _bound(LOOPBACK), _bound(host)
+        self.endpoint = Endpoint(host, _port(self._outer), _port(self._local), secrets.token_bytes(KEY_NBYTES))
+        self._listen(self._local)
 
-    def _accept(self) -> None:
+    def open_to_other_hosts(self) -> None:
+        """Idempotent."""
+        if self._outer not in self._accepting:
+            self._listen(self._outer)
+
+    def _listen(self, sock: socket.socket) -> None:
+        sock.listen(BACKLOG)
+        self._accepting[sock] = threading.Thread(
+            target=self._accept, args=(sock,), name="weight-sync-accept", daemon=True
+        )
+        self._accepting[sock].start()
+
+    def _accept(self, sock: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = sock.accept()
             except OSError:  # closed
                 return
             thread = threading.Thread(target=self._answer, args=(connection,), name="weight-sync-serve", daemon=True)
@@ -230,10 +258,10 @@ class _Listener:
             threads = dict(self._threads)
             for connection in threads:
                 _end(connection)
-        _end(self._socket)
-        self._socket.close()
-        self._accepting.join()
-        for thread in threads.values():
+        for sock in (self._local, self._outer):
+            _end(sock)
+            sock.close()
+        for thread in (*self._accepting.values(), *threads.values()):
             thread.join()
 
 
@@ -252,11 +280,19 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _bound(host: str) -> socket.socket:
+    """To a free port of `host`. Raises TransportError."""
     try:
-        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.bind(place)
     except OSError as exc:
-        raise TransportError(f"{host} is no address: {exc}", phase="prepare") from exc
+        raise TransportError(f"cannot listen on {host}: {exc}", phase="prepare") from exc
+    return sock
+
+
+def _port(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
 
 
 class TcpEngine(OneSidedEngine):
@@ -267,7 +303,8 @@ class TcpEngine(OneSidedEngine):
 
     def open_wire(self, topology: Topology | None) -> TcpWire:
         options = _options_of(self.config)
-        return TcpWire(reached_at(options.host, options.interface), options.num_connections)
+        host = reached_at(options.host, options.interface)
+        return TcpWire(host, options.num_connections, listens=topology is None)
 
 
 def _options_of(config: CheckpointEngineConfig) -> TcpOptions:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.types import Range
+from verl.utils.admission import Admission
 
 UInt8s = npt.NDArray[np.uint8]
 
@@ -31,6 +32,12 @@ class Wire(ABC):
 
     copies: bool = False
     """A read is a copy by the thread that asks for it, which has the bytes in its cache then."""
+
+    keeps: bool = True
+    """Registering takes so long that memory which comes again stays registered. Else it is only while it is read."""
+
+    def admit(self, admission: Admission) -> None:  # noqa: B027 - many have nothing to listen on
+        """Change who may connect, from now on."""
 
     @abstractmethod
     def register(self, memory: UInt8s) -> None:
@@ -50,7 +57,10 @@ class Wire(ABC):
 
     @abstractmethod
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
-        """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process."""
+        """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process.
+
+        Returns what `is_done` is asked with; anything but None.
+        """
 
     @abstractmethod
     def is_done(self, transfer: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import time
 from collections import deque
@@ -16,10 +18,11 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Prefi
 
 from verl import envs
 from verl.checkpoint_engine.backends.communicators import Gloo, GroupMaker, Hccl, Nccl
-from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures
+from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
 from verl.checkpoint_engine.topology import Lane
+from verl.utils.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20
 """Of one gloo broadcast: two at a time are faster than a whole bucket at once."""
@@ -39,11 +42,8 @@ def communicator_for(kind: str) -> GroupMaker:
     return Hccl(HcclOptions()) if kind == "npu" else Gloo(GlooOptions())
 
 
-def open_store(rank: int, master: str | None, timeout_s: float) -> TCPStore:
-    """The store in which all ranks meet: at `master`, `host:port`, or where `MASTER_ADDR` and `MASTER_PORT` say.
-
-    Rank 0 hosts it, unless torchrun does. Raises ConfigError, TransportError.
-    """
+def meeting_place(master: str | None) -> tuple[str, int]:
+    """Host and port at `master`, `host:port`, or where `MASTER_ADDR` and `MASTER_PORT` say. Raises ConfigError."""
     place = master or envs.master_address()
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
@@ -51,12 +51,45 @@ def open_store(rank: int, master: str | None, timeout_s: float) -> TCPStore:
             f"the ranks of a ParameterServer meet at MASTER_ADDR and MASTER_PORT, now {place!r}: set both, "
             "start under torchrun, or give master='host:port'"
         )
+    return host, int(port)
+
+
+def open_store(rank: int, master: str | None, timeout_s: float, doors: Doorkeeper) -> TCPStore:
+    """The store in which all ranks meet, at their `meeting_place`.
+
+    Rank 0 hosts it, unless torchrun does. Raises ConfigError, TransportError.
+    """
+    host, port = meeting_place(master)
     hosts = rank == 0 and (master is not None or not envs.torchrun_hosts_store())
     with failures(
         f"rank {rank}: {'opening' if hosts else 'connecting to'} the store at {host}:{port}", None, "prepare"
     ):
+        listener = _bound(host, port) if hosts else None
+        if listener is not None:
+            return listening_store(listener, doors, timeout_s, port_is_shared=True)
         timeout = timedelta(seconds=timeout_s)
-        return TCPStore(host, int(port), is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _bound(host: str, port: int) -> socket.socket | None:
+    """None if the port is taken: perhaps by another store of this process, which torch then uses for this one, too.
+
+    A name may mean another address here than elsewhere; many systems have 127.0.1.1 for their own.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if is_inside(str(place[0])) and not is_inside(host):
+            place = ("", port)
+        return socket.create_server(place[:2], family=family)
+    except OSError as exc:
+        if isinstance(exc, socket.gaierror) or exc.errno != errno.EADDRINUSE:
+            raise RuntimeError(str(exc)) from exc
+        return None
+
+
+def is_inside(host: str) -> bool:
+    """Whether everybody who comes there is on the same host."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import msgspec
 from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.utils.files import read_regular
+from verl.utils.files import read_regular, write_private
 
 FORMAT = 1
 _TITLE = b"verl-sync parameter server metas"
@@ -33,7 +33,7 @@ def save_metas(path: str | Path, name: str, metas: Mapping[int, RankMetas]) -> N
     content = msgspec.msgpack.encode(_Content(name=name, metas=tuple(metas.values())))
     fresh = Path(f"{path}.{os.getpid()}.new")
     try:
-        fresh.write_bytes(b"%s, format %d, %d bytes\n%s" % (_TITLE, FORMAT, len(content), content))
+        write_private(fresh, b"%s, format %d, %d bytes\n%s" % (_TITLE, FORMAT, len(content), content))
         fresh.rename(path)
     except OSError as exc:
         fresh.unlink(missing_ok=True)

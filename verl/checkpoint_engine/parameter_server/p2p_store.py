@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError, TransportTimeout
 from verl.checkpoint_engine.types import Range
+from verl.utils.admission import ANY_HOST, NOBODY, OWN_USER
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,7 @@ class P2PStore:
         self._protocol = protocol
         self._rdma_devices = rdma_devices if protocol == "rdma" else ""
         self._device_id = device_id or ""
-        self._server: MooncakeWire | None = self._start()
+        self._server: MooncakeWire | None = self._start(serves=True)
         self._reader: MooncakeWire | None = None
         self._peers: dict[str, int] = {}
         """Addresses that the reading engine knows, and their numbers there."""
@@ -136,7 +137,8 @@ class P2PStore:
             self._server = None
         self._tensors.clear()
 
-    def _start(self) -> MooncakeWire:
+    def _start(self, *, serves: bool) -> MooncakeWire:
+        """Hosts of ranks that join later are not known; on this one, nobody but the same user reads."""
         try:
             from verl.checkpoint_engine.backends.mooncake import MooncakeWire
         except ImportError as exc:
@@ -144,7 +146,8 @@ class P2PStore:
                 f"the P2P store needs Mooncake ({exc}): pip install 'verl-sync[kimi]', and on Debian apt-get install "
                 "libibverbs1 libnuma1 libcurl4"
             ) from exc
-        return MooncakeWire(host=self._host, protocol=self._protocol, devices=self._rdma_devices)
+        admission = NOBODY if not serves else OWN_USER if self._host.startswith("127.") else ANY_HOST
+        return MooncakeWire(host=self._host, protocol=self._protocol, devices=self._rdma_devices, admission=admission)
 
     def _serving(self) -> MooncakeWire:
         if self._server is None:
@@ -155,7 +158,7 @@ class P2PStore:
         """The engine that reads, which has the memory of all targets registered."""
         self._serving()
         if self._reader is None:
-            self._reader = self._start()
+            self._reader = self._start(serves=False)
         with self._lock:
             spans = {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in self._tensors.items()}
         for target, size in zip(targets, nbytes, strict=True):

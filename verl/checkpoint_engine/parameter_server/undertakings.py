@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.backends.communicators import GroupMaker
-from verl.checkpoint_engine.backends.rendezvous import Deadline
+from verl.checkpoint_engine.backends.rendezvous import LOOPBACK, Deadline
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
-from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, open_store
+from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
 from verl.checkpoint_engine.parameter_server.progress import FirstFailure
 from verl.checkpoint_engine.parameter_server.roster import Roster
+from verl.utils.admission import ANY_HOST, OWN_USER, Doorkeeper
 
 CLOSING_S = 2.0
 
@@ -55,6 +57,7 @@ class Undertakings:
         self._timeout_s = timeout_s
         self._store: Store | None = None
         self._communicator: GroupMaker | None = None
+        self._doors: Doorkeeper | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
         self._failed = False
 
@@ -102,12 +105,27 @@ class Undertakings:
             self._drop(ranks)
         self._communicator = None
         self._store = None
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
 
     def _meeting_place(self) -> Store:
         if self._store is None:
             alone = self._world_size == 1
-            self._store = HashStore() if alone else open_store(self._rank, self._master, self._timeout_s)
+            self._store = HashStore() if alone else self._open_store()
         return self._store
+
+    def _open_store(self) -> Store:
+        host, _ = meeting_place(self._master)
+        self._doors = Doorkeeper(OWN_USER if is_inside(host) else ANY_HOST)
+        return open_store(self._rank, self._master, self._timeout_s, self._doors)
+
+    def _new_communicator(self) -> GroupMaker:
+        made = communicator_for(self._device.type)
+        if self._doors is not None:
+            host, _ = meeting_place(self._master)
+            made.listen_at(LOOPBACK if is_inside(host) else own_address(None), self._doors)
+        return made
 
     def _group(self, roster: Roster, ranks: tuple[int, ...], deadline: Deadline, failure: FirstFailure) -> Group | None:
         """The group that all ranks have kept, else a new one."""
@@ -119,7 +137,7 @@ class Undertakings:
             return kept
         self._drop(ranks)
         if self._communicator is None:
-            self._communicator = communicator_for(self._device.type)
+            self._communicator = self._new_communicator()
         store = self._meeting_place()
         assert isinstance(store, TCPStore)  # there are several ranks
         self._groups[ranks] = Group.connect(

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
 from verl.checkpoint_engine.receivers.vllm_build import own_tables, standing_alone
+from verl.checkpoint_engine.receivers.vllm_leftovers import Leftovers
 from verl.checkpoint_engine.receivers.vllm_live import differences, live_tensors
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 
@@ -57,20 +58,27 @@ class CertifiedEngine:
             own = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in own)
             options["kv_cache_memory_bytes"] = CPU_CACHE_NBYTES
-        self._llm = LLM(
-            model=str(model),
-            dtype=dtype,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            tensor_parallel_size=ranks,
-            enforce_eager=True,
-            max_model_len=max_model_len,
-            max_num_seqs=16,
-            enable_prefix_caching=False,
-            worker_extension_cls=f"{ComparedWorker.__module__}.{ComparedWorker.__name__}",
-            weight_transfer_config=WeightTransferConfig(backend=ENGINE_NAME),
-            **options,
-        )
+        self._leftovers = Leftovers()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
+        try:
+            with self._leftovers.taking_temporary_files(), self._leftovers.finding_shared_memory():
+                self._llm = LLM(
+                    model=str(model),
+                    dtype=dtype,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    tensor_parallel_size=ranks,
+                    enforce_eager=True,
+                    max_model_len=max_model_len,
+                    max_num_seqs=16,
+                    enable_prefix_caching=False,
+                    worker_extension_cls=f"{ComparedWorker.__module__}.{ComparedWorker.__name__}",
+                    weight_transfer_config=WeightTransferConfig(backend=ENGINE_NAME),
+                    **options,
+                )
+        except BaseException:
+            self._leftovers.remove()
+            raise
         self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"check_engine": check_engine}))
 
     async def activate(self, arena_path: str, version: int) -> None:
@@ -102,6 +110,7 @@ class CertifiedEngine:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+        self._leftovers.remove()
 
     async def pause(self, mode: str) -> None:
         """Nothing runs beside a sync."""

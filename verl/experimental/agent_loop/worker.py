@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.registry import LoopEntry, constructor_argumen
 from verl.experimental.agent_loop.server_manager import Recording, ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.rollout.records import SamplingOptions
@@ -36,7 +36,7 @@ class AgentLoopWorker:
         rank: int,
     ) -> None:
         """`loops` are the loops that the driver knows. Raises ConfigError for a tokenizer that cannot be used."""
-        end_with_raylet()
+        begin_actor()
         self._config = config
         self._loops = loops
         self._rank = rank

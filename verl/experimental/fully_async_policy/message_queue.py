@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MessageQueue:
     """
 
     def __init__(self, capacity: int) -> None:
-        end_with_raylet()
+        begin_actor()
         self._capacity = capacity
         self._samples: deque[Sample] = deque()
         self._changed = asyncio.Condition()

@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.plain_state import from_plain, to_plain
 from verl.utils.config import ConfigError
 from verl.utils.dataset import build_dataloader
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 from verl.utils.timing import marked_timer
 from verl.workers.config import PPOConfig
 
@@ -78,7 +78,7 @@ class Rollouter:
         source: str = "",
     ) -> None:
         """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`."""
-        end_with_raylet()
+        begin_actor()
         self._config = config
         self._dataloader = build_dataloader(
             dataset, config.data, batch_size=1, shuffle=config.data.shuffle, source=source

@@ -340,7 +340,7 @@ class Cluster:
                 **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",
-            env_vars=_thread_limits() | publisher_environment(),
+            env_vars={**_thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
         )
         if trainer.nnodes > 1:
             self._require_shared_files(model_path, critic.model.path if critic else None)

@@ -132,6 +132,8 @@ class RaySession:
             try:
                 context = _init(ours, strangers)
                 session = getattr(context, "address_info", {}).get("session_dir")
+                if session and ours["address"] == "local":
+                    Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
                 if session:
                     self._log_dir = Path(session) / "logs"
                     if sys.platform == "linux" and ours["address"] == "local":

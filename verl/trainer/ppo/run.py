@@ -32,6 +32,7 @@ from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
+from verl.utils.files import keep_private
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.reward_score import load_reward_function
@@ -76,6 +77,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
+    keep_private(config.trainer.files_for)
     job = _checked(trainer_class.adapted(config), trainer_class)
     with (
         _tracking(job) as tracking,

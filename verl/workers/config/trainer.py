@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.utils.config import ConfigError, option, section
+from verl.utils.files import READERS
 from verl.workers.config.actor import ActorConfig, RefConfig
 from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.config.async_training import AsyncTrainingConfig
@@ -74,6 +75,9 @@ class TrainerConfig:
     critic_warmup: int = option(0, "first steps, in which only the critic learns", least=0)
     balance_batch: bool = option(True, "give every rank about the same number of tokens")
     log_val_generations: int = option(0, "validation samples shown on the console", least=0)
+    files_for: str = option(
+        "user", "who may read what a run writes: its user alone, the group, too, or everyone", choices=tuple(READERS)
+    )
     rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
     validation_data_dir: str | None = option(None, "JSONL files with every validation sample")
     num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank", least=0)

@@ -24,7 +24,7 @@ import ray
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
 from verl.checkpoint_engine.types import EngineCheckResult
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
@@ -56,7 +56,7 @@ class RolloutServer:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        end_with_raylet()
+        begin_actor()
         self._spec = spec
         module, _, class_name = spec.engine.partition(":")
         self._engine: Engine = getattr(importlib.import_module(module), class_name)(spec)

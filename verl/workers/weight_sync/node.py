@@ -13,7 +13,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.participants import RolloutNode
 from verl.checkpoint_engine.topology import Topology
 from verl.checkpoint_engine.types import Member
-from verl.utils.lifetime import end_with_raylet
+from verl.utils.lifetime import begin_actor
 
 NODE_CPUS = 0.05
 """Ray CPUs of a rollout node, which works only during a sync."""
@@ -28,7 +28,7 @@ class CheckpointEngineWorker:
     def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
         import torch  # noqa: F401 - for seconds: now, while trainer ranks build their model, and not in the first sync
 
-        end_with_raylet()
+        begin_actor()
         self._make = partial(RolloutNode, index, config, job=job, shm_dir=Path(shm_dir))
 
     @cached_property

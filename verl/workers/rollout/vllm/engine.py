@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.arena import open_to_activate
 from verl.checkpoint_engine.receivers.engine_reports import take_names_kept_wide, take_reports
+from verl.checkpoint_engine.receivers.vllm_leftovers import Leftovers
 from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
 from verl.checkpoint_engine.types import EngineCheckResult
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
@@ -35,7 +36,6 @@ from verl.workers.rollout.records import (
 )
 from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
-from verl.workers.rollout.vllm.leftovers import Leftovers
 from verl.workers.rollout.vllm.refusals import told_in_a_line
 
 logger = logging.getLogger(__name__)

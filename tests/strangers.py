@@ -1,0 +1,49 @@
+"""Other users of this host, as processes, for tests that run as root."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+NOBODY = 65534
+PATIENCE_S = 1.5
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+# Everything is imported before the user changes, who may not read where Python is.
+_TALK = """
+import encodings.idna, os, socket, sys
+user, patience, *places = sys.argv[1:]
+os.setuid(int(user))
+for place in places:
+    host, _, port = place.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=float(patience)) as talk:
+            talk.settimeout(float(patience))
+            talk.sendall(bytes(64))
+            heard = talk.recv(64)
+            print(f"heard {len(heard)} bytes" if heard else "shut out", flush=True)
+    except TimeoutError:
+        print("nothing", flush=True)
+    except OSError as exc:
+        print("shut out" if isinstance(exc, (ConnectionError,)) else repr(exc), flush=True)
+"""
+
+
+def talk(places: list[tuple[str, int]], user: int) -> list[str]:
+    """What `user` gets for 64 bytes at each of `places`: `heard N bytes`, `shut out`, or `nothing`."""
+    command = [sys.executable, "-c", _TALK, str(user), str(PATIENCE_S), *(f"{host}:{port}" for host, port in places)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def can_connect(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=PATIENCE_S).close()
+    except OSError:
+        return False
+    return True

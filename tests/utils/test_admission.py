@@ -1,0 +1,150 @@
+"""Listening sockets that let in one's own user on one's own hosts, and nobody else."""
+
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+
+from benchmarks.namespaces import NotPermitted, joined_hosts
+from tests.strangers import NOBODY as STRANGER
+from tests.strangers import can_connect, needs_root, talk
+from verl.utils.admission import (
+    ANY_HOST,
+    MOST_NETWORKS,
+    NOBODY,
+    OWN_USER,
+    Admission,
+    Doorkeeper,
+    Unguarded,
+    listening_here,
+    program,
+)
+
+
+@contextlib.contextmanager
+def echo(keeper=None, host="127.0.0.1"):
+    """What a library does that knows no passwords: it answers everybody. Yields its port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    guarding = keeper.guarding() if keeper else contextlib.nullcontext()
+    with guarding:
+        listener = socket.create_server((host, 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+
+    def answer(connection):
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(64):
+                connection.sendall(data)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+        if keeper:
+            keeper.close()
+
+
+@needs_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+@pytest.mark.parametrize(
+    ("admission", "own", "others"),
+    [
+        (None, "heard 64 bytes", "heard 64 bytes"),
+        (OWN_USER, "heard 64 bytes", "shut out"),
+        (ANY_HOST, "heard 64 bytes", "shut out"),
+        (Admission(addresses=("10.9.8.7",)), "heard 64 bytes", "shut out"),
+        (NOBODY, "nothing", "nothing"),
+    ],
+)
+def test_of_this_host_the_same_user_is_let_in_and_others_hear_nothing(host, admission, own, others):
+    with echo(Doorkeeper(admission) if admission else None, host) as port:
+        assert talk([("127.0.0.1", port)] * 3, os.geteuid()) == [own] * 3
+        assert talk([("127.0.0.1", port)] * 2, STRANGER) == [others] * 2
+
+
+def test_a_conversation_goes_on_after_its_first_words_were_thrown_away():
+    with echo(Doorkeeper()) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as talking:
+        for words in (b"one", b"two", b"three"):
+            talking.sendall(words)
+            assert talking.recv(64) == words
+
+
+def test_many_that_come_at_once_are_all_let_in():
+    with echo(Doorkeeper()) as port, contextlib.ExitStack() as stack:
+        talks = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(50)]
+        for talking in talks:
+            talking.sendall(b"hello")
+        assert [talking.recv(64) for talking in talks] == [b"hello"] * 50
+
+
+@pytest.mark.parametrize(("admitted", "reached"), [(False, False), (True, True)])
+def test_other_hosts_are_let_in_by_their_addresses(admitted, reached):
+    try:
+        with joined_hosts(2) as (one, two):
+            answer = []
+
+            def listen(ready, done):
+                one.enter()
+                keeper = Doorkeeper(Admission(addresses=(two.address,) if admitted else ("10.9.8.7",)))
+                with echo(keeper, "0.0.0.0") as port:
+                    answer.append(port)
+                    ready.set()
+                    done.wait(30)
+
+            def connect(ready):
+                two.enter()
+                ready.wait(30)
+                answer.append(can_connect(one.address, answer[0]))
+
+            ready, done = threading.Event(), threading.Event()
+            server = threading.Thread(target=listen, args=(ready, done))
+            client = threading.Thread(target=connect, args=(ready,))
+            server.start(), client.start()
+            client.join()
+            done.set()
+            server.join()
+            assert answer[1] is reached
+    except NotPermitted as exc:
+        pytest.skip(str(exc))
+
+
+@needs_root
+def test_a_stranger_who_connected_before_there_was_a_guard_is_found():
+    keeper = Doorkeeper()
+    with pytest.raises(Unguarded, match="connected before the socket was guarded"), contextlib.ExitStack() as stack:
+        stack.callback(keeper.close)
+        with keeper.guarding():
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stranger = threading.Thread(target=talk, args=([listener.getsockname()], STRANGER))
+            stranger.start()
+            stack.callback(stranger.join)
+            stack.enter_context(listener.accept()[0])
+
+
+def test_whoever_is_admitted_later_gets_in_then():
+    keeper = Doorkeeper(NOBODY)
+    with echo(keeper) as port:
+        assert not can_connect("127.0.0.1", port)
+        keeper.admit(OWN_USER)
+        assert talk([("127.0.0.1", port)], os.geteuid()) == ["heard 64 bytes"]
+
+
+def test_a_guard_leaves_no_socket_open_and_no_thread():
+    threads, sockets = threading.active_count(), listening_here()
+    with echo(Doorkeeper()) as port:
+        assert talk([("127.0.0.1", port)], os.geteuid()) == ["heard 64 bytes"]
+    assert (threading.active_count(), listening_here()) == (threads, sockets)
+
+
+def test_a_thousand_hosts_fit_into_a_filter_and_so_do_their_neighbours():
+    addresses = tuple(f"10.{high}.{low}.7" for high in range(4) for low in range(250))
+    assert len(program(Admission(addresses=addresses))) < 4 * MOST_NETWORKS

@@ -65,7 +65,9 @@ class AgentLoopManager:
         """Schemas of the tools in the prompts of that agent, or of samples that name none. Trainers count tokens with
         them. Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
-        return loop_class(agent_name or default_loop(config), loops).shown_tools(config)
+        name = agent_name or default_loop(config)
+        loop_factory(name, loops)  # it can be called as loops are
+        return loop_class(name, loops).shown_tools(config)
 
     @staticmethod
     def check_tokenizer(config: PPOConfig, agent_name: str | None, tokenizer: PreTrainedTokenizerBase) -> None:

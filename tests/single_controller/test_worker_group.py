@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -184,6 +185,11 @@ class TestCalls:
         }
         assert from_group == ("set", "set")
         assert offsets == (7, 7)
+
+    def test_the_port_at_which_ranks_meet_is_kept_for_rank_0_from_the_start(self, group):
+        port = group.identity()[0][0].master_port
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("", port))
 
     def test_every_dispatch_mode_reaches_the_ranks(self, group):
         assert group.only_zero() == 0

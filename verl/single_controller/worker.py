@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def master_port(self) -> int:
-        """A port that was free on rank 0's node when the group started."""
+        """A port on rank 0's node that is kept for rank 0."""
         return self.rank_info.master_port
 
     async def on_rank_thread(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -124,10 +124,12 @@ class RankHost:
         self._verl_turn_taken = asyncio.Condition()
 
     async def _verl_free_address(self) -> tuple[str, int]:
-        """Address of this node and a port that is free on it now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return _node_address(), probe.getsockname()[1]
+        """Address of this node and a port that is kept for this process: bound, so that nobody else is given it, and
+        not listened at, so that this process may bind it again (SO_REUSEADDR, which stores and servers set)."""
+        self._verl_reserved = socket.socket()
+        self._verl_reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._verl_reserved.bind(("", 0))
+        return _node_address(), self._verl_reserved.getsockname()[1]
 
     async def _verl_host_addresses(self) -> tuple[str, ...]:
         return host_addresses()

@@ -16,7 +16,7 @@ from benchmarks.peers import digests_of, require_equal
 from benchmarks.weight_sync import main
 from verl.checkpoint_engine.errors import IntegrityError
 
-RUNNING = {"naive", "gloo", "nixl", "mooncake", "kimi_ckpt_engine"}
+RUNNING = {"naive", "gloo", "tcp", "nixl", "mooncake", "kimi_ckpt_engine"}
 ROOT = Path(__file__).parents[2]
 PEERS = {"gathered broadcast", "safetensors in shm", "ray object store"}
 

@@ -36,7 +36,7 @@ KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
-POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3}
+POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "nixl-tcp": 1}
 """Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more."""
 
 

@@ -32,7 +32,8 @@ IDLE_LOOK_S = 0.25
 """A look took 0.03 ms of a process with few files, measured."""
 BUSY_S = 2.0
 """Connections come soon after somebody listens, and seldom alone."""
-_guarding = threading.Lock()
+opening = threading.Lock()
+"""Held while somebody of this process begins to listen: who looks what a library has opened finds nothing else."""
 
 # Classic BPF (linux/filter.h). Of a TCP packet a filter sees the TCP header on; the IP header is before it.
 _LD_W, _LD_B, _LD_LEN, _TAX = 0x20, 0x30, 0x80, 0x07
@@ -230,7 +231,7 @@ class Doorkeeper:
         Raises Unguarded if a stranger has connected before there was a guard: nothing is offered yet, but such a
         connection would stay. Whatever was made in the block is then to be made anew.
         """
-        with _guarding:
+        with opening:
             before = listening_here().keys()
             yield
             for inode in listening_here().keys() - before:
@@ -329,7 +330,9 @@ class Doorkeeper:
                 continue
             peer = other_end.get((row.remote, row.local))
             if peer is None:
-                continue  # of another host, or gone already
+                # Of another host; or the kernel left it out of the table, which it does not write at one moment.
+                later = later or row.remote[0] == row.local[0]
+                continue
             if row.inode == 0 or (sock := borrowed(row.inode)) is None:
                 later = True  # it is accepted first, and then gets a descriptor
             else:

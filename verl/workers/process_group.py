@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from verl.single_controller.worker import RankInfo
-from verl.utils.admission import Admission, Doorkeeper
+from verl.utils.admission import Admission, Doorkeeper, opening
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,8 +29,9 @@ def join(info: RankInfo, backend: str, timeout: timedelta) -> Doorkeeper:
     doors = Doorkeeper(Admission(addresses=() if inside else info.host_addresses))
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "is_master": info.rank == 0}
     if info.rank == 0:
-        listener = socket.create_server((host, info.master_port))
-        doors.guard(listener)
+        with opening:
+            listener = socket.create_server((host, info.master_port))
+            doors.guard(listener)
         options["master_listen_fd"] = listener.detach()
     store = TCPStore(host, info.master_port, **options)
     dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)

@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
-from verl.utils.admission import Doorkeeper
+from verl.utils.admission import Doorkeeper, opening
 
 POLL_S = 0.001
 """A bucket takes ten times as long, and the next one is under way meanwhile."""
@@ -105,19 +105,20 @@ def listening_store(
 
     `port_is_shared`: further stores that this process opens at the port are this one.
     """
-    doors.guard(sock)
     host, port, *_ = sock.getsockname()
     if ipaddress.ip_address(host).is_unspecified:
         host = LOOPBACK  # to connect to
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=port_is_shared,
-        master_listen_fd=sock.detach(),
-    )
+    with opening:
+        doors.guard(sock)
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=port_is_shared,
+            master_listen_fd=sock.detach(),
+        )
 
 
 class Members:

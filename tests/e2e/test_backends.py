@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint_engine.backends import BACKENDS, PACKAGES
+from tests.checkpoint_engine.backends import PACKAGES, using
 from tests.e2e.job import in_process
 from tests.e2e.test_training import Run
 from verl import envs
@@ -72,7 +72,7 @@ def way(request, ray_cluster, tmp_path_factory):
     trainer_class, where, oldest = WAYS[request.param]
     where = dict(where)
     directory = tmp_path_factory.mktemp("backends")
-    backends = [backend.values[0] for backend in BACKENDS if not any(mark.args[0] for mark in backend.marks)]
+    backends = [name for name in PACKAGES if not any(mark.args[0] for mark in using(name).marks)]
     overrides = where.pop("overrides", ())
     result = in_process(
         directory,

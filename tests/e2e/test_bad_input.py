@@ -93,10 +93,6 @@ MISTAKES = [
         ["expert_model_parallel_size=2", "no experts"],
     ),
     (
-        [MEGATRON, "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"],
-        ["virtual_pipeline_model_parallel_size", "every stage is one run of layers"],
-    ),
-    (
         [MEGATRON, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"],
         ["actor_rollout_ref.ref.megatron", "tensor_model_parallel_size=2 differs", "leave it null"],
     ),
@@ -111,7 +107,7 @@ MISTAKES = [
         ],
         ["actor_rollout_ref.actor.megatron.expert_model_parallel_size=2", "no experts"],
     ),
-    (["critic.strategy=fsdp"], ["critic.strategy='fsdp' is not one of: fsdp2, megatron"]),
+    (["critic.strategy=fdsp"], ["critic.strategy='fdsp' is not one of: fsdp2, megatron"]),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),

@@ -43,10 +43,13 @@ def more_than(before: list[dict[str, int]], world: World) -> list[dict[str, int]
 
 
 def at_rest(world: World) -> list[dict[str, int]]:
-    """The resources of all ranks, when those of an update before are closed."""
-    found = None
-    while found != (found := world.all("resources")):
-        time.sleep(0.5)
+    """The resources of all ranks, when those of an update before are closed: the same for two seconds."""
+    found, since = None, time.monotonic()
+    while time.monotonic() - since < 2:
+        if found != (found := world.all("resources")):
+            since = time.monotonic()
+        time.sleep(0.25)
+    assert found is not None
     return found
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from verl.trainer import main_ppo
-from verl.trainer.config import cli
 from verl.trainer.ppo import run
+from verl.utils.device import any_device
 from verl.workers.config import PPOConfig
 
 ROOT = Path(__file__).parents[1]
@@ -38,11 +38,10 @@ def test_a_launch_script_starts_a_run_whose_configuration_is_valid(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [module, *words])
     monkeypatch.setattr(main_ppo, "end_when_told", lambda: None)
-    if "gpu" in script.name:  # what the machine lacks is found next
-        monkeypatch.setattr(cli, "validate", lambda config: None)
     started: list[PPOConfig] = []
     monkeypatch.setattr(run, "train", lambda config, trainer: started.append(trainer.adapted(config)))
-    importlib.import_module(module).main()
+    with any_device():
+        importlib.import_module(module).main()
 
     (config,) = started
     trainer, actor = config.trainer, config.actor_rollout_ref.actor

@@ -44,7 +44,10 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
-        run_hydra(trainer, check=lambda config: check_ppo(config, loop), **defaults)
+        def adapt(config: PPOConfig) -> PPOConfig:
+            return _class_of(loop).adapted(config)
+
+        run_hydra(trainer, adapt=adapt, check=lambda config: check_ppo(config, loop), **defaults)
     except KeyboardInterrupt as exc:
         sys.stderr.write(f"stopped{exc}\n")
         sys.stderr.flush()
@@ -57,8 +60,13 @@ def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:
     """What `run_ppo` would find out about model and data, and what it would do. Starts nothing."""
     from verl.trainer.ppo.plan import plan
 
+    return plan(config, _class_of(loop))
+
+
+def _class_of(loop: str) -> type[RayPPOTrainer]:
     module, _, name = loop.partition(":")
-    return plan(config, getattr(importlib.import_module(module), name))
+    found: type[RayPPOTrainer] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None) -> None:

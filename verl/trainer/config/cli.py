@@ -33,16 +33,18 @@ def run_hydra(
     *,
     config_path: Path | None = None,
     config_name: str = DEFAULT_NAME,
+    adapt: Callable[[PPOConfig], PPOConfig] | None = None,
     check: Callable[[PPOConfig], Checked] | None = None,
 ) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
     starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
-    traceback. Supports --help [SECTION ...], --version and --check, for which `check` looks at the model and data of a
-    configuration and starts nothing; and as Hydra does --cfg job, --package, --resolve,
-    --config-name, --config-path and --config-dir; `config_path` and `config_name` are their defaults, and files of the
-    user's own can begin with those of `config_path`. Leaves no output directory behind.
+    traceback. `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports
+    --help [SECTION ...], --version and --check, for which `check` looks at the model and data of a configuration and
+    starts nothing; and as Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir;
+    `config_path` and `config_name` are their defaults, and files of the user's own can begin with those of
+    `config_path`. Leaves no output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path, config_name=config_name)
@@ -64,9 +66,9 @@ def run_hydra(
             _print_configuration(arguments, where)
             return
         if arguments.check:
-            _check(arguments.overrides, where, check)
+            _check(arguments.overrides, where, adapt, check)
             return
-        main(_usable(arguments.overrides, where))
+        main(_usable(arguments.overrides, where, adapt))
     except (ConfigError, BackendUnavailable) as exc:
         _fail(str(exc))
 
@@ -91,23 +93,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _usable(overrides: Sequence[str], where: Mapping[str, Any]) -> PPOConfig:
+def _usable(
+    overrides: Sequence[str], where: Mapping[str, Any], adapt: Callable[[PPOConfig], PPOConfig] | None
+) -> PPOConfig:
     """Raises ConfigError with a line for everything that is wrong with it. Warns of what costs more than in verl."""
     resolved = resolve_config(overrides, **where)
-    if problems := [*resolved.problems, *problems_of(resolved.config)]:
+    config, problems = _adapted(resolved.config, adapt)
+    if problems := [*resolved.problems, *problems, *problems_of(config)]:
         raise ConfigError("\n".join(problems))
     for note in resolved.notes:
         if note.costs:
             logger.warning("%s", note)
-    return resolved.config
+    return config
 
 
-def _check(overrides: Sequence[str], where: Mapping[str, Any], check: Callable[[PPOConfig], Checked] | None) -> None:
+def _adapted(config: PPOConfig, adapt: Callable[[PPOConfig], PPOConfig] | None) -> tuple[PPOConfig, list[str]]:
+    """What the mode makes of `config`, or `config` and why it cannot."""
+    try:
+        return (adapt(config) if adapt is not None else config), []
+    except ConfigError as exc:
+        return config, str(exc).splitlines()
+
+
+def _check(
+    overrides: Sequence[str],
+    where: Mapping[str, Any],
+    adapt: Callable[[PPOConfig], PPOConfig] | None,
+    check: Callable[[PPOConfig], Checked] | None,
+) -> None:
     """Print what a run would be, or everything that is wrong with it, by kinds."""
     with any_device():
         resolved = resolve_config(overrides, **where)
-        config = on_its_device(resolved.config)
-        problems = [*resolved.problems, *problems_of(config)]
+        config, problems = _adapted(on_its_device(resolved.config), adapt)
+        problems = [*resolved.problems, *problems, *problems_of(config)]
         checked = check(config) if check is not None else Checked()
     problems = list(dict.fromkeys([*problems, *checked.problems]))
     if problems:

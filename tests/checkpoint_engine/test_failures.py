@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint_engine.backends import PACKAGES
 from tests.checkpoint_engine.fakes import arenas_in, soon, spare_slot
-from tests.checkpoint_engine.member_processes import ProcessFleet
+from tests.checkpoint_engine.member_processes import TRAINERS, ProcessFleet
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError, TransportTimeout
 
@@ -36,8 +36,12 @@ KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
-POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "nixl-tcp": 1}
-"""Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more."""
+POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "nixl-tcp": TRAINERS}
+"""Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more.
+
+UCX: who is read may answer through the reader's connection or open one of its own, which then stays. It depends on
+who is faster, so a node has up to one socket more for each owner.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 def open_descriptors() -> list[str]:
     """What the file descriptors of this process refer to, without those that other threads close at this moment.
 
-    Nor those of the kernel's tables in /proc: the thread that looks who has connected opens them every few milliseconds.
+    Nor the kernel's tables in /proc: the thread that looks who has connected opens one every few milliseconds.
     """
     targets = []
     for path in Path("/proc/self/fd").iterdir():

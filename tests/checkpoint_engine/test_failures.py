@@ -30,8 +30,9 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
 }
 NODES = {"kimi_ckpt_engine": 2, "gloo-chain": 3}
 """Where one would not pass anything on to another."""
-STAGES_ONLY = ("gloo-chain", "nixl-tcp")
-"""Other phases are as without a chain, or with another transport."""
+STAGES_ONLY = ("gloo-chain", "nixl-tcp", "mooncake", "kimi_ckpt_engine")
+"""Other phases are as without a chain, or with another transport: nodes alone read, so a wire does nothing in them, and
+what it tears down after a death is torn down after one in the middle of a stage, too."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""

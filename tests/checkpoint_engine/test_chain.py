@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tenso
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.backends.chain import part_nbytes_for
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
+from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.registry import resolve_backend
 
@@ -154,11 +153,10 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_b
             await manager.update_weights(1)
             before = {name: tensor.clone() for name, tensor in tensors.items()}
             fleet.nodes[0].before["stage"] = lambda: os.kill(middle.pid, signal.SIGKILL)
-            start_s = time.monotonic()
             with pytest.raises(SyncAborted) as raised:
                 await manager.update_weights(2)
-            assert time.monotonic() - start_s < QUICK_S
             assert isinstance(raised.value.__cause__, TransportError)
+            assert not isinstance(raised.value.__cause__, TransportTimeout)  # noticed, not waited for
             assert (raised.value.version, raised.value.phase, raised.value.member) == (2, "stage", "node-1")
             for replica in replicas:
                 assert_bit_equal(replica, 1, before)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +235,8 @@ async def test_a_receiver_of_which_another_version_is_asked_for_sends_nothing(tm
 async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_passed(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path, deadlines={"stage_s": 3.0}) as fleet:
         await fleet.manager.update_weights(1)
-        fleet.nodes[0].before["stage"] = lambda: asyncio.sleep(30)
-        start_s = time.monotonic()
+        fleet.nodes[0].before["stage"] = asyncio.Event().wait
         error = await abort_of(fleet, 2)
-        assert time.monotonic() - start_s < 10
         assert isinstance(error, TransportTimeout)
         assert str(error).endswith("no sign of life from node-0")
         fleet.nodes[0].before.clear()

@@ -144,6 +144,10 @@ class Detour:
                 yield part.reshape(rows, run_nbytes), target
 
 
+STOPPED_S = 0.01
+"""After so long at most a loop that waits notices that it is to stop, or that its time is over."""
+
+
 class RangeReader(Protocol):
     """One-sided reads from the packed regions of trainer ranks. Called from one thread.
 
@@ -155,6 +159,9 @@ class RangeReader(Protocol):
 
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived. Raises TransportError if they will not."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a transfer may be done, or after `timeout_s`; perhaps earlier."""
 
     def cancel(self, transfer: Any) -> None:
         """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
@@ -194,7 +201,6 @@ class FetchLoop:
     stop: Stop = field(default_factory=threading.Event)
     """Set from another thread: give up."""
     max_in_flight: int = 8
-    poll_s: float = 0.0002
     interleave: bool = True
     """Over the owners. Otherwise buckets are in the order in which they shall travel."""
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
@@ -222,7 +228,7 @@ class FetchLoop:
                     self.on_bucket(flight.bucket)
                 if not landed:
                     self._check_deadline(flying, waiting, done)
-                    time.sleep(self.poll_s)
+                    self.reader.wait(STOPPED_S)
         except BaseException:
             for flight in flying:
                 self.reader.cancel(flight.transfer)

@@ -25,7 +25,7 @@ import xxhash
 from verl.checkpoint_engine.backends.wires import UInt8s, Wire, WireReader
 from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.pipeline import Bucket, FetchLoop
+from verl.checkpoint_engine.pipeline import STOPPED_S, Bucket, FetchLoop
 from verl.checkpoint_engine.plan import SyncPlan
 from verl.checkpoint_engine.shards import Int64s, extents_of
 from verl.checkpoint_engine.topology import Topology
@@ -167,11 +167,13 @@ class ChainLink:
         for bucket in buckets:
             self._missing[self._touched_by(bucket)] += 1
         self._page.write(publication, slot.ctypes.data, self._wire.address(), self._missing == 0)
+        self._wire.changed()
 
     def _arrived(self, bucket: Bucket) -> None:
         touched = self._touched_by(bucket)
         self._missing[touched] -= 1
         self._page.parts[touched] = self._missing[touched] == 0
+        self._wire.changed()
 
     def in_order(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """`buckets` in the order in which parts are complete early: short pieces, which fill many parts, come first."""
@@ -234,6 +236,7 @@ class ChainLink:
 
     def close(self) -> None:
         self._page.words[0] = Page.EMPTY
+        self._wire.changed()
         self._wire.close()
         self._served.clear()
 
@@ -279,6 +282,9 @@ class UpstreamReader:
         except TransportError as exc:
             raise self._located(exc.message) from exc
 
+    def wait(self, timeout_s: float) -> None:
+        self.wire.wait(timeout_s)
+
     def cancel(self, transfer: _Pending) -> None:
         """The engine closes the wire after every failure; that ends this transfer with all others."""
 
@@ -287,7 +293,7 @@ class UpstreamReader:
         try:
             handle = self._read(0, Page.HEADER)
             while not (is_done := self.wire.is_done(handle)) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+                self.wait(STOPPED_S)
         except TransportError as exc:
             raise self._located(exc.message) from exc
         if not is_done:
@@ -305,10 +311,10 @@ class UpstreamReader:
                 begun = self._slot_address is not None
                 # The parts are read only after the publication has been seen: before, they may be another's.
                 span = (Page.PARTS, self.endpoint.page_nbytes) if begun else (0, Page.PARTS)
-                self._look = self._read(*span)
+                self._look = self._watch(*span)
         elif self.wire.is_done(self._look):
             self._look = None
-            self._next_look_s = time.monotonic() + POLL_S
+            self._next_look_s = 0.0 if self.wire.tells else time.monotonic() + POLL_S
             if self._slot_address is None and self.copy.words[0] == self.publication:
                 self.copy.parts[:] = 0
                 self.link.learn(self.wire, self.copy.wire)
@@ -317,7 +323,14 @@ class UpstreamReader:
         return False
 
     def _read(self, low: int, high: int) -> Any:
-        return self.wire.read(UPSTREAM, self.endpoint.page + low, self.copy.bytes.ctypes.data + low, high - low)
+        return self.wire.read(*self._span(low, high))
+
+    def _watch(self, low: int, high: int) -> Any:
+        return self.wire.watch(*self._span(low, high))
+
+    def _span(self, low: int, high: int) -> tuple[int, int, int, int]:
+        """Of the page of the node before, and of its copy."""
+        return UPSTREAM, self.endpoint.page + low, self.copy.bytes.ctypes.data + low, high - low
 
     def _located(self, message: str) -> TransportError:
         return TransportError(message, version=self.version, phase="stage", member=self.member.name)

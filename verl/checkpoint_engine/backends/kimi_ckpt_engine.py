@@ -276,6 +276,9 @@ class Relay:
                 first.broadcast = self.broadcasts.start(self.node, (first.target,), bounce=first.bounce)
         return transfer.broadcast is not None and self.broadcasts.is_done(transfer.broadcast)
 
+    def wait(self, timeout_s: float) -> None:
+        self.broadcasts.wait(timeout_s)
+
     def cancel(self, transfer: _Passing | tuple[int, Flight]) -> None:
         """Wire and groups are given up after every failure; that ends this transfer with all others."""
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.chain import ChainLink, part_nbytes_for, publication_of
 from verl.checkpoint_engine.backends.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
-from verl.checkpoint_engine.backends.wires import OwnerAddress, Stamp, UInt8s, Wire, WireReader
+from verl.checkpoint_engine.backends.wires import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.digest import PieceDigests
@@ -32,6 +32,7 @@ from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import align
 from verl.checkpoint_engine.packed import PackedRegion
 from verl.checkpoint_engine.pipeline import (
+    STOPPED_S,
     Bucket,
     FetchLoop,
     RangeReader,
@@ -278,7 +279,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         deadline = time.monotonic() + CLOSING_S
         while self._abandoned and time.monotonic() < deadline:
             self.let_go()
-            time.sleep(FetchLoop.poll_s)
+            time.sleep(LOOK_S)
         for wire in self._abandoned:
             wire.close()
         self._abandoned.clear()
@@ -333,7 +334,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
                 names = ", ".join(f"trainer-{owner}" for owner in sorted(waiting))
                 raise TransportTimeout(f"{names} cannot be read", version=reader.version, phase="stage")
             if waiting:
-                time.sleep(FetchLoop.poll_s)
+                reader.wait(STOPPED_S)
         stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, 3)
         for (owner, address), (incarnation, _, version) in zip(self._owners.items(), stamps.tolist(), strict=True):
             if (incarnation, version) != (address.incarnation, reader.version):

@@ -191,3 +191,15 @@ def test_closing_a_wire_ends_who_watches_it(owner: TcpWire, node: TcpWire):
     owner.close()
     with pytest.raises(TransportError, match="failed"):
         wait(node, watching)
+
+
+def test_a_peer_that_opens_to_other_hosts_a_little_later_is_reached(owner: TcpWire):
+    endpoint = msgspec.json.decode(owner.address(), type=Endpoint)
+    elsewhere = TcpWire("127.0.0.2", 1, listens=False)
+    opening = threading.Timer(0.2, owner.admit, [Admission(addresses=("127.0.0.2",))])
+    opening.start()
+    try:
+        elsewhere.connect(0, msgspec.json.encode(endpoint), DEADLINE_S)
+    finally:
+        elsewhere.close()
+        opening.join()

@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -40,6 +41,8 @@ ANSWER = struct.Struct("<Q")
 BACKLOG = 1024
 AGAIN_S = 5.0
 """How long a further connection may take to a member that has been reached: a read begins with it."""
+REFUSED_S = 0.02
+"""Until a connection that was refused is tried again."""
 WATCHED_S = 1.0
 """After so long a watch is answered, changed or not: who asked may be gone."""
 HANDSHAKE_S = 10.0
@@ -188,7 +191,7 @@ class _Connection:
         self._landed = landed
         self._name = f"{place[0]}:{place[1]}"
         try:
-            self._socket = socket.create_connection(place, timeout_s)
+            self._socket = _connected(place, timeout_s)
             self._socket.sendall(key)
             self._socket.settimeout(None)
         except OSError as exc:
@@ -334,6 +337,18 @@ def _receive_into(connection: socket.socket, target: memoryview) -> None:
         if received == 0:
             raise ConnectionError("it closed the connection")
         target = target[received:]
+
+
+def _connected(place: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Raises OSError. A peer opens to other hosts when it has learnt of them, perhaps later than this member."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection(place, max(deadline - time.monotonic(), REFUSED_S))
+        except ConnectionRefusedError:
+            if time.monotonic() + REFUSED_S > deadline:
+                raise
+            time.sleep(REFUSED_S)
 
 
 def _end(connection: socket.socket) -> None:

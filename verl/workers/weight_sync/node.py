@@ -54,8 +54,8 @@ class CheckpointEngineWorker:
     async def stage(self, version: int) -> int:
         return await self._node.stage(version)
 
-    async def verify(self, version: int, digests: bytes) -> None:
-        await self._node.verify(version, digests)
+    async def verify(self, version: int, digests: bytes) -> int:
+        return await self._node.verify(version, digests)
 
     async def commit(self, version: int, digests: bytes) -> None:
         await self._node.commit(version, digests)

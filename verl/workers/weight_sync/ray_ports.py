@@ -116,8 +116,9 @@ class RayRolloutNode(_RayMember):
         result: int = await self._call("stage", version)
         return result
 
-    async def verify(self, version: int, digests: bytes) -> None:
-        await self._call("verify", version, digests)
+    async def verify(self, version: int, digests: bytes) -> int:
+        result: int = await self._call("verify", version, digests)
+        return result
 
     async def commit(self, version: int, digests: bytes) -> None:
         await self._call("commit", version, digests)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,15 +23,23 @@ pytest.importorskip("mooncake", reason="mooncake is not installed", exc_type=Imp
 
 from verl.checkpoint_engine.backends import kimi_ckpt_engine
 from verl.checkpoint_engine.backends.kimi_ckpt_engine import KimiCkptEngine, _rdma_devices
+from verl.checkpoint_engine.backends.wires import OwnerAddress
 from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
+from verl.checkpoint_engine.topology import Topology, p2p_broadcast
+from verl.checkpoint_engine.types import Member
 from verl.utils import config as strict
 
 
 @CheckpointEngineRegistry.register("kimi-in-memory")
 class InMemory(KimiCkptEngine):
+    @classmethod
+    def build_topology(cls, trainers: Any, nodes: Any) -> Topology:
+        """Every rank has a network device of its own."""
+        return p2p_broadcast(trainers, nodes)
+
     def open_wire(self, topology: Any) -> Any:
         wire = MemoryWire()
         wire.log = ["opened"]
@@ -306,3 +315,19 @@ def test_rdma_devices_that_do_not_fit_are_refused(
 def test_rdma_without_a_device_says_what_to_use(tmp_path: Path):
     with pytest.raises(ConfigError, match="no RDMA device at all on .*Use p2p_protocol=tcp"):
         _rdma_devices(options_of(), is_rank=False, present_in=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "receivers"),
+    [("aa", ["", ""], 1), ("ab", ["", ""], 2), ("aa", ["mlx5_0", "mlx5_1"], 2), ("aab", ["mlx5_0", "mlx5_0", ""], 2)],
+)
+def test_there_are_as_many_receivers_as_network_devices_on_the_trainers_side(
+    hosts: str, devices: list[str], receivers: int
+):
+    trainers = [
+        Member(role="trainer", index=index, host=host, address=msgspec.json.encode(address).decode())
+        for index, (host, device) in enumerate(zip(hosts, devices, strict=True))
+        for address in [OwnerAddress(b"", 0, 0, 0, device)]
+    ]
+    nodes = [Member(role="node", index=index, host="c") for index in range(3)]
+    assert len(KimiCkptEngine.build_topology(trainers, nodes).receivers) == receivers

@@ -227,7 +227,7 @@ class NodeHolder:
         `buckets` are those of `join`. Raises TransportError.
         """
         passed = self._passed()
-        self._offer(publication, served, [*buckets, *passed])
+        self._offer(publication, served, [*buckets, *(self._parts[number] for number in passed)])
         loop.on_bucket = self._arrived
         if not passed:
             loop.fetch(InTurn(self._in_flight, buckets))
@@ -238,24 +238,20 @@ class NodeHolder:
         loop.reader = source
         loop.name_of = lambda owner: _name(source.blamed(owner))
         loop.on_stall = lambda owners: self._say_who_is_awaited(source.blamed(max(owners)))
-        loop.fetch(InTurn(self._in_flight, buckets, passed, source.are_there))
+        loop.fetch(InTurn(self._in_flight, buckets, self._parts, passed, source.there))
         source.check(deadline)
         return self._plan.layout.payload_nbytes
 
-    def _passed(self) -> list[Bucket]:
-        """The parts that come from the node before, those of all receivers by turns."""
+    def _passed(self) -> list[int]:
+        """The numbers of the parts that come from the node before, those of all receivers by turns."""
         if self._upstream is None:
             return []
-        shares: dict[int, list[Bucket]] = {}
-        for part in self._parts:
-            share = int(np.searchsorted(self._cuts, part.ranges[0].dst_offset, side="right"))
-            shares.setdefault(share, []).append(part)
-        by_turns = (part for turn in zip_longest(*shares.values()) for part in turn if part is not None)
-        return [part for part in by_turns if not self._is_own(part)]
-
-    def _is_own(self, part: Bucket) -> bool:
-        start = part.ranges[0].dst_offset
-        return self._own is not None and 0 <= start - self._own.dst_offset < self._own.nbytes
+        shares: dict[int, list[int]] = {}
+        for number, start in enumerate(self._starts.tolist()):
+            if self._own is None or not 0 <= start - self._own.dst_offset < self._own.nbytes:
+                share = int(np.searchsorted(self._cuts, start, side="right"))
+                shares.setdefault(share, []).append(number)
+        return [number for turn in zip_longest(*shares.values()) for number in turn if number is not None]
 
     def _offer(self, publication: int, slot: UInt8s, buckets: Sequence[Bucket]) -> None:
         """Let other nodes read `slot`, and no other any more, as it fills with `buckets`."""
@@ -299,10 +295,6 @@ class NodeHolder:
             self._page.awaited[0] = code
             self._wire.changed()
 
-    def part_at(self, offset: int) -> int:
-        """The number of the part that begins at `offset` of the slot."""
-        return int(np.searchsorted(self._starts, offset))
-
     def learn(self, wire: Wire, address: bytes) -> None:
         """The node before has perhaps registered more memory. Nothing of its is in flight."""
         if address != self._known_wire:
@@ -323,30 +315,34 @@ class InTurn:
         self,
         in_flight: int,
         own: Sequence[Bucket],
-        passed: Sequence[Bucket] = (),
-        are_there: Callable[[Sequence[Bucket]], Iterator[Bucket]] = iter,
+        parts: Sequence[Bucket] = (),
+        passed: Sequence[int] = (),
+        there: Callable[[], UInt8s] = lambda: np.zeros(0, np.uint8),
     ) -> None:
-        """At most `in_flight` of each kind are under way. `are_there` gives those of some parts that can be read."""
+        """At most `in_flight` of each kind are under way. Of all `parts` those numbered `passed` are wanted; those of
+        which `there` is not 0 can be read."""
         self._in_flight = in_flight
-        self._own, self._passed, self._are_there = deque(own), list(passed), are_there
+        self._own, self._parts, self._there = deque(own), parts, there
+        self._passed = np.array(passed, np.int64)
 
     def next(self, flying: Collection[Bucket]) -> Bucket | None:
         of_node = sum(bucket.owner == UPSTREAM for bucket in flying)
         if self._own and len(flying) - of_node < self._in_flight:
             return self._own[0]
-        if self._passed and of_node < self._in_flight:
-            return next(self._are_there(self._passed), None)
+        if len(self._passed) and of_node < self._in_flight:
+            ready = np.flatnonzero(self._there()[self._passed])
+            return self._parts[int(self._passed[ready[0]])] if len(ready) else None
         return None
 
     def remove(self, bucket: Bucket) -> None:
         if bucket.owner == UPSTREAM:
-            self._passed.remove(bucket)
+            self._passed = self._passed[[self._parts[number] is not bucket for number in self._passed.tolist()]]
         else:
             self._own.popleft()
 
     def __iter__(self) -> Iterator[Bucket]:
         yield from self._own
-        yield from self._passed
+        yield from (self._parts[number] for number in self._passed.tolist())
 
     def __len__(self) -> int:
         return len(self._own) + len(self._passed)
@@ -366,6 +362,9 @@ class UpstreamReader:
     _look: Any = None
     """The page, on its way."""
     _next_look_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._nothing = np.zeros_like(self.copy.parts)
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Any]:
         if owner != UPSTREAM:
@@ -389,13 +388,11 @@ class UpstreamReader:
     def cancel(self, transfer: tuple[int, Any]) -> None:
         """The engine closes the wire after every failure; that ends this transfer with all others."""
 
-    def are_there(self, parts: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Those of `parts` that the node before holds, as far as this one knows; looks again at times."""
+    def there(self) -> UInt8s:
+        """Of each part, not 0 if the node before holds it, as far as this one knows; looks again at times."""
         with self._located():
             self._learn()
-        if self._slot_address is None:
-            return iter(())
-        return (part for part in parts if self.copy.parts[self.holder.part_at(part.ranges[0].dst_offset)])
+        return self.copy.parts if self._slot_address is not None else self._nothing
 
     def blamed(self, owner: int) -> int:
         """Who keeps `owner` from delivering, as far as its page says; as `Page.awaited` has it."""

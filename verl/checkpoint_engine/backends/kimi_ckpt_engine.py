@@ -99,11 +99,11 @@ def _options_of(config: CheckpointEngineConfig) -> KimiCkptEngineOptions:
 
 
 def _devices_of(trainers: Sequence[Member]) -> dict[str, str]:
-    """The network device of each trainer rank, by the rank's name. With TCP each counts as one of its own."""
+    """The network device of each trainer rank, by the rank's name. With TCP the ranks of a host share one."""
     devices = {}
     for trainer in trainers:
         device = parsed(trainer.address, OwnerAddress, "the address of a member").device
-        devices[trainer.name] = f"{trainer.host}/{device or trainer.name}"
+        devices[trainer.name] = f"{trainer.host}/{device}"
     return devices
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -74,6 +75,16 @@ class MemberPort(Protocol):
     async def close(self) -> None: ...
 
 
+def methods_of(port: type) -> set[str]:
+    """The names of what can be called on a member that is a `port`, from another process."""
+    return {
+        name
+        for base in port.__mro__
+        for name, value in vars(base).items()
+        if iscoroutinefunction(value) and not name.startswith("_")
+    }
+
+
 class TrainerPort(MemberPort, Protocol):
     """A trainer rank as the manager sees it."""
 
@@ -87,6 +98,7 @@ class TrainerPort(MemberPort, Protocol):
 class NodePort(MemberPort, Protocol):
     """A rollout node as the manager sees it."""
 
+    async def check(self, arena_nbytes: int, arenas: int) -> None: ...
     async def prepare(self, plan: bytes) -> Member: ...
     async def begin(self, version: int) -> str: ...
     async def stage(self, version: int) -> int: ...

@@ -50,6 +50,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "mooncake-chain": {"backend": "mooncake", "topology": "chain"},
     "tcp": {"backend": "tcp"},
     "tcp-chain": {"backend": "tcp", "topology": "chain"},
+    "tcp-tree": {"backend": "tcp", "topology": "tree"},
+    "tcp-p2p_broadcast": {"backend": "tcp", "topology": "p2p_broadcast"},
     "nixl": {"backend": "nixl", "engine_kwargs": OVER_TCP},
     "nixl-chain": {"backend": "nixl", "engine_kwargs": OVER_TCP, "topology": "chain"},
 }

@@ -144,6 +144,9 @@ class SpoiledWire:
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
         return self._wire.read(owner, source, target, nbytes), target, nbytes
 
+    def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        return self._wire.watch(owner, source, target, nbytes), target, nbytes
+
     def is_done(self, transfer: Any) -> bool:
         handle, target, nbytes = transfer
         done = self._wire.is_done(handle)

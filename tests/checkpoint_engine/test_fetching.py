@@ -113,6 +113,9 @@ class MemoryReader:
         self.in_flight.remove((owner, transfer["bounce"]))
         return True
 
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0.0002)
+
     def cancel(self, transfer: dict) -> None:
         self.cancelled.append(transfer["owner"])
         self.in_flight.remove((transfer["owner"], transfer["bounce"]))
@@ -133,7 +136,7 @@ def fetch(
     bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
     of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
     reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
-    arguments = {"version": 7, "timeout_s": 5.0, "poll_s": 0.0001} | options
+    arguments = {"version": 7, "timeout_s": 5.0} | options
     return FetchLoop(reader=reader, plan=plan, region=reader.slot, bounce=bounce, **arguments), reader, buckets
 
 

@@ -8,6 +8,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
     for every version
         every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
         every node                  receive_weights         stage: until the spare slot holds every byte
+        a node                      repair_weights          pieces that arrived wrong, again
         every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
         every node                  let_go                  after a failure: what is slow to close
     every trainer rank and node     finalize                disconnect, release
@@ -152,6 +153,13 @@ class CheckpointEngine(ABC):
         Called on every node after `receive_weights`. Pieces that are not known, by default all, are digested then.
         """
         return None
+
+    def repair_weights(self, version: int, arena: NodeArena, pieces: Sequence[int]) -> bool:
+        """Fetch `pieces` of the plan, which arrived wrong, into the open slot of `arena` again; False: it cannot.
+
+        Called on a node after `receive_weights`. Raises TransportError.
+        """
+        return False
 
     def let_go(self) -> None:  # noqa: B027 - most backends leave nothing
         """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.

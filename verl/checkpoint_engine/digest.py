@@ -121,18 +121,29 @@ def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: i
 def verify(
     region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1, arrived: PieceDigests | None = None
 ) -> None:
-    """Digest every piece of `region`, but for those of which `arrived` has a digest, and compare with the manifest.
-
-    Raises IntegrityError that names tensor, box and owner of the pieces that differ.
-    """
-    plan = manifest.plan
-    found = (arrived or PieceDigests.none_of(len(plan))).completed(region, plan.extents, threads=threads)
-    wrong = np.flatnonzero(found != manifest.digests)
-    if len(wrong):
-        named = "; ".join(plan.describe(piece) for piece in wrong[:MAX_PIECES_IN_MESSAGE].tolist())
-        more = f"; and {len(wrong) - MAX_PIECES_IN_MESSAGE} more" if len(wrong) > MAX_PIECES_IN_MESSAGE else ""
+    """Raises IntegrityError that names tensor, box and owner of the pieces that `differing` finds."""
+    wrong = differing(region, manifest, threads=threads, arrived=arrived)
+    if wrong:
         raise IntegrityError(
-            f"{len(wrong)} of {len(plan)} pieces are not what the trainer sent: {named}{more}",
+            f"{len(wrong)} of {len(manifest.plan)} pieces are not what the trainer sent: {named(manifest.plan, wrong)}",
             version=manifest.version,
             phase="verify",
         )
+
+
+def differing(
+    region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1, arrived: PieceDigests | None = None
+) -> list[int]:
+    """Digest every piece of `region`, but for those of which `arrived` has a digest; the pieces that are not what the
+    manifest says."""
+    plan = manifest.plan
+    found = (arrived or PieceDigests.none_of(len(plan))).completed(region, plan.extents, threads=threads)
+    wrong: list[int] = np.flatnonzero(found != manifest.digests).tolist()
+    return wrong
+
+
+def named(plan: SyncPlan, pieces: Sequence[int]) -> str:
+    """The first few of `pieces`: for messages."""
+    names = "; ".join(plan.describe(piece) for piece in pieces[:MAX_PIECES_IN_MESSAGE])
+    left = len(pieces) - MAX_PIECES_IN_MESSAGE
+    return f"{names}; and {left} more" if left > 0 else names

@@ -8,12 +8,14 @@ thread per member, so that the event loop that calls them goes on answering.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from verl.checkpoint_engine.arena import NodeArena, require_free_bytes, require_name
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import Manifest, verify
+from verl.checkpoint_engine.digest import Manifest, differing, named, verify
 from verl.checkpoint_engine.errors import PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.layout import Layout
 from verl.checkpoint_engine.plan import SyncPlan
@@ -35,6 +37,9 @@ from verl.checkpoint_engine.types import Member
 from verl.utils.network import host_addresses
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+REPAIRED_OF = 16
+"""At most one of so many pieces is fetched again: where more are wrong, it was no accident on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,16 @@ class MemberPort(Protocol):
     async def close(self) -> None: ...
 
 
+def methods_of(port: type) -> set[str]:
+    """The names of what can be called on a member that is a `port`, from another process."""
+    return {
+        name
+        for base in port.__mro__
+        for name, value in vars(base).items()
+        if iscoroutinefunction(value) and not name.startswith("_")
+    }
+
+
 class TrainerPort(MemberPort, Protocol):
     """A trainer rank as the manager sees it."""
 
@@ -83,10 +98,11 @@ class TrainerPort(MemberPort, Protocol):
 class NodePort(MemberPort, Protocol):
     """A rollout node as the manager sees it."""
 
+    async def check(self, arena_nbytes: int, arenas: int) -> None: ...
     async def prepare(self, plan: bytes) -> Member: ...
     async def begin(self, version: int) -> str: ...
     async def stage(self, version: int) -> int: ...
-    async def verify(self, version: int, digests: bytes) -> None: ...
+    async def verify(self, version: int, digests: bytes) -> int: ...
     async def commit(self, version: int, digests: bytes) -> None: ...
     async def drop(self) -> None: ...
     async def rollback(self, version: int) -> int | None: ...
@@ -323,14 +339,31 @@ class RolloutNode(_Participant):
         """Return when the open slot holds every byte, with the bytes moved."""
         return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
 
-    async def verify(self, version: int, digests: bytes) -> None:
-        """Compare the digests of the open slot. Raises IntegrityError that names tensor, piece and owner."""
-        await self._run(lambda: self._verify(self._manifest(version, digests)))
+    async def verify(self, version: int, digests: bytes) -> int:
+        """Compare the digests of the open slot; the number of pieces that were wrong and had to be fetched again.
 
-    def _verify(self, manifest: Manifest) -> None:
+        Raises IntegrityError that names tensor, piece and owner of what stays wrong, or what the backend cannot fetch
+        again; TransportError if that fails.
+        """
+        return await self._run_interruptibly(lambda: self._verify(self._manifest(version, digests)))
+
+    def _verify(self, manifest: Manifest) -> int:
         region = self._open_arena.slot_view().bytes.numpy()
         arrived = self._engine.digests_on_arrival(manifest.version)
-        verify(region, manifest, threads=memory_threads(), arrived=arrived)
+        wrong = differing(region, manifest, threads=memory_threads(), arrived=arrived)
+        if not wrong:
+            return 0
+        is_few = len(wrong) <= max(len(manifest.plan) // REPAIRED_OF, 1)
+        if is_few and self._engine.repair_weights(manifest.version, self._open_arena, wrong):
+            logger.warning(
+                "version %d: %s fetched %d pieces again, which were not what the trainer sent: %s",
+                manifest.version,
+                self.name,
+                len(wrong),
+                named(manifest.plan, wrong),
+            )
+        verify(region, manifest, threads=memory_threads(), arrived=self._engine.digests_on_arrival(manifest.version))
+        return len(wrong)
 
     async def commit(self, version: int, digests: bytes) -> None:
         """Make the open slot the current one."""

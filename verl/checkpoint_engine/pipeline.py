@@ -33,15 +33,20 @@ class Bucket:
     """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
 
 
-def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
+def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int, within: Range | None = None) -> list[Bucket]:
     """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
 
     Long runs go straight to the slot, cut between pieces, or inside one larger than `bucket_nbytes`. The tail of
     the packed region, in parts of at most `bucket_nbytes` (or one piece), goes through the bounce buffer.
+    `within`: only the pieces that belong into this part of the slot, which begins and ends between pieces.
     """
     packing = Packing.of(plan, owner)
-    buckets = [Bucket(owner, (part,), part.nbytes) for part in _straight_parts(packing, bucket_nbytes)]
-    rows = np.flatnonzero(packing.offset >= packing.tail_offset)
+    inside = np.ones(len(packing.offset), bool)
+    if within is not None:
+        places = packing.extents.offset
+        inside = (places >= within.dst_offset) & (places < within.dst_offset + within.nbytes)
+    buckets = [Bucket(owner, (part,), part.nbytes) for part in _straight_parts(packing, inside, bucket_nbytes)]
+    rows = np.flatnonzero(inside & (packing.offset >= packing.tail_offset))
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
     starts = packing.offset[rows]
     ends = starts + packing.nbytes[rows]
@@ -55,6 +60,25 @@ def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int) -> list[Bucket]:
         # An array of machine integers: a node has a bucket for every piece of the model.
         buckets.append(Bucket(owner, (whole,), payload, array("q", (pieces + packing.first).tobytes())))
         first = last
+    return buckets
+
+
+def pieces_again(plan: SyncPlan, pieces: Sequence[int]) -> list[Bucket]:
+    """A bucket for each of `pieces`, as `messages_of` makes them. Pure."""
+    packings: dict[int, Packing] = {}
+    buckets = []
+    for piece in pieces:
+        owner = plan.owner_of(piece)
+        if owner not in packings:
+            packings[owner] = Packing.of(plan, owner)
+        packing = packings[owner]
+        row = piece - packing.first
+        source, nbytes = int(packing.offset[row]), int(packing.nbytes[row])
+        if int(packing.extents.rows[row]) == 1:
+            straight = Range(source, int(packing.extents.offset[row]), nbytes)
+            buckets.append(Bucket(owner, (straight,), nbytes))
+        else:
+            buckets.append(Bucket(owner, (Range(source, 0, nbytes),), nbytes, array("q", [piece])))
     return buckets
 
 
@@ -80,9 +104,9 @@ def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
     return max((part.dst_offset + part.nbytes for part in scattered), default=0)
 
 
-def _straight_parts(packing: Packing, most_nbytes: int) -> Iterator[Range]:
-    """The head of the packed region in parts: where each of them belongs in the slot."""
-    rows = np.flatnonzero(packing.offset < packing.tail_offset)
+def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes: int) -> Iterator[Range]:
+    """The head of the packed region in parts, those pieces that are `inside`: where each belongs in the slot."""
+    rows = np.flatnonzero(inside & (packing.offset < packing.tail_offset))
     if not len(rows):
         return
     rows = rows[np.argsort(packing.offset[rows], kind="stable")]
@@ -144,6 +168,12 @@ class Detour:
                 yield part.reshape(rows, run_nbytes), target
 
 
+STALLED_S = 0.5
+"""Without a bucket: worth saying whom a loop waits for."""
+STOPPED_S = 0.01
+"""After so long at most a loop that waits notices that it is to stop, or that its time is over."""
+
+
 class RangeReader(Protocol):
     """One-sided reads from the packed regions of trainer ranks. Called from one thread.
 
@@ -155,6 +185,9 @@ class RangeReader(Protocol):
 
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived. Raises TransportError if they will not."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a transfer may be done, or after `timeout_s`; perhaps earlier."""
 
     def cancel(self, transfer: Any) -> None:
         """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
@@ -178,6 +211,40 @@ class _Flight:
     transfer: Any
 
 
+class Waiting(Protocol):
+    """Buckets that are still to be fetched, and which of them is next."""
+
+    def next(self, flying: Collection[Bucket]) -> Bucket | None:
+        """What may be started beside those that are under way; None while nothing may."""
+
+    def remove(self, bucket: Bucket) -> None:
+        """`bucket`, which was next, is under way."""
+
+    def __iter__(self) -> Iterator[Bucket]: ...
+
+    def __len__(self) -> int: ...
+
+
+class InOrder:
+    """Never in another order: members of collectives that start them differently wait for each other for ever."""
+
+    def __init__(self, buckets: Iterable[Bucket], max_in_flight: int) -> None:
+        self._buckets = deque(buckets)
+        self._max_in_flight = max_in_flight
+
+    def next(self, flying: Collection[Bucket]) -> Bucket | None:
+        return self._buckets[0] if self._buckets and len(flying) < self._max_in_flight else None
+
+    def remove(self, bucket: Bucket) -> None:
+        self._buckets.popleft()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+
 @dataclass
 class FetchLoop:
     """Fetches buckets of one version, several in flight, at most `bucket_nbytes` per owner at a time."""
@@ -194,11 +261,12 @@ class FetchLoop:
     stop: Stop = field(default_factory=threading.Event)
     """Set from another thread: give up."""
     max_in_flight: int = 8
-    poll_s: float = 0.0002
     interleave: bool = True
     """Over the owners. Otherwise buckets are in the order in which they shall travel."""
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
+    on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
+    """Called again and again, with the owners that are waited for, while nothing arrives."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout_s
@@ -206,10 +274,14 @@ class FetchLoop:
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
         reader's TransportError; nothing is in flight then."""
+        return self.fetch(InOrder(_interleaved(buckets) if self.interleave else buckets, self.max_in_flight))
+
+    def fetch(self, waiting: Waiting) -> int:
+        """As `run`, in the order of `waiting`."""
         detour = Detour(self.plan, self.bounce)
-        waiting = deque(_interleaved(buckets) if self.interleave else buckets)
         flying: list[_Flight] = []
-        done: dict[int, int] = {bucket.owner: 0 for bucket in buckets}
+        landed_s = time.monotonic()
+        done: dict[int, int] = {bucket.owner: 0 for bucket in waiting}
         try:
             while waiting or flying:
                 self._raise_if_stopped()
@@ -220,28 +292,28 @@ class FetchLoop:
                     detour.scatter(flight.bucket, self.region)
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
-                if not landed:
+                if landed:
+                    landed_s = time.monotonic()
+                else:
+                    if time.monotonic() - landed_s > STALLED_S:
+                        self.on_stall(_awaited(flying, waiting))
                     self._check_deadline(flying, waiting, done)
-                    time.sleep(self.poll_s)
+                    self.reader.wait(STOPPED_S)
         except BaseException:
             for flight in flying:
                 self.reader.cancel(flight.transfer)
             raise
         return sum(done.values())
 
-    def _take_off(self, waiting: deque[Bucket], flying: list[_Flight]) -> None:
-        """Start what may be started: no two strided buckets fly to the same place of the bounce buffer.
-
-        Never out of order: members of collectives that start them in different orders wait for each other for ever.
-        """
+    def _take_off(self, waiting: Waiting, flying: list[_Flight]) -> None:
+        """Start what may be started: no two strided buckets fly to the same place of the bounce buffer."""
         taken = {flight.bucket.ranges[0].dst_offset for flight in flying if flight.bucket.scatter}
-        while waiting and len(flying) < self.max_in_flight:
-            bucket = waiting[0]
+        while (bucket := waiting.next([flight.bucket for flight in flying])) is not None:
             if bucket.scatter:
                 if bucket.ranges[0].dst_offset in taken:
                     return
                 taken.add(bucket.ranges[0].dst_offset)
-            waiting.popleft()
+            waiting.remove(bucket)
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
 
@@ -249,10 +321,10 @@ class FetchLoop:
         if self.stop.is_set():
             raise TransportError("given up by the manager", version=self.version, phase="stage")
 
-    def _check_deadline(self, flying: Sequence[_Flight], waiting: Sequence[Bucket], done: dict[int, int]) -> None:
+    def _check_deadline(self, flying: Sequence[_Flight], waiting: Iterable[Bucket], done: dict[int, int]) -> None:
         if time.monotonic() < self._deadline:
             return
-        late = {flight.bucket.owner for flight in flying}
+        late = _awaited(flying, waiting)
         behind = {bucket.owner for bucket in waiting} - late
         message = f"bytes of {self._names(late)} not here within {self.timeout_s:.1f} s"
         if behind:
@@ -295,6 +367,11 @@ def run_together(loops: Sequence[FetchLoop], buckets: Sequence[Bucket]) -> int:
             running.clear()
             ended = None
     return moved
+
+
+def _awaited(flying: Sequence[_Flight], waiting: Iterable[Bucket]) -> set[int]:
+    """The owners that are waited for: of what is under way, or of what may not even be started."""
+    return {flight.bucket.owner for flight in flying} or {bucket.owner for bucket in waiting}
 
 
 def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

@@ -190,6 +190,11 @@ class Extents:
         return len(self.offset)
 
     @property
+    def end(self) -> Int64s:
+        """Behind the last byte of each."""
+        return self.offset + (self.rows - 1) * self.stride + self.run_nbytes
+
+    @property
     def nbytes(self) -> Int64s:
         return self.run_nbytes * self.rows
 

@@ -21,6 +21,18 @@ class Topology:
     trainers: tuple[Member, ...]
     nodes: tuple[Member, ...]
     audience: dict[str, tuple[str, ...]]
+    passed_on: bool = False
+    """Nodes serve other nodes. Those to which trainer ranks send divide the version among themselves, and each node
+    gets the rest from the one node whose audience it is in."""
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Where `passed_on`: the nodes that read from trainer ranks, each its part of a version."""
+        return self.audience[self.trainers[0].name]
+
+    def before(self, node: str) -> Member | None:
+        """Where `passed_on`: whom `node` reads what it does not get from trainer ranks."""
+        return next((other for other in self.nodes if node in self.audience.get(other.name, ())), None)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -115,24 +127,34 @@ def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
     head = tuple(node.name for node in ordered[:1])
     audience = {trainer.name: head for trainer in trainers}
     audience |= {node.name: (after.name,) for node, after in pairwise(ordered)}
-    return Topology(tuple(trainers), tuple(ordered), audience)
+    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
+
+
+def tree(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+    """As `chain`, but every node serves two others: fewer hops for many nodes, and twice the bytes out of each."""
+    ordered = sorted(nodes, key=lambda node: node.index)
+    names = [node.name for node in ordered]
+    audience = {trainer.name: tuple(names[:1]) for trainer in trainers}
+    audience |= {name: tuple(names[2 * place + 1 : 2 * place + 3]) for place, name in enumerate(names)}
+    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
 
 
 def p2p_broadcast(
     trainers: Sequence[Member], nodes: Sequence[Member], device_of: Mapping[str, str] | None = None
 ) -> Topology:
-    """Designated receivers pull every trainer rank's pieces; each passes what it pulled on to all other nodes.
+    """Designated receivers pull a version from the trainer ranks, each another part of it, and pass it on in a ring.
 
     A receiver is a rollout node; the first ones are, by index, as many as there are network devices to pull from.
-    `device_of` names those of trainer ranks; by default each has one of its own. Which bucket goes to which receiver
-    is not said here: see `assign_receiver_ranks`. A single node only pulls.
+    `device_of` names those of trainer ranks; by default each has one of its own. A single node only pulls.
     """
     ordered = sorted(nodes, key=lambda node: node.index)
     devices = {(device_of or {}).get(trainer.name, trainer.name) for trainer in trainers}
     receivers = tuple(node.name for node in ordered[: len(devices)])
     audience = {trainer.name: receivers for trainer in trainers}
-    audience |= {name: tuple(node.name for node in ordered if node.name != name) for name in receivers}
-    return Topology(tuple(trainers), tuple(ordered), audience)
+    audience |= {node.name: (after.name,) for node, after in pairwise(ordered)}
+    if len(receivers) > 1:
+        audience[ordered[-1].name] = (ordered[0].name,)
+    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
 
 
 def best_of(topologies: Sequence[str], *, trainer_hosts: Collection[str], node_hosts: Collection[str]) -> str:
@@ -149,6 +171,7 @@ TOPOLOGIES: dict[str, Callable[[Sequence[Member], Sequence[Member]], Topology]] 
     "direct": direct,
     "broadcast": broadcast,
     "chain": chain,
+    "tree": tree,
     "p2p_broadcast": p2p_broadcast,
 }
 """By the name under which `checkpoint_engine.topology` asks for them."""

@@ -102,6 +102,7 @@ class SyncTransaction:
     when it may change its weights."""
     retries: int = 0
     nbytes_moved: int = 0
+    pieces_repaired: int = 0
     trainer_blocked_s: float = 0.0
     paused_s: dict[str, float] = field(default_factory=dict)
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
@@ -144,6 +145,7 @@ class SyncTransaction:
             else (),
             replicas_quarantined=tuple(self.quarantined),
             retries=self.retries,
+            pieces_repaired=self.pieces_repaired,
             error=str(error) or type(error).__name__ if error else None,
             engine_checks=dict(self.engine_checks),
         )
@@ -202,9 +204,10 @@ class SyncTransaction:
         self.nbytes_moved += sum(moved.values())
         if self.config.verify:
             with self.clock.phase("verify"):
-                await self._all(
+                repaired = await self._all(
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
+            self.pieces_repaired += sum(repaired.values())
         return digests
 
     async def _publish(self) -> None:

@@ -151,6 +151,8 @@ class SyncReport:
     replicas_updated: tuple[str, ...]
     replicas_quarantined: tuple[str, ...]
     retries: int
+    pieces_repaired: int = 0
+    """That arrived wrong, on all nodes together, and were right when they had been fetched again."""
     error: str | None = None
     engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
     """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
@@ -174,6 +176,7 @@ class SyncReport:
             "replicas_updated": len(self.replicas_updated),
             "replicas_quarantined": len(self.replicas_quarantined),
             "retries": self.retries,
+            "pieces_repaired": self.pieces_repaired,
             "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
         }
         scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from contextlib import suppress
 
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+import psutil
 
-SIOCGIFADDR = 0x8915
-"""Asks the kernel for the IPv4 address of an interface: netdevice(7)."""
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 
 
 def reached_at(host: str | None, interface: str | None) -> str:
@@ -45,12 +42,8 @@ def own_address(interface: str | None) -> str:
 
 
 def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", interface.encode())
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return None
+    addresses = psutil.net_if_addrs().get(interface, [])
+    return next((one.address for one in addresses if one.family == socket.AF_INET), None)
 
 
 def _is_here(host: str) -> bool:

@@ -127,5 +127,8 @@ class CopyingReader:
             self.arrived.values[pieces] = digest_pieces(self.reader.slot, extents)
             self.arrived.known[pieces] = True
 
+    def wait(self, timeout_s: float) -> None:
+        self.reader.wait(timeout_s)
+
     def cancel(self, transfer: Any) -> None:
         """The engine closes the wire after every failure; that ends this transfer with all others."""

@@ -295,7 +295,6 @@ class OwnerGroups:
             timeout_s=deadline.remaining_s,
             stop=self._stop,
             max_in_flight=self._communicator.max_in_flight(self._options.in_flight, len(self.messages)),
-            poll_s=POLL_S,
             on_bucket=on_bucket,
         )
         return loop.run([bucket for owner in sorted(self.messages) for bucket in self.messages[owner]])
@@ -319,6 +318,9 @@ class Broadcasts:
         owner, flight = transfer
         with failures(f"the broadcast of {self.groups.name_of(owner)}", self.version):
             return flight.is_done()
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, POLL_S))
 
     def cancel(self, transfer: tuple[int, Flight]) -> None:
         """A broadcast cannot be taken back: it keeps its memory, and the arena gives that slot up."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from verl.checkpoint_engine.types import Range
 from verl.utils.admission import Admission
 
 UInt8s = npt.NDArray[np.uint8]
+LOOK_S = 0.0002
+"""Between two looks at a transfer of a library that does not tell."""
 
 
 class Wire(ABC):
@@ -35,6 +38,9 @@ class Wire(ABC):
 
     keeps: bool = True
     """Registering takes so long that memory which comes again stays registered. Else it is only while it is read."""
+
+    tells: bool = False
+    """A `watch` is answered when the bytes have changed. Otherwise it is a read, and who watches asks again."""
 
     def admit(self, admission: Admission) -> None:  # noqa: B027 - many have nothing to listen on
         """Change who may connect, from now on."""
@@ -65,6 +71,17 @@ class Wire(ABC):
     @abstractmethod
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived. Called until it says so, and then never again."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when some transfer may be done, or after `timeout_s`; perhaps earlier."""
+        time.sleep(min(timeout_s, LOOK_S))
+
+    def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        """`read` a few bytes that its owner changes, where this process already holds them as they were."""
+        return self.read(owner, source, target, nbytes)
+
+    def changed(self) -> None:  # noqa: B027 - most are asked again
+        """Tell peers that `watch` registered memory of this member that it has changed."""
 
     def is_idle(self) -> bool:
         """Whether `close` would break nothing off at the owners; for libraries in which that does harm."""
@@ -147,6 +164,9 @@ class WireReader:
             return self.wire.is_done(transfer.handle)
         except TransportError as exc:
             raise self.located(exc, transfer.owner) from exc
+
+    def wait(self, timeout_s: float) -> None:
+        self.wire.wait(timeout_s)
 
     def cancel(self, transfer: _Transfer) -> None:
         """The engine closes the wire after every failure; that ends this transfer with all others."""

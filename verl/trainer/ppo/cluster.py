@@ -423,7 +423,10 @@ class Cluster:
     def _join(self, config: CheckpointEngineConfig) -> None:
         self.manager = CheckpointEngineManager(
             config=config,
-            trainers=[RayTrainerRank(rank, worker, config) for rank, worker in enumerate(self.actor.workers)],
+            trainers=[
+                RayTrainerRank(rank, worker, config)  # type: ignore[abstract] # see `remote`
+                for rank, worker in enumerate(self.actor.workers)
+            ],
             nodes=self.nodes.ports,
             report_path=sync_report_path(self._config),
         )

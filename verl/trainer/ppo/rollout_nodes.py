@@ -44,7 +44,8 @@ class RolloutNodes:
         self.hosts = hosts
         self._env_vars = env_vars
         self._ports = {
-            index: RayRolloutNode(index, partial(self._start, index, machine)) for index, machine in machines.items()
+            index: RayRolloutNode(index, partial(self._start, index, machine))  # type: ignore[abstract] # see `remote`
+            for index, machine in machines.items()
         }
 
     @property

@@ -28,7 +28,8 @@ from safetensors.torch import save
 
 from tests.hostile.mutations import changed
 from verl.checkpoint_engine import arena
-from verl.checkpoint_engine.backends import chain, kimi_ckpt_engine, one_sided
+from verl.checkpoint_engine.backends import one_sided
+from verl.checkpoint_engine.backends import holder
 from verl.checkpoint_engine.digest import Manifest
 from verl.checkpoint_engine.encoded import parsed, unpacked
 from verl.checkpoint_engine.endpoints import _message
@@ -298,15 +299,9 @@ PARSERS: dict[str, Parser] = {
         (TransportError,),
         "msgpack",
     ),
-    "address in a chain": Parser(
-        json_seed(chain.Endpoint("tcp://10.0.0.1:1", 2**46, 4096)),
-        lambda data, _: parsed(data, chain.Endpoint, "an address"),
-        (TransportError,),
-        "json",
-    ),
-    "address of a receiver": Parser(
-        json_seed(kimi_ckpt_engine.NodeAddress("10.0.0.1:1", 4096)),
-        lambda data, _: parsed(data, kimi_ckpt_engine.NodeAddress, "an address"),
+    "address of a node": Parser(
+        json_seed(holder.Endpoint("tcp://10.0.0.1:1", 2**46, 4096)),
+        lambda data, _: parsed(data, holder.Endpoint, "an address"),
         (TransportError,),
         "json",
     ),

@@ -229,6 +229,7 @@ class NodeHolder:
         passed = self._passed()
         self._offer(publication, served, [*buckets, *(self._parts[number] for number in passed)])
         loop.on_bucket = self._arrived
+        loop.on_stall = lambda owners: self._say_who_is_awaited(1 + max(owners))
         if not passed:
             loop.fetch(InTurn(self._in_flight, buckets))
             return self._plan.layout.payload_nbytes

@@ -28,8 +28,7 @@ from safetensors.torch import save
 
 from tests.hostile.mutations import changed
 from verl.checkpoint_engine import arena
-from verl.checkpoint_engine.backends import one_sided
-from verl.checkpoint_engine.backends import holder
+from verl.checkpoint_engine.backends import holder, one_sided
 from verl.checkpoint_engine.digest import Manifest
 from verl.checkpoint_engine.encoded import parsed, unpacked
 from verl.checkpoint_engine.endpoints import _message

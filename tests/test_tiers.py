@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import tiers
+
+ROOT = Path(__file__).parents[1]
 
 SPIN = "import time\nend = time.process_time() + 0.06\nwhile time.process_time() < end: pass\n"
 CONFIG = """
@@ -44,7 +48,13 @@ def test_what_needs_an_engine_ray_or_ranks_is_left_out(check):
 def test_a_file_that_takes_more_than_its_processor_time_fails_and_says_how_to_mark_it(check):
     result = check(spinning("first", "second", "third"))
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*`make check` gives a file 0. Mark it, or its long tests, with pytest.mark.job*"])
+    result.stdout.fnmatch_lines(
+        ["*`make check` gives a file 0. Mark its long tests with pytest.mark.job, or add it to PLACES*"]
+    )
+
+
+def test_every_place_that_is_left_out_exists():
+    assert [place for place in tiers.PLACES if not (ROOT / place).exists()] == []
 
 
 def test_a_test_that_connects_to_ray_fails(check):

@@ -36,8 +36,8 @@ from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written once."""

@@ -32,7 +32,7 @@ from benchmarks.processes import fresh_processes
 from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
 from verl.checkpoint_engine.errors import IntegrityError, TransportError
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 TIMEOUT = timedelta(seconds=300)
 

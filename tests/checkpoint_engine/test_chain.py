@@ -17,11 +17,11 @@ from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
-from verl.checkpoint_engine.backends.holder import part_nbytes_for
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
-from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.links.holder import part_nbytes_for
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 QUICK_S = 20.0
 """Far below every deadline."""

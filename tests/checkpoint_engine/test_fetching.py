@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.packed import Packing
-from verl.checkpoint_engine.pipeline import (
+from verl.checkpoint_engine.links.fetch import (
     Bucket,
     FetchLoop,
     bounce_nbytes,
@@ -26,9 +24,11 @@ from verl.checkpoint_engine.pipeline import (
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Range, Shard, TensorSpec
 
 
 def plan_of(shapes: Sequence[tuple[int, ...]], *, owners: int, columns: bool, block_nbytes: int) -> SyncPlan:

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint_engine.test_fetching import plan_of, plans
-from verl.checkpoint_engine.backends.holder import UPSTREAM, InTurn, parts_of, shares_of
-from verl.checkpoint_engine.pipeline import Bucket, messages_of
-from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.types import Range
+from verl.checkpoint_engine.links.fetch import Bucket, messages_of
+from verl.checkpoint_engine.links.holder import UPSTREAM, InTurn, parts_of, shares_of
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.types import Range
 
 
 @given(plan=plans, receivers=st.integers(1, 5))

@@ -22,13 +22,13 @@ pytest.importorskip("mooncake", reason="mooncake is not installed", exc_type=Imp
 
 from verl.checkpoint_engine.backends import kimi_ckpt_engine
 from verl.checkpoint_engine.backends.kimi_ckpt_engine import KimiCkptEngine, _rdma_devices
-from verl.checkpoint_engine.backends.wires import OwnerAddress
 from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
-from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
+from verl.checkpoint_engine.links.wire import OwnerAddress
+from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
+from verl.checkpoint_engine.plan.topology import Topology, p2p_broadcast
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
-from verl.checkpoint_engine.topology import Topology, p2p_broadcast
-from verl.checkpoint_engine.types import Member
 from verl.utils import config as strict
 
 
@@ -229,7 +229,7 @@ async def test_a_share_of_memory_that_holds_no_piece_is_refused(tmp_path: Path):
 
 
 async def test_the_bucket_size_bounds_every_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verl.checkpoint_engine.backends.holder.LEAST_PART_NBYTES", 2**24)
+    monkeypatch.setattr("verl.checkpoint_engine.links.holder.LEAST_PART_NBYTES", 2**24)
     largest = []
     async with fleet_of(
         TENSORS, tmp_path, kimi={"bucket_size_megabytes": 2}, update_weights_bucket_megabytes=64

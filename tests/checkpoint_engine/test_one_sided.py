@@ -22,7 +22,6 @@ import torch
 
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource, open_descriptors, soon
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import Stamp, Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
     BackendUnavailable,
@@ -31,6 +30,7 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
+from verl.checkpoint_engine.links.wire import Stamp, Wire, WireReader, within
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
 
 TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
@@ -225,7 +225,7 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.memory_threads", lambda: threads)
-    monkeypatch.setattr("verl.checkpoint_engine.backends.copying.LEAST_NBYTES", 2**19)
+    monkeypatch.setattr("verl.checkpoint_engine.links.copying.LEAST_NBYTES", 2**19)
     async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", block_kilobytes=64) as fleet:
         engine = engine_of(fleet.nodes[0])
         for version in range(3):

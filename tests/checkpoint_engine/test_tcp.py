@@ -22,6 +22,11 @@ HOST = "127.0.0.1"
 DEADLINE_S = 10.0
 
 
+@pytest.fixture(autouse=True)
+def patient_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.checkpoint_engine.backends.tcp.WATCHED_S", 60.0)
+
+
 @pytest.fixture
 def owner() -> Iterator[TcpWire]:
     wire = TcpWire(HOST, 4)

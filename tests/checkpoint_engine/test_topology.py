@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.topology import (
+from verl.checkpoint_engine.plan.topology import (
     Lane,
     across_hosts,
     best_of,
@@ -16,7 +16,7 @@ from verl.checkpoint_engine.topology import (
     p2p_broadcast,
     tree,
 )
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.plan.types import Member
 
 
 def members(role: str, *indices: int) -> list[Member]:

@@ -23,21 +23,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.checkpoint_engine.arena import NodeArena, open_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import PieceDigests
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, open_committed
+from verl.checkpoint_engine.memory.digest import PieceDigests
+from verl.checkpoint_engine.memory.publishing import Publication
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication
-from verl.checkpoint_engine.topology import Topology
-from verl.checkpoint_engine.types import Member
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.plan.types import TensorMeta
     from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-    from verl.checkpoint_engine.types import TensorMeta
+    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 __all__ = [
     "Capabilities",
@@ -47,7 +47,11 @@ __all__ = [
     "CheckpointEngineWithCache",
     "TensorMeta",
 ]
-_ELSEWHERE = {"CheckpointEngineManager": "manager", "CheckpointEngineRegistry": "registry", "TensorMeta": "types"}
+_ELSEWHERE = {
+    "CheckpointEngineManager": "sync.manager",
+    "CheckpointEngineRegistry": "registry",
+    "TensorMeta": "plan.types",
+}
 """verl has these here, too. They import this module, so they are looked up when somebody asks."""
 
 

@@ -17,23 +17,23 @@ from pathlib import Path
 import msgspec
 
 from verl import envs
-from verl.checkpoint_engine.backends.addresses import reached_at
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import OwnerAddress, Wire
 from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
-from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
-from verl.checkpoint_engine.parameter_server.rdma import (
+from verl.checkpoint_engine.links.network import reached_at
+from verl.checkpoint_engine.links.rdma import (
     INFINIBAND,
     get_my_rdma_device,
     get_rdma_devices,
     list_ib_devices,
 )
-from verl.checkpoint_engine.plan import SyncPlan
-from verl.checkpoint_engine.topology import Topology, p2p_broadcast
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.links.wire import OwnerAddress, Wire
+from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
+from verl.checkpoint_engine.plan.encoded import parsed
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, p2p_broadcast
+from verl.checkpoint_engine.plan.types import Member
 from verl.utils import config as strict
 
 NAME = "kimi_ckpt_engine"

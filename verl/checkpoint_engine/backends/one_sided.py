@@ -20,23 +20,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.arena import NodeArena
-from verl.checkpoint_engine.backends.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
-from verl.checkpoint_engine.backends.holder import (
-    IN_FLIGHT,
-    NodeHolder,
-    part_nbytes_for,
-    publication_of,
-)
-from verl.checkpoint_engine.backends.wires import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import PieceDigests
-from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import align
-from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.pipeline import (
+from verl.checkpoint_engine.links.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
+from verl.checkpoint_engine.links.fetch import (
     STOPPED_S,
     Bucket,
     FetchLoop,
@@ -47,12 +35,24 @@ from verl.checkpoint_engine.pipeline import (
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.links.holder import (
+    IN_FLIGHT,
+    NodeHolder,
+    part_nbytes_for,
+    publication_of,
+)
+from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.digest import PieceDigests
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import Publication, publish
+from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.encoded import parsed
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, publish
-from verl.checkpoint_engine.threads import memory_threads
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 from verl.utils.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0

@@ -22,13 +22,13 @@ from typing import Final
 import msgspec
 import xxhash
 
-from verl.checkpoint_engine.backends.addresses import reached_at
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.config import CheckpointEngineConfig, TcpOptions
-from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.links.network import reached_at
+from verl.checkpoint_engine.links.wire import UInt8s, Wire
+from verl.checkpoint_engine.plan.encoded import parsed
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.utils import config as strict
 from verl.utils.admission import Admission
 

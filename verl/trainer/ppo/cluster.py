@@ -17,12 +17,12 @@ from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.publishing import publisher_environment
+from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.plan.topology import best_of
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.topology import best_of
-from verl.checkpoint_engine.transaction import Boundary
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.transaction import Boundary
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.checkpoints import CheckpointDirectory
 from verl.trainer.ppo.placement import (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState

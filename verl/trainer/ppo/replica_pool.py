@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 import ray
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.trainer.ppo.placement import place_another
 from verl.utils.config import ConfigError
 from verl.workers.rollout import Placement, RolloutReplica

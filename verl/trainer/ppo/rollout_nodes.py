@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.deadline import all_within
+from verl.checkpoint_engine.sync.deadline import all_within
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode
 

@@ -47,6 +47,7 @@ A, R, F, M = (
     "actor_rollout_ref.ref",
     "actor_rollout_ref.actor.megatron",
 )
+C = "algorithm.rollout_correction"
 GRPO = (
     "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 "
     "data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=builtin:tiny-qwen2 "
@@ -155,6 +156,29 @@ LAUNCHES = (
         said="context_parallel_size=2: sequences are not split",
     ),
     Launch("one step off", "one_step_off", ASYNC, said="separate"),
+    Launch(
+        "one step off that rejects sequences",
+        "one_step_off",
+        f"{ASYNC} {R}.calculate_log_probs=True {C}.rollout_is=null {C}.rollout_is_threshold=null "
+        f"{C}.rollout_rs=seq_mean_k1 {C}.rollout_rs_threshold=0.999_1.001 {C}.bypass_mode=false",
+    ),
+    Launch(
+        "the plain policy gradient with importance weights",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=rloo {C}.bypass_mode=true {C}.loss_type=reinforce {C}.rollout_is=sequence "
+        f"{C}.rollout_is_batch_normalize=true {C}.rollout_is_threshold=2.0 {C}.rollout_rs=null",
+    ),
+    Launch(
+        "rejection as older releases name it",
+        "hybrid",
+        f"{GRPO} {C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.01",
+    ),
+    Launch(
+        "bounds that are read as one number",
+        "hybrid",
+        f"{GRPO} {C}.rollout_is=token {C}.rollout_is_threshold=0.5_2",
+        refused="two bounds are written like 0.5_2.0",
+    ),
     Launch(
         "one step off with megatron",
         "one_step_off",

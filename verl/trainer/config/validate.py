@@ -119,9 +119,15 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
                 algorithm.rollout_correction.rollout_is is not None,
                 f"algorithm.rollout_correction.rollout_is={algorithm.rollout_correction.rollout_is}",
             ),
+            (algorithm.rollout_correction.rejects, "algorithm.rollout_correction.rollout_rs"),
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
+    if algorithm.rollout_correction.loss_type == "reinforce" and not actor.use_rollout_log_probs:
+        yield (
+            "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "
+            "algorithm.rollout_correction.bypass_mode=true"
+        )
     if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk") and rollout.n < 2:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "

@@ -107,8 +107,10 @@ def expert_parallel(value: Any, at: Values) -> Any:
     )
 
 
-def rejection(value: Any, at: Values) -> bool:
-    return value is None or at("algorithm.rollout_correction.rollout_rs") is None
+def rejections(value: Any, _: Values) -> Any:
+    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean."""
+    older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    return older.get(value, value) if isinstance(value, str) else value
 
 
 def format_of_load(value: Any, _: Values) -> Any:

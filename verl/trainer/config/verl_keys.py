@@ -31,7 +31,7 @@ from verl.trainer.config.verl_conversions import (
     one_of,
     profiler_tool,
     profiles,
-    rejection,
+    rejections,
     same_family,
     scheduler,
 )
@@ -480,15 +480,10 @@ RULES: dict[str, Rule] = {
     ),
     "trainer.ray_wait_register_center_timeout": NoEffect(why="workers need no register center"),
     "trainer.esi_redundant_time": NoEffect(why="0 is off", only=_is(0), otherwise="see trainer.save_freq"),
-    f"{_CORRECTION}.rollout_rs": NoEffect(
-        why="it is off", only=_is(None), otherwise=f"the nearest is {_CORRECTION}.rollout_is"
-    ),
-    f"{_CORRECTION}.rollout_rs_threshold": NoEffect(
-        why="only with rollout_rs", only=rejection, otherwise=f"the nearest is {_CORRECTION}.rollout_is_threshold"
-    ),
-    f"{_CORRECTION}.rollout_is_batch_normalize": _off("importance weights are not normalised"),
-    f"{_CORRECTION}.loss_type": NoEffect(
-        why="it is PPO's", only=_is("ppo_clip"), otherwise=f"the nearest is {_ACTOR}.policy_loss.loss_mode"
+    f"{_CORRECTION}.rollout_rs_threshold_lower": NoEffect(
+        why="it is null",
+        only=_is(None),
+        otherwise=f"set {_CORRECTION}.rollout_rs_threshold to both, like 0.5_2.0",
     ),
     "async_training.use_trainer_do_validate": _off("the rollout engines validate"),
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
@@ -540,6 +535,7 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     "critic.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
+    f"{_CORRECTION}.rollout_rs": rejections,
     f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 """Keys that are here, too, and values of verl's that have other names here."""

@@ -30,7 +30,11 @@ from verl.trainer.ppo.kl_control import (
     apply_kl_penalty,
     get_kl_controller,
 )
-from verl.trainer.ppo.rollout_correction import compute_rollout_importance_weights, rollout_probs_diff_metrics
+from verl.trainer.ppo.rollout_correction import (
+    compute_rollout_importance_weights,
+    rejected,
+    rollout_probs_diff_metrics,
+)
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.losses import (
     POLICY_LOSS_REGISTRY,
@@ -87,5 +91,6 @@ __all__ = [
     "needs_values",
     "register_adv_est",
     "register_policy_loss",
+    "rejected",
     "rollout_probs_diff_metrics",
 ]

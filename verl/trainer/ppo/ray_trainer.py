@@ -320,7 +320,18 @@ class RayPPOTrainer:
             config=algorithm,
             **critic,
         )
+        self.reject(batch, now)
         return batch
+
+    def reject(self, batch: DataProto, now: Step) -> None:
+        """Leave out of the update what the rollout engine's policy and the trainer's are too far apart for."""
+        tensors, correction = tensors_of(batch), self.config.algorithm.rollout_correction
+        if self.config.actor_rollout_ref.actor.use_rollout_log_probs or not correction.rejects:
+            return  # the loss does it, with the policy as it is then
+        tensors["response_mask"], metrics = core_algos.rejected(
+            tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
+        )
+        now.metrics |= metrics
 
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import Section, option, section
+from verl.utils.config import ConfigError, Section, option, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +19,104 @@ class KLControlConfig(Section):
     target_kl: float = option(0.1, "KL that the adaptive controller aims at", above=0)
 
 
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(Section):
-    """Importance sampling between the rollout engine's policy and the trainer's."""
+    """Importance sampling between the rollout engine's policy and the trainer's, and rejection of what is far off."""
 
     rollout_is: str | None = option(
         None, "importance weights per token, per sequence, or none", choices=(None, "token", "sequence")
     )
-    rollout_is_threshold: float = option(2.0, "weights are truncated at this value", above=0)
+    rollout_is_threshold: str | float = option(
+        2.0, "weights are truncated at this value; lower_upper, like 0.5_5.0: those outside are 0 (IcePop)", above=0
+    )
+    rollout_is_batch_normalize: bool = option(
+        False, "weights are divided by their mean over the batch; with loss_type=reinforce, over the micro-batch"
+    )
+    rollout_rs: str | None = option(
+        None, f"what is not learned from, one or several with commas between them, of {', '.join(REJECTIONS)}"
+    )
+    rollout_rs_threshold: str | float | None = option(
+        None,
+        "bounds of rollout_rs, one or one for each: k1 takes ratios lower_upper, like 0.999_1.001, or an upper one, "
+        "whose inverse is the lower; k2 and k3 take a largest divergence",
+    )
+    rollout_token_veto_threshold: float | None = option(
+        None, "a sequence with a token whose ratio is below this is not learned from", above=0
+    )
+    loss_type: str = option(
+        "ppo_clip",
+        "with actor.use_rollout_log_probs: the loss of actor.policy_loss, or reinforce, the plain policy gradient with "
+        "importance weights",
+        choices=("ppo_clip", "reinforce"),
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.is_bounds, self.rejections
+
+    @property
+    def is_bounds(self) -> tuple[float | None, float]:
+        """(lower, upper) of importance weights; without a lower bound they are truncated."""
+        name = "rollout_correction.rollout_is_threshold"
+        lower, upper = _bounds(self.rollout_is_threshold, name)
+        if upper <= 0:
+            raise ConfigError(f"{name}={self.rollout_is_threshold} must be above 0")
+        return lower, upper
+
+    @property
+    def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
+        """(name, lower, upper) of each of `rollout_rs`: ratios for k1, else an upper divergence alone."""
+        key = "rollout_correction.rollout_rs"
+        given = self.rollout_rs_threshold
+        if not self.rollout_rs:
+            if given is not None:
+                raise ConfigError(f"{key}_threshold={given} needs {key}, like seq_mean_k1")
+            return ()
+        names = [name.strip() for name in self.rollout_rs.split(",")]
+        if unknown := sorted(set(names) - set(REJECTIONS)):
+            raise ConfigError(f"{key}={self.rollout_rs}: {unknown[0]!r} is none of {', '.join(REJECTIONS)}")
+        if given is None:
+            raise ConfigError(f"{key}={self.rollout_rs} needs {key}_threshold, like 0.5_2.0")
+        thresholds = str(given).split(",")
+        if len(thresholds) not in (1, len(names)):
+            raise ConfigError(f"{key}_threshold={given} has {len(thresholds)} bounds for {len(names)} of {key}")
+        thresholds = thresholds * len(names) if len(thresholds) == 1 else thresholds
+        return tuple(_rejection(name, text.strip(), key) for name, text in zip(names, thresholds, strict=True))
+
+    @property
+    def rejects(self) -> bool:
+        return bool(self.rejections) or self.rollout_token_veto_threshold is not None
+
+
+def _rejection(name: str, text: str, key: str) -> tuple[str, float | None, float]:
+    lower, upper = _bounds(text, f"{key}_threshold")
+    if not name.endswith("k1"):
+        if lower is not None or upper <= 0:
+            raise ConfigError(f"{key}_threshold={text}: {name} takes one divergence above 0")
+        return name, None, upper
+    lower = 1.0 / upper if lower is None and upper > 0 else lower
+    if lower is None or not 0 < lower < upper:
+        raise ConfigError(f"{key}_threshold={text}: {name} takes ratios 0 < lower < upper, like 0.5_2.0")
+    return name, lower, upper
+
+
+def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
+    """Of a number, or of two with _ between them."""
+    if isinstance(value, (int, float)):
+        return None, float(value)
+    lower, _, upper = value.rpartition("_")
+    try:
+        numbers = (float(lower) if lower else None), float(upper)
+    except ValueError as exc:
+        raise ConfigError(f"{key}={value}: write a number, or two like 0.5_2.0") from exc
+    if not all(number is None or math.isfinite(number) for number in numbers):
+        raise ConfigError(f"{key}={value} must be finite")
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

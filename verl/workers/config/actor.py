@@ -31,10 +31,17 @@ class PolicyLossConfig(Section):
     """Which policy loss."""
 
     loss_mode: str = option(
-        "vanilla", "vanilla, gspo, geo_mean, gpg, sapo, cispo, or a name registered with register_policy_loss"
+        "vanilla",
+        "vanilla, gspo, geo_mean, gpg, sapo, cispo, clip_cov, kl_cov, dppo_tv, dppo_kl, or a name registered with "
+        "register_policy_loss",
     )
     tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", above=0)
     tau_neg: float = option(1.05, "sapo: temperature of the gate for the others", above=0)
+    clip_cov_ratio: float = option(0.0002, "clip_cov: share of tokens that are not learned from", above=0, most=1)
+    clip_cov_lb: float = option(1.0, "clip_cov: they are drawn from those whose covariance is above this")
+    clip_cov_ub: float = option(5.0, "clip_cov: and below this")
+    kl_cov_ratio: float = option(0.0002, "kl_cov: share of tokens that get a KL penalty", above=0, most=1)
+    ppo_kl_coef: float = option(0.1, "kl_cov: weight of that penalty", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -334,6 +334,7 @@ RULES: dict[str, Rule] = {
     ),
     "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
     "reward.reward_kwargs.*": Moved(to=(f"{_REWARD}.reward_kwargs.*",)),
+    f"{_REWARD}.overlong_buffer.*": Moved(to=(f"{_REWARD}.reward_kwargs.overlong_buffer_cfg.*",)),
     "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
     **_reward("reward"),
     f"{_REWARD}.model.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
@@ -436,9 +437,8 @@ RULES: dict[str, Rule] = {
     f"{_POLICY}.model.torch_dtype": NoEffect(why="the dtypes are those of fsdp_config"),
     f"{_POLICY}.ref.model.*": Refused(why="the reference policy is the model that training begins with"),
     f"{_ACTOR}.calculate_sum_pi_squared": NoEffect(
-        why="only the optimal token baseline reads it",
-        only=lambda value, at: not value or at("algorithm.adv_estimator") != "optimal_token_baseline",
-        otherwise="the optimal token baseline is not here",
+        why="it is computed for the optimal token baseline, which alone reads it, by one more pass over the batch",
+        costs=_true,
     ),
     f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
@@ -488,7 +488,9 @@ RULES: dict[str, Rule] = {
     "async_training.use_trainer_do_validate": _off("the rollout engines validate"),
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
     # Not here.
-    **_disabled("algorithm.filter_groups", "no groups are filtered out of a batch"),
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
+        why="one batch is generated at a time: the same groups, later", costs=_above_1
+    ),
     **_disabled(
         "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
     ),
@@ -500,8 +502,6 @@ RULES: dict[str, Rule] = {
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
     "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
     "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
-    "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
-    "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
     f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
     **{
         f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)

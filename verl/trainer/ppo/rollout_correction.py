@@ -51,14 +51,12 @@ def compute_rollout_importance_weights(
 
 def _spread(name: str, fraction: str, ratios: torch.Tensor, config: RolloutCorrectionConfig) -> dict[str, float]:
     lower, upper = config.is_bounds
+    low = 1.0 / upper if lower is None else lower
     return {
         f"rollout_corr/{name}_min": ratios.min().item(),
         f"rollout_corr/{name}_max": ratios.max().item(),
         f"rollout_corr/{name}_{fraction}_high": (ratios > upper).float().mean().item(),
-        f"rollout_corr/{name}_{fraction}_low": (ratios < (1.0 / upper if lower is None else lower))
-        .float()
-        .mean()
-        .item(),
+        f"rollout_corr/{name}_{fraction}_low": (ratios < low).float().mean().item(),
     }
 
 

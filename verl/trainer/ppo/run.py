@@ -175,7 +175,7 @@ def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model
         timeout_s=settings.timeout_s,
         keep_special_tokens=settings.keep_special_tokens,
         end_token_ids=_end_token_ids(config, tokenizer, model_path),
-        penalty=overlong_penalty(settings),
+        penalty=overlong_penalty(settings, config.data.max_response_length),
     )
 
 

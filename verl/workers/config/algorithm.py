@@ -120,13 +120,26 @@ def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: prompts are drawn until a batch is full of groups whose responses differ."""
+
+    enable: bool = option(False, "leave out groups whose responses all have the same metric (hybrid mode)")
+    metric: str | None = option(
+        None, "acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
+    )
+    max_num_gen_batches: int = option(
+        0, "batches of data.gen_batch_size prompts for one step; then the run ends. 0: one pass over the data"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
     """Advantages and KL."""
 
     adv_estimator: str = option(
         "grpo",
-        "gae, grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a name "
-        "registered with register_adv_est (verl: gae)",
+        "gae, grpo, grpo_passk, rloo, remax, opo, gpg, gdpo, optimal_token_baseline, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, or a name registered with register_adv_est (verl: gae)",
     )
     gamma: float = option(1.0, "discount factor", least=0, most=1)
     lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)
@@ -135,6 +148,9 @@ class AlgorithmConfig(Section):
     kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    gdpo_reward_keys: list[str] = option([], "gdpo: the numbers of the reward function's dict that are its components")
+    gdpo_reward_weights: list[float] = option([], "gdpo: the weight of each of them; empty: 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +181,9 @@ class OverlongBufferConfig(Section):
 class RewardKwargsConfig(Section):
     """What a reward manager takes."""
 
-    max_resp_len: int | None = option(None, "longest response that has no more than the whole penalty", least=1)
+    max_resp_len: int | None = option(
+        None, "longest response that has no more than the whole penalty; null: data.max_response_length", least=1
+    )
     overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig)
 
 

@@ -30,6 +30,7 @@ from verl.utils.device import resolve_device
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
 from verl.utils.reward_score import load_reward_function
+from verl.utils.tracking import missing_packages
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     if path is not None:
         _look_at_model(config, path, device, attempt)
+    checked.lacking.extend(f"not here: {line}" for line in missing_packages(config.trainer.logger))
     if not checked.problems:
         checked.plan.extend(lines(config, device, None))
     return checked

@@ -1,7 +1,7 @@
 """Keys of verl that are not keys here: where they went, why they change nothing, or why they are refused.
 
 A script of verl's is told so instead of being misunderstood. One table, as data; `verl.trainer.config.verl_rules` has
-the kinds of rules, `verl.trainer.config.translation` applies them. docs/verl_keys.md is generated from it.
+the kinds of rules, `verl.trainer.config.translation` applies them. docs/coming-from-verl.md is generated from it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,9 @@ class AlgorithmConfig(Section):
     adv_estimator: str = option(
         "grpo",
         "gae, grpo, grpo_passk, rloo, remax, opo, gpg, gdpo, optimal_token_baseline, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, or a name registered with register_adv_est (verl: gae)",
+        "reinforce_plus_plus_baseline, or a name registered with register_adv_est; null: grpo with a built-in model "
+        "and built-in data, else verl's gae",
+        follows=True,
     )
     gamma: float = option(1.0, "discount factor", least=0, most=1)
     lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)

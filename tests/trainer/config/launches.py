@@ -156,6 +156,7 @@ LAUNCHES = (
         "reward.reward_manager.name=gdpo",
     ),
     Launch("gdpo without components", "hybrid", f"{GRPO} algorithm.adv_estimator=gdpo", refused="gdpo_reward_keys"),
+    Launch("a KL loss with another gradient", "hybrid", f"{GRPO} {A}.kl_loss_type=k3+"),
     Launch("dppo", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=dppo_tv", said="loss dppo_tv"),
     Launch(
         "kl_cov",

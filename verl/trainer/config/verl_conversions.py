@@ -154,7 +154,10 @@ def dtype_of(value: Any, _: Values) -> Any:
 
 def kl_name(value: Any, _: Values) -> Any:
     """verl has two names for each estimator."""
-    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(value, value)
+    if not isinstance(value, str):
+        return value
+    name = value.removesuffix("+")
+    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(name, name) + value[len(name) :]
 
 
 def divides_ranks(value: Any, at: Values) -> Any:

@@ -351,8 +351,9 @@ class RayPPOTrainer:
         """
         temperature = self.config.actor_rollout_ref.rollout.temperature
         sharper = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, "temperature": temperature / 2})
-        halved: torch.Tensor = tensors_of(self.cluster.actor.compute_log_prob(sharper))["old_log_probs"]
-        return (2.0 * tensors_of(batch)["old_log_probs"] - halved).exp().clamp(max=1.0)
+        at_half: torch.Tensor = tensors_of(self.cluster.actor.compute_log_prob(sharper))["old_log_probs"]
+        log_prob: torch.Tensor = tensors_of(batch)["old_log_probs"]
+        return (2.0 * log_prob - at_half).exp().clamp(max=1.0)
 
     def add_reference_log_probs(self, batch: DataProto) -> DataProto:
         if not needs_reference(self.config):

@@ -10,6 +10,7 @@ from verl.workers.config.optim import OptimizerConfig
 from verl.workers.config.profiler import ProfilerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_LOSSES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -89,7 +90,7 @@ class ActorConfig(Section):
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")
     kl_loss_coef: float = option(0.001, "weight of that penalty", least=0)
-    kl_loss_type: str = option("low_var_kl", "KL estimator", choices=("kl", "abs", "mse", "low_var_kl"))
+    kl_loss_type: str = option("low_var_kl", "KL estimator; with + its gradient is that of mse", choices=KL_LOSSES)
     grad_clip: float = option(1.0, "largest gradient norm", above=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     use_rollout_log_probs: bool = option(False, "take the rollout engine's log-probs as old log-probs")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.protocol import DataProto, tensors_of
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import LossFunction

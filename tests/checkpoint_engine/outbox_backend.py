@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWithCache
-from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 
 
 @CheckpointEngineRegistry.register("outbox")

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint_engine.fakes import Fleet, soon
-from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.plan.topology import MAX_LANES
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.topology import MAX_LANES
 
 TENSORS = {"w": torch.randn(2000, 900), "norm": torch.randn(7)}
 

@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.packed import Packing
-from verl.checkpoint_engine.pipeline import (
+from verl.checkpoint_engine.links.fetch import (
     Bucket,
     FetchLoop,
     bounce_nbytes,
@@ -26,9 +24,11 @@ from verl.checkpoint_engine.pipeline import (
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Range, Shard, TensorSpec
 
 
 def plan_of(shapes: Sequence[tuple[int, ...]], *, owners: int, columns: bool, block_nbytes: int) -> SyncPlan:
@@ -113,6 +113,9 @@ class MemoryReader:
         self.in_flight.remove((owner, transfer["bounce"]))
         return True
 
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0.0002)
+
     def cancel(self, transfer: dict) -> None:
         self.cancelled.append(transfer["owner"])
         self.in_flight.remove((transfer["owner"], transfer["bounce"]))
@@ -133,7 +136,7 @@ def fetch(
     bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
     of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
     reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
-    arguments = {"version": 7, "timeout_s": 5.0, "poll_s": 0.0001} | options
+    arguments = {"version": 7, "timeout_s": 5.0} | options
     return FetchLoop(reader=reader, plan=plan, region=reader.slot, bounce=bounce, **arguments), reader, buckets
 
 

@@ -17,10 +17,10 @@ from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingR
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet
 from tests.checkpoint_engine.test_contract import assert_bit_equal
 from tests.checkpoint_engine.test_one_sided import engine_of, fleet_of
-from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError
-from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.sync.participants import RolloutNode
 
 LATE = [*CHAINS, using("kimi_ckpt_engine")]
 

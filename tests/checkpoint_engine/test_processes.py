@@ -17,8 +17,8 @@ import torch
 from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, arenas_in, soon, spare_slot
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import TrainerRank
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import TrainerRank
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 

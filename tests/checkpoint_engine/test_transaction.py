@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in, soon, spare_slot
-from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
     CheckpointEngineError,
@@ -27,7 +26,8 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.types import Shard
+from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.plan.types import Shard
 
 SHORT_S = 0.5
 OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from tests.hostile.test_parsers import LAYOUT, RANKS
-from verl.checkpoint_engine.arena import ARENA_PREFIX, NodeArena, committed_version
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, PlanError
-from verl.checkpoint_engine.janitor import YOUNG_S, sweep
+from verl.checkpoint_engine.memory.arena import ARENA_PREFIX, NodeArena, committed_version
+from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
 from verl.checkpoint_engine.parameter_server.metas import load_metas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
-from verl.checkpoint_engine.participants import RolloutNode
-from verl.checkpoint_engine.shards import ShardTable
-from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.trainer.fleet.wanted_replicas import WantedReplicas
 
 MOST_S = 1.0
 

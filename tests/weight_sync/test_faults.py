@@ -20,7 +20,6 @@ from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, LocalTrainer, PlainTrainerOnRay
 from tests.workers.rollout.test_death import server_process
-from verl.checkpoint_engine.arena import Committed, committed_version
 from verl.checkpoint_engine.errors import (
     ActivationError,
     IntegrityError,
@@ -28,7 +27,8 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.layout import Layout
+from verl.checkpoint_engine.memory.arena import Committed, committed_version
+from verl.checkpoint_engine.plan.layout import Layout
 from verl.workers.rollout import RolloutReplica
 
 DAMAGED = "model.layers.1.mlp.down_proj.weight"

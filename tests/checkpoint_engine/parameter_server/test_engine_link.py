@@ -18,11 +18,11 @@ from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.parameter_server import link_process
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
 from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.memory.host_memory import KeptMemory, shared_memory
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights, receive
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory, shared_memory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
+from verl.checkpoint_engine.plan.layout import align
 
 HALF_NBYTES = 8192
 Weights = dict[str, torch.Tensor]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure

@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.test_collective import native_threads
-from verl.checkpoint_engine.backends.communicators import Gloo
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.config import GlooOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.links.communicators import Gloo
+from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.parameter_server.groups import Group
 
 RANKS = [0, 1]

@@ -12,8 +12,9 @@ from typing import Self
 
 import torch
 
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
@@ -21,7 +22,6 @@ from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.publishing import copy_values
 
 STAMP_NBYTES = 8
 POLL_S = 0.2

@@ -17,11 +17,11 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from verl import envs
-from verl.checkpoint_engine.backends.communicators import Gloo, GroupMaker, Hccl, Nccl
-from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
-from verl.checkpoint_engine.topology import Lane
+from verl.checkpoint_engine.links.communicators import Gloo, GroupMaker, Hccl, Nccl
+from verl.checkpoint_engine.links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
+from verl.checkpoint_engine.plan.topology import Lane
 from verl.utils.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20

@@ -17,9 +17,9 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from verl.checkpoint_engine import errors
-from verl.checkpoint_engine.backends.rendezvous import Deadline
-from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.plan.encoded import unpacked
 
 PULSE_S = 0.2
 HASTE_S = 0.005

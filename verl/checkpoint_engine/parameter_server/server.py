@@ -19,18 +19,18 @@ import msgspec
 import torch
 
 from verl import envs
-from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.links.rdma import choose_wire
+from verl.checkpoint_engine.memory.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
 from verl.checkpoint_engine.parameter_server.fetching import Sources
 from verl.checkpoint_engine.parameter_server.holdings import Holdings
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
 from verl.checkpoint_engine.parameter_server.rank_device import Device
-from verl.checkpoint_engine.parameter_server.rdma import choose_wire
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
 from verl.checkpoint_engine.parameter_server.undertakings import Undertakings
+from verl.checkpoint_engine.plan.encoded import unpacked
 
 DEFAULT_MEM_FRACTION = 0.9
 DEFAULT_TIMEOUT_S = 600.0

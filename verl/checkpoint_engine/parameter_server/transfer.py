@@ -21,10 +21,10 @@ from functools import cached_property, partial
 import torch
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportTimeout
+from verl.checkpoint_engine.memory.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.progress import Events
 from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from verl.checkpoint_engine.backends.addresses import own_address
-from verl.checkpoint_engine.backends.communicators import GroupMaker
-from verl.checkpoint_engine.backends.rendezvous import LOOPBACK, Deadline
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from verl.checkpoint_engine.links.communicators import GroupMaker
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.links.rendezvous import LOOPBACK, Deadline
 from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
 from verl.checkpoint_engine.parameter_server.progress import FirstFailure
 from verl.checkpoint_engine.parameter_server.roster import Roster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.trainer.ppo.placement import num_replicas
+from verl.trainer.fleet.placement import num_replicas
 from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
 from verl.workers.config import PPOConfig
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
-from verl.trainer.ppo.cluster import make_replicas
+from verl.trainer.fleet.cluster import make_replicas
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -44,9 +44,7 @@ class TcpOptions:
 @CheckpointEngineRegistry.register(NAME)
 class TcpEngine(CheckpointEngineWithCache):
     options_class = TcpOptions
-    capabilities = Capabilities(
-        staged=True, one_sided=False, elastic=True, same_host=False, device_types=("cpu", "cuda", "npu")
-    )
+    capabilities = Capabilities(one_sided=False, same_host=False, device_types=("cpu", "cuda", "npu"))
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)

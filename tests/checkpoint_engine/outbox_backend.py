@@ -19,7 +19,7 @@ from verl.checkpoint_engine.ports import WeightSource
 
 @CheckpointEngineRegistry.register("outbox")
 class OutboxEngine(CheckpointEngineWithCache):
-    capabilities = Capabilities(staged=True, one_sided=True, elastic=True, same_host=True, device_types=("cpu",))
+    capabilities = Capabilities(one_sided=True, same_host=True, device_types=("cpu",))
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
         self.plan = plan

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingR
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
+from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.holder import part_nbytes_for
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
@@ -28,6 +27,7 @@ QUICK_S = 20.0
 """Far below every deadline."""
 LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
 MANY = {"5,000 tiny tensors"}
+ALL = {"all of these in one"}
 
 
 def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **options: Any) -> Fleet:
@@ -42,7 +42,7 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
 ):
     def tensors(version: int) -> dict[str, torch.Tensor]:
         """The models of the contract suite, in one, but for those that are only large or many."""
-        cases = CASES.keys() - LARGE - MANY
+        cases = CASES.keys() - LARGE - MANY - ALL
         return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
 
     async with chain_of(tensors(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
@@ -154,11 +154,10 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_b
             await manager.update_weights(1)
             before = {name: tensor.clone() for name, tensor in tensors.items()}
             fleet.nodes[0].before["stage"] = lambda: os.kill(middle.pid, signal.SIGKILL)
-            start_s = time.monotonic()
             with pytest.raises(SyncAborted) as raised:
                 await manager.update_weights(2)
-            assert time.monotonic() - start_s < QUICK_S
             assert isinstance(raised.value.__cause__, TransportError)
+            assert not isinstance(raised.value.__cause__, TransportTimeout)  # noticed, not waited for
             assert (raised.value.version, raised.value.phase, raised.value.member) == (2, "stage", "node-1")
             for replica in replicas:
                 assert_bit_equal(replica, 1, before)

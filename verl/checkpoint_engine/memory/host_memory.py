@@ -89,5 +89,5 @@ class KeptMemory:
         """For whoever takes next. Nobody writes to `pieces`, or wants what is in them, any more."""
         self._kept += pieces
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._kept.clear()

@@ -14,7 +14,7 @@ import stat
 import time
 from pathlib import Path
 
-from verl.utils.afterwards import Afterwards
+from verl.utils.cleanup_process import CleanupProcess
 from verl.utils.files import open_regular
 
 _REMOVE = """
@@ -32,7 +32,7 @@ YOUNG_S = 10.0
 """A directory younger than this may not have been locked by its creator yet."""
 
 
-class Janitor(Afterwards):
+class Janitor(CleanupProcess):
     """Removes `directory`, and what `watch` adds to it, when this process ends, however it ends, or on `close`."""
 
     def __init__(self, directory: Path) -> None:

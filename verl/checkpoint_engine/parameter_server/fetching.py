@@ -104,7 +104,7 @@ class Sources:
             )
 
 
-class Halves:
+class LinkBuffers:
     """The halves of a link, for whoever fills the next one, in the order in which the engine lets go of them.
 
     One thread broadcasts, and offers them to the engine; another may fetch into one at a time, and has precedence:
@@ -182,7 +182,7 @@ class Fetcher:
     def __init__(
         self,
         sources: Sources,
-        halves: Halves,
+        halves: LinkBuffers,
         buckets: Sequence[tuple[int, Bucket]],
         *,
         ahead: bool,
@@ -241,7 +241,7 @@ class Fetcher:
     def try_take(self, number: int) -> int | None:
         """The half in which the next of this rank's buckets is, if it is there."""
         with self._changed:
-            return self._let_go() if self._ready is not None and self._ready[0] == number else None
+            return self._hand_over() if self._ready is not None and self._ready[0] == number else None
 
     def take(self, number: int, bucket: Bucket) -> int:
         """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
@@ -259,9 +259,9 @@ class Fetcher:
                         f"{self._sources.deadline.timeout_s:.1f} s"
                     )
                 self._changed.wait(POLL_S)
-            return self._let_go()
+            return self._hand_over()
 
-    def _let_go(self) -> int:
+    def _hand_over(self) -> int:
         """The half that is ready; the next bucket is fetched while this one is broadcast."""
         assert self._ready is not None
         number, half = self._ready

@@ -1,7 +1,7 @@
 """The ranks that do something together: who is there, what each says, and who has failed.
 
-Ranks meet in a torch.distributed store. For every undertaking they agree on a session that is new, so that nothing of
-one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
+Ranks meet in a torch.distributed store. For every collective call they agree on a session that is new, so that nothing
+of one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Roster:
         self._raise_failure()
 
     def fail(self, error: CheckpointEngineError, *, origin: bool) -> CheckpointEngineError:
-        """Tell everybody. Returns the error that this undertaking ends with: the same on all ranks, where it can be.
+        """Tell everybody. Returns the error that this call ends with: the same on all ranks, where it can be.
 
         `origin`: it began at this rank, which is not merely the one that saw a connection break.
         """

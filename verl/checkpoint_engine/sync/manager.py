@@ -124,7 +124,6 @@ class CheckpointEngineManager:
                 same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
                 reconnect=lambda: self._connect(plan),
-                elastic=self._engine_class.capabilities.elastic,
             )
             transaction = SyncTransaction(
                 global_steps, fleet, self._config, clock, boundary=boundary, released=released

@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import NotPrepared, PlanError, TransportError, TransportTimeout
+from verl.checkpoint_engine.errors import PlanError, TransportError, TransportTimeout
 from verl.checkpoint_engine.memory.arena import NodeArena, require_free_bytes, require_name
 from verl.checkpoint_engine.memory.digest import Manifest, differing, named, verify
 from verl.checkpoint_engine.memory.publishing import Publication
@@ -236,7 +236,7 @@ class TrainerRank(_Participant):
         when copying has begun, and the trainer calls `await_copied` before it changes them.
         """
         if not self._prepared:
-            raise NotPrepared("it was never prepared", member=self.name)
+            raise TransportError("it was never prepared", member=self.name)
         copy = self._copy = _Copy(
             version,
             lambda: self._engine.send_weights(version, self._source, slots),
@@ -405,7 +405,7 @@ class RolloutNode(_Participant):
     @property
     def _open_arena(self) -> NodeArena:
         if self._arena is None:
-            raise NotPrepared("the node has no arena: it was never prepared, or was closed", member=self.name)
+            raise TransportError("the node has no arena: it was never prepared, or was closed", member=self.name)
         return self._arena
 
     def _manifest(self, version: int, digests: bytes) -> Manifest:

@@ -31,7 +31,6 @@ from verl.checkpoint_engine.errors import (
     ActivationError,
     CheckpointEngineError,
     IntegrityError,
-    NotPrepared,
     SyncAborted,
     TransportError,
 )
@@ -66,8 +65,6 @@ class Fleet:
     """Trainer ranks take part in staging: the backend is not one-sided."""
     reconnect: Callable[[], Awaitable[None]] | None = None
     """Connects everybody anew, before another attempt."""
-    elastic: bool = False
-    """Connections survive a failed transfer: only a member that is new makes connecting necessary."""
 
 
 class Stopwatch:
@@ -172,8 +169,7 @@ class SyncTransaction:
                 raise
 
     async def _reconnect(self, failure: CheckpointEngineError) -> None:
-        lost = NotPrepared if self.fleet.elastic else TransportError
-        if self.fleet.reconnect is None or not isinstance(failure, lost):
+        if self.fleet.reconnect is None or not isinstance(failure, TransportError):
             return
         with self.clock.phase("prepare"):
             try:

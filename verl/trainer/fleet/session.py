@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import ray
 
-from verl.utils.afterwards import Afterwards
+from verl.utils.cleanup_process import CleanupProcess
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.signals import uninterrupted
 
@@ -105,7 +105,7 @@ class RaySession:
         self.owned = False
         """Whether `close` ends Ray, and everything in it."""
         self._log_dir: Path | None = None
-        self._afterwards: Afterwards | None = None
+        self._cleanup: CleanupProcess | None = None
 
     def start(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray.
@@ -137,7 +137,7 @@ class RaySession:
                 if session:
                     self._log_dir = Path(session) / "logs"
                     if sys.platform == "linux" and ours["address"] == "local":
-                        self._afterwards = Afterwards(_END_AGENTS, session)
+                        self._cleanup = CleanupProcess(_END_AGENTS, session)
             except KeyboardInterrupt:
                 with uninterrupted():
                     _kill_with_descendants(set(psutil.Process().children()) - strangers)
@@ -160,9 +160,9 @@ class RaySession:
         if self.owned:
             self.owned = False
             ray.shutdown()
-        if self._afterwards is not None:
-            self._afterwards.close()
-            self._afterwards = None
+        if self._cleanup is not None:
+            self._cleanup.close()
+            self._cleanup = None
 
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:

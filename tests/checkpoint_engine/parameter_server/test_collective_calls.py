@@ -1,4 +1,4 @@
-"""What an undertaking keeps of the errors with which it ends."""
+"""What a collective call keeps of the errors with which it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from verl.checkpoint_engine.parameter_server.undertakings import let_go_of_locals
+from verl.checkpoint_engine.parameter_server.collective_calls import release_frames
 
 
 def failing_with(memory: npt.NDArray[np.uint8]) -> ValueError:
@@ -24,5 +24,5 @@ def test_errors_that_lead_back_to_each_other_let_go_of_what_their_frames_held():
     first.__cause__, second.__context__ = second, first
     del memory
     assert alive() is not None
-    let_go_of_locals(first)
+    release_frames(first)
     assert alive() is None

@@ -4,26 +4,26 @@ import time
 
 import psutil
 
-from verl.utils.afterwards import Afterwards
+from verl.utils.cleanup_process import CleanupProcess
 
 NOTE = "open(sys.argv[1], 'w').write(' '.join(lines))"
 OWNER = f"""
 import sys, time
-from verl.utils.afterwards import Afterwards
-afterwards = Afterwards({NOTE!r}, sys.argv[1])
-afterwards.send("first")
-afterwards.send("second")
-print(afterwards.pid, flush=True)
+from verl.utils.cleanup_process import CleanupProcess
+cleanup = CleanupProcess({NOTE!r}, sys.argv[1])
+cleanup.send("first")
+cleanup.send("second")
+print(cleanup.pid, flush=True)
 time.sleep(100)
 """
 
 
 def test_the_script_runs_on_close_with_what_was_sent(tmp_path):
-    afterwards = Afterwards(NOTE, str(tmp_path / "note"))
-    afterwards.send("hello")
+    cleanup = CleanupProcess(NOTE, str(tmp_path / "note"))
+    cleanup.send("hello")
     assert not (tmp_path / "note").exists()
-    afterwards.close()
-    afterwards.close()
+    cleanup.close()
+    cleanup.close()
     assert (tmp_path / "note").read_text() == "hello"
 
 

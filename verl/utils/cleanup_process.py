@@ -19,7 +19,7 @@ lines = sys.stdin.read().splitlines()
 CLOSE_TIMEOUT_S = 30.0
 
 
-class Afterwards:
+class CleanupProcess:
     """A small process that runs a script when this one ends, however it ends.
 
     It holds the read end of a pipe whose only writer is this process, so a SIGKILL reads as end-of-file. It is nobody's

@@ -1,4 +1,4 @@
-"""What several ranks do together: they meet, have a process group, hear of each other's failures, and part."""
+"""A call that several ranks make together: they meet, have a process group, hear of each other's failures, and part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSING_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Undertaking:
+class CollectiveCall:
     roster: Roster
     group: Group | None
     """None if there is only one rank."""
@@ -36,8 +36,8 @@ class Undertaking:
     each other, so that the error is that of the one which knows what was missing."""
 
 
-class Undertakings:
-    """One rank's store and groups, for one undertaking after the other. Connects when it is first needed."""
+class CollectiveCalls:
+    """One rank's store and groups, for one collective call after the other. Connects when it is first needed."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Undertakings:
         self._failed = False
 
     @contextmanager
-    def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[Undertaking]:
+    def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[CollectiveCall]:
         """All of `ranks` call it. What goes wrong inside, on any of them, ends it on all with the first error.
 
         `keep`: keep the group in any case.
@@ -76,7 +76,9 @@ class Undertakings:
         try:
             roster.meet(deadline)
             group = self._group(roster, ranks, deadline, failure)
-            yield Undertaking(roster=roster, group=group, failure=failure, deadline=deadline, own_deadline=own_deadline)
+            yield CollectiveCall(
+                roster=roster, group=group, failure=failure, deadline=deadline, own_deadline=own_deadline
+            )
             failure.check()
             roster.part()
         except BaseException as exc:  # noqa: BLE001 - raised again, or as the error that was first
@@ -86,7 +88,7 @@ class Undertakings:
             first = failure.error
             assert first is not None
             error = roster.fail(first, origin=not (_is_echo(first) or roster.has_told(first)))
-            let_go_of_locals(exc, first)
+            release_frames(exc, first)
             try:
                 if error is exc or not isinstance(exc, Exception):
                     raise
@@ -158,7 +160,7 @@ class Undertakings:
             group.close()
 
 
-def let_go_of_locals(*errors: BaseException | None) -> None:
+def release_frames(*errors: BaseException | None) -> None:
     """An error keeps the frames that it passed, and they would keep buckets mapped and groups open as long."""
     pending, seen = list(errors), set()
     while pending:

@@ -87,7 +87,7 @@ def warm(request):
 @pytest.fixture(scope="session")
 def ray_cluster(warm):
     """A Ray of this test session alone. CPUs are logical: 16, however many the machine has."""
-    from verl.trainer.ppo.ray_session import RaySession
+    from verl.trainer.fleet.session import RaySession
 
     tests = str(Path(__file__).parent)
     with pytest.MonkeyPatch.context() as environment:

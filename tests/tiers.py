@@ -33,7 +33,7 @@ PLACES = (
     "tests/checkpoint_engine/test_namespaces.py",
     "tests/checkpoint_engine/test_strangers.py",
     "tests/docs/test_parameter_server_example.py",
-    "tests/trainer/ppo/test_ray_session.py",
+    "tests/trainer/fleet/test_session.py",
     "tests/workers/rollout/test_leftovers.py",
 )
 """They start members, ranks or runs as processes, or are long."""

@@ -31,6 +31,7 @@ QUICK = (
     "trainer.val_before_train=false",
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.rollout.n=2",
+    "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "data.train_batch_size=4",
     "data.train_max_samples=16",

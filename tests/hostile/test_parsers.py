@@ -45,9 +45,9 @@ from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.experimental.agent_loop.tools import parse_hermes
 from verl.protocol import DataProto
-from verl.trainer.ppo.checkpoints import LATEST, CheckpointDirectory, TrainerState
-from verl.trainer.ppo.plain_state import from_plain, to_plain
-from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.trainer.checkpoints import LATEST, CheckpointDirectory, TrainerState
+from verl.trainer.fleet.wanted_replicas import WantedReplicas
+from verl.trainer.plain_state import from_plain, to_plain
 from verl.utils import config, records, timing, tracking
 from verl.workers.config import TrainerConfig
 from verl.workers.engine.checkpoint_files import METADATA_FILE, read_metadata

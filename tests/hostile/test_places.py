@@ -19,7 +19,7 @@ from verl.checkpoint_engine.parameter_server.metas import load_metas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.sync.participants import RolloutNode
-from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.trainer.fleet.wanted_replicas import WantedReplicas
 
 
 def a_socket(path: Path) -> None:

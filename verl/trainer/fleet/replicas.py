@@ -10,7 +10,7 @@ import ray
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.trainer.ppo.placement import place_another
+from verl.trainer.fleet.placement import place_another
 from verl.utils.config import ConfigError
 from verl.workers.rollout import Placement, RolloutReplica
 from verl.workers.rollout.errors import ReplicaTimeout, RolloutError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.plain_state import from_plain, to_plain
+from verl.trainer.plain_state import from_plain, to_plain
 from verl.utils.config import ConfigError
 
 

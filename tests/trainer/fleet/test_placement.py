@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl.trainer.ppo.placement import (
+from verl.trainer.fleet.placement import (
     Machine,
     num_replicas,
     place_rollouts,

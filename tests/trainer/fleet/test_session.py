@@ -14,7 +14,7 @@ from ray._private import auto_init_hook
 from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
-from verl.trainer.ppo.ray_session import MARK, RaySession, check_arguments
+from verl.trainer.fleet.session import MARK, RaySession, check_arguments
 from verl.utils.config import ConfigError
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")

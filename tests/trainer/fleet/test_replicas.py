@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica
-from verl.trainer.ppo.placement import place_another
-from verl.trainer.ppo.replica_pool import ReplicaPool
-from verl.trainer.ppo.wanted_replicas import WantedReplicas
+from verl.trainer.fleet.placement import place_another
+from verl.trainer.fleet.replicas import ReplicaPool
+from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.workers.rollout import Placement
 from verl.workers.rollout.errors import RolloutError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.trainer.ppo.checkpoints import LATEST, CheckpointDirectory, TrainerState, warn_of_lacking_contents
+from verl.trainer.checkpoints import LATEST, CheckpointDirectory, TrainerState, warn_of_lacking_contents
 from verl.utils.config import ConfigError
 from verl.utils.disk import DiskFull
 from verl.workers.config import CheckpointConfig, TrainerConfig

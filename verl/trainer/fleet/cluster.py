@@ -24,8 +24,9 @@ from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.transaction import Boundary
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.checkpoints import CheckpointDirectory
-from verl.trainer.ppo.placement import (
+from verl.trainer.checkpoints import CheckpointDirectory
+from verl.trainer.fleet.nodes import RolloutNodes
+from verl.trainer.fleet.placement import (
     Machine,
     RolloutPlacement,
     num_replicas,
@@ -33,9 +34,8 @@ from verl.trainer.ppo.placement import (
     refuse_missing_files,
     require_machines,
 )
-from verl.trainer.ppo.ray_session import RaySession
-from verl.trainer.ppo.replica_pool import ReplicaPool
-from verl.trainer.ppo.rollout_nodes import RolloutNodes
+from verl.trainer.fleet.replicas import ReplicaPool
+from verl.trainer.fleet.session import RaySession
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
@@ -337,6 +337,7 @@ class Cluster:
                 role="actor_ref" if with_reference else "actor",
                 device=self._device,
                 seed=trainer.seed,
+                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
                 **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",

@@ -137,6 +137,43 @@ LAUNCHES = (
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
     ),
     Launch(
+        "a profiler of devices that are not here",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu global_profiler.steps=[2,4]",
+        said="global_profiler.tool=npu: nothing is traced",
+    ),
+    Launch(
+        "nsys, as it is written and not switched on",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=False {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        "global_profiler.tool=nsys global_profiler.steps=[1] global_profiler.global_tool_config.nsys.discrete=True",
+    ),
+    Launch(
+        "a path to resume from that is not asked for",
+        "hybrid",
+        f"{GRPO} trainer.resume_from_path=checkpoints/",
+        said="only trainer.resume_mode=resume_path goes on from there",
+    ),
+    Launch(
+        "experts over more ranks than a replica has",
+        "hybrid",
+        f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8 {R}.cudagraph_capture_sizes=[8,16]",
+        said="every replica holds all experts",
+    ),
+    Launch(
+        "what saves memory or time",
+        "hybrid",
+        f"{MEGATRON} {A}.use_prefix_grouper=True {M}.use_megatron_fsdp=True transfer_queue.enable=True",
+        said="transfer_queue.enable=true: batches go through the driver",
+    ),
+    Launch(
+        "training in float8",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.fp8=e4m3",
+        refused="override_transformer_config.fp8 cannot be set",
+    ),
+    Launch(
         "a profiler that is off",
         "hybrid",
         f"{GRPO} {A}.profiler.enable=False {R}.profiler.enable=False {F}.profiler.enable=False "

@@ -55,10 +55,6 @@ def test_the_defaults_fit_together():
             ["backend=naive needs rollout engines on the trainer's machines", "trainer.nnodes=2 on cpu"],
         ),
         (
-            ["global_profiler.tool=torch", "global_profiler.steps=[2]"],
-            ["global_profiler.steps=[2] needs actor_rollout_ref.actor.profiler.enable=true"],
-        ),
-        (
             ["actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.all_ranks=true"],
             ["needs global_profiler.tool=torch and global_profiler.steps"],
         ),
@@ -94,8 +90,14 @@ def test_the_defaults_fit_together():
             ["global_profiler.steps[0] must be at least 1, not 0"],
         ),
         (
-            ["global_profiler.tool=nsys", "global_profiler.steps=[2]"],
-            ["global_profiler.tool='nsys' is not one of: null, torch"],
+            [
+                "global_profiler.tool=nsys",
+                "global_profiler.steps=[2]",
+                "actor_rollout_ref.actor.profiler.enable=true",
+                "actor_rollout_ref.actor.profiler.all_ranks=true",
+                "trainer.device=cpu",
+            ],
+            ["global_profiler.tool=nsys traces cuda, not trainer.device=cpu"],
         ),
         (
             ["checkpoint_engine.engine_kwargs.naive.bucket=1"],

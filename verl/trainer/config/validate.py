@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -227,12 +228,13 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 def _profiler(config: PPOConfig) -> Iterator[str]:
     from verl.utils.device import resolve_device
+    from verl.workers.config.profiler import DEVICES_OF_TOOL
 
     chosen, ranks, where = config.global_profiler, config.actor_rollout_ref.actor.profiler, "actor_rollout_ref.actor"
     if not ranks.enable and not chosen.steps:
         return
     if not ranks.enable:
-        yield f"global_profiler.steps={chosen.steps} needs {where}.profiler.enable=true"
+        yield f"global_profiler.steps={chosen.steps} needs {where}.profiler.enable=true and global_profiler.tool"
         return
     if not (ranks.all_ranks or ranks.ranks):
         yield f"{where}.profiler.enable=true needs {where}.profiler.all_ranks=true, or ranks in {where}.profiler.ranks"
@@ -244,8 +246,11 @@ def _profiler(config: PPOConfig) -> Iterator[str]:
     last = config.trainer.total_training_steps
     if last is not None and max(chosen.steps) > last:
         yield f"global_profiler.steps={chosen.steps}: the run has {last} steps (trainer.total_training_steps)"
-    if (device := resolve_device(config.trainer.device)) == "npu":
-        yield f"global_profiler.tool=torch traces cpu and cuda, not trainer.device={device}"
+    known = DEVICES_OF_TOOL[chosen.tool]
+    if (device := resolve_device(config.trainer.device)) not in known:
+        yield f"global_profiler.tool={chosen.tool} traces {' and '.join(known)}, not trainer.device={device}"
+    elif chosen.tool == "nsys" and device == resolve_device() and shutil.which("nsys") is None:
+        yield "global_profiler.tool=nsys needs NVIDIA's program nsys (Nsight Systems) in the PATH"
 
 
 def _files(config: PPOConfig) -> Iterator[str]:

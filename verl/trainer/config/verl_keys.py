@@ -29,6 +29,8 @@ from verl.trainer.config.verl_conversions import (
     off_as_minus_1,
     on_lr,
     one_of,
+    profiled_ranks,
+    profiled_steps,
     profiler_tool,
     profiles,
     rejection,
@@ -149,7 +151,10 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         f"{section}.override_ddp_config.grad_reduce_in_fp32": NoEffect(
             why="gradients are summed in float32", only=_is(True), otherwise="gradients are summed in float32"
         ),
-        f"{section}.use_megatron_fsdp": _off("ranks hold whole layers of their stage; strategy=fsdp2 shards them"),
+        f"{section}.use_megatron_fsdp": NoEffect(
+            why="ranks hold whole layers of their stage: the same numbers, more memory (strategy=fsdp2 shards them)",
+            costs=_true,
+        ),
         f"{section}.seed": Refused(why="the nearest is trainer.seed"),
         **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
         f"{section}.router_replay.mode": NoEffect(
@@ -251,6 +256,9 @@ def _of_optimizer(section: str, clip: str) -> dict[str, Rule]:
         },
         f"{section}.override_optimizer_config.use_precision_aware_optimizer": NoEffect(
             why="master weights and moments are float32, as with its defaults"
+        ),
+        f"{section}.override_optimizer_config.fp8_recipe": NoEffect(
+            why="it says how weights in float8 are cut among ranks, and there are none"
         ),
         f"{section}.override_optimizer_config.*": Refused(why=f"the keys of the optimizer are those of {section}"),
     }
@@ -416,11 +424,17 @@ RULES: dict[str, Rule] = {
         only=lambda value, at: value in (None, at("global_profiler.save_path")),
         otherwise="it is global_profiler.save_path",
     ),
-    f"{_ACTOR}.profiler.tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    f"{_ACTOR}.profiler.tool_config.*": NoEffect(
+        why="torch's profilers are taken with their defaults, and a step has one trace"
+    ),
     "global_profiler.profile_continuous_steps": NoEffect(
         why="every step has a trace of its own; see global_profiler.steps"
     ),
-    "global_profiler.global_tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    "global_profiler.global_tool_config.nsys.worker_nsight_options.*": Moved(to=("global_profiler.nsys_options.*",)),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options.*": NoEffect(why="the driver uses no device"),
+    "global_profiler.global_tool_config.nsys.discrete": NoEffect(why="a step has one trace"),
+    "global_profiler.global_tool_config.torch_memory.*": NoEffect(why="it is taken with torch's defaults"),
+    "global_profiler.global_tool_config.precision_debugger.*": NoEffect(why="it is no tool here"),
     f"{_POLICY}.model.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
     f"{_POLICY}.model.fused_kernel_options.*": NoEffect(why="the plain kernels compute the same numbers"),
     f"{_POLICY}.model.use_liger": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
@@ -450,8 +464,12 @@ RULES: dict[str, Rule] = {
         why="each of them is a replica of its own: the same numbers", costs=_above_1
     ),
     f"{_ROLLOUT}.expert_parallel_size": Moved(
-        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",), convert=expert_parallel
+        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",),
+        convert=expert_parallel,
+        why=f"every replica holds all experts, dealt out among its {_ROLLOUT}.tensor_model_parallel_size ranks: the "
+        "same numbers, more memory if there are fewer of them",
     ),
+    f"{_ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{_ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
     ),
@@ -498,7 +516,10 @@ RULES: dict[str, Rule] = {
         "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
     ),
     **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
-    **_disabled("transfer_queue", "batches go through the driver"),
+    "transfer_queue.enable": NoEffect(
+        why="batches go through the driver: the same numbers, more of its memory", costs=_true
+    ),
+    "transfer_queue.*": NoEffect(why="batches go through the driver"),
     **_disabled("skip.rollout", "every step generates"),
     **_disabled("skip.async_rollout", "every step generates"),
     "trainer.use_v1": _off("there is one trainer for each mode"),
@@ -507,7 +528,9 @@ RULES: dict[str, Rule] = {
     "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
     "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
     "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
-    f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
+    f"{_ACTOR}.use_prefix_grouper": NoEffect(
+        why="prompts are computed with each of their responses: the same numbers, slower", costs=_true
+    ),
     **{
         f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
         for role in (_ACTOR, _REF, "critic")
@@ -520,7 +543,9 @@ RULES: dict[str, Rule] = {
 SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.load_format": format_of_load,
     "trainer.logger": loggers,
+    f"{_ACTOR}.profiler.ranks": profiled_ranks,
     f"{_ACTOR}.profiler.enable": profiles,
+    "global_profiler.steps": profiled_steps,
     "global_profiler.tool": profiler_tool,
     f"{_ACTOR}.kl_loss_type": kl_name,
     "algorithm.kl_penalty": kl_name,
@@ -538,8 +563,19 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.mode": lambda value, at: "async" if value == "sync" else value,
     f"{_ACTOR}.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
     "critic.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
+    "trainer.resume_from_path": lambda value, at: value if at("trainer.resume_mode") == "resume_path" else None,
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
     f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 """Keys that are here, too, and values of verl's that have other names here."""
+
+REASONS = {
+    f"{_ACTOR}.profiler.ranks": f"{_ACTOR}.profiler.all_ranks=true has them all",
+    f"{_ACTOR}.profiler.enable": "nothing is traced: no step is named in global_profiler.steps, or there is no device "
+    "here that global_profiler.tool traces",
+    "global_profiler.steps": f"nothing is traced: {_ACTOR}.profiler.enable=false",
+    "global_profiler.tool": "nothing is traced",
+    "trainer.resume_from_path": "only trainer.resume_mode=resume_path goes on from there",
+}
+"""Why a value of `SPELLINGS` is another one here, where that is not plain."""

@@ -341,6 +341,7 @@ class Cluster:
             ),
             name_prefix="trainer",
             env_vars={**_thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
+            nsight=config.global_profiler.nsight(config.profile_directory),
         )
         if trainer.nnodes > 1:
             self._require_shared_files(model_path, critic.model.path if critic else None)

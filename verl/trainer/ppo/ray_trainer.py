@@ -197,11 +197,10 @@ class RayPPOTrainer:
         if step not in (profiler.steps or ()):
             yield
             return
-        self.cluster.actor.start_profile()
+        self.cluster.actor.start_profile(profiler.tool)
         yield
-        directory = Path(profiler.save_path or Path(self.config.trainer.output_dir) / "profile").absolute()
-        self.cluster.actor.stop_profile(str(directory), step)
-        logger.info("traces of step %d are in %s", step, directory)
+        self.cluster.actor.stop_profile(self.config.profile_directory, step)
+        logger.info("traces of step %d are in %s", step, self.config.profile_directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""

@@ -188,7 +188,7 @@ def _overrides(config: MegatronConfig) -> Iterator[str]:
         if name not in known:
             yield f"{key}: megatron-core's TransformerConfig has no such field.{did_you_mean(name, known)}"
         elif name in OF_MODEL or name.endswith("_parallel_size") or name.startswith(OF_LAYOUT):
-            yield f"{key} cannot be set: it follows from the model and from the other keys of {KEY}"
+            yield f"{key} cannot be set: it follows from the checkpoint and from the other keys of {KEY}"
 
 
 def _fields(hf_config: Any) -> Iterator[str]:

@@ -64,5 +64,5 @@ def _export(running: _Running, path: Path) -> None:
 
 
 def _dump_memory(path: Path) -> None:
-    torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+    torch.cuda.memory._dump_snapshot(f"{path}.pickle")  # type: ignore[no-untyped-call]
     torch.cuda.memory._record_memory_history(enabled=None)

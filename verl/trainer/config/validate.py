@@ -171,6 +171,26 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
         overlong_penalty(config.reward_model)
     except ConfigError as exc:
         yield str(exc)
+    yield from _reward_model(config)
+
+
+def _reward_model(config: PPOConfig) -> Iterator[str]:
+    from verl.utils.device import resolve_device
+
+    served, trainer = config.reward_model, config.trainer
+    if not served.enable:
+        return
+    if served.enable_resource_pool and not served.nnodes:
+        yield "reward_model.enable_resource_pool=true needs reward_model.nnodes, 1 or more"
+    parallel = served.rollout.tensor_model_parallel_size
+    devices = served.n_gpus_per_node if served.enable_resource_pool else trainer.n_gpus_per_node
+    if resolve_device(trainer.device) != "cpu" and devices % parallel:
+        yield (
+            f"reward_model.rollout.tensor_model_parallel_size={parallel} does not divide the {devices} devices of a "
+            "machine that serve the reward model"
+        )
+    if served.model.path is None:
+        yield "reward_model.enable=true needs reward_model.model.path"
 
 
 def _placement(config: PPOConfig) -> Iterator[str]:

@@ -48,6 +48,12 @@ def is_actors(name: str) -> Callable[[Any, Values], bool]:
     return lambda value, at: value is None or value == at(f"{_ACTOR}.megatron.{name}")
 
 
+def of_same_checkpoint(value: Any, at: Values) -> bool:
+    """Whether the reference policy is read from where the actor is."""
+    key = "megatron.dist_checkpointing_path"
+    return not value or at(f"actor_rollout_ref.ref.{key}") in (None, "", at(f"{_ACTOR}.{key}"))
+
+
 def by_ranks(value: Any, at: Values) -> Any:
     """verl's deprecated sizes count over all ranks."""
     if value is None:

@@ -26,6 +26,7 @@ from verl.trainer.config.verl_conversions import (
     is_actors,
     kl_name,
     loggers,
+    of_same_checkpoint,
     off_as_minus_1,
     on_lr,
     one_of,
@@ -118,14 +119,6 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         ),
         f"{section}.use_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
         f"{section}.vanilla_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
-        f"{section}.use_dist_checkpointing": NoEffect(
-            why="weights are read from the Hugging Face directory model.path",
-            only=_is(False),
-            otherwise="weights are read from the Hugging Face directory model.path, which needs no conversion: set it "
-            "to False",
-        ),
-        f"{section}.dist_checkpointing_path": NoEffect(why="only with use_dist_checkpointing=True"),
-        f"{section}.dist_checkpointing_prefix": NoEffect(why="only with use_dist_checkpointing=True"),
         f"{section}.use_remove_padding": NoEffect(why="the sequences of a micro-batch are cut to its longest"),
         **{
             f"{section}.override_transformer_config.{name}": NoEffect(
@@ -303,15 +296,40 @@ def _rank_0(what: str) -> NoEffect:
     return NoEffect(why="0 is no adapters", only=_is(0), otherwise=what)
 
 
-def _reward(place: str) -> dict[str, Rule]:
-    """verl 0.9's section `reward`, and what 0.7 has in `reward_model`."""
-    what = "no reward model scores responses; a reward function does (custom_reward_function.path)"
+def _reward_model() -> dict[str, Rule]:
+    """verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
+    theirs, engines = "reward.reward_model", "vLLM's own way; how text is sampled stands in the requests"
+    same = ("name", "tensor_model_parallel_size", "dtype", "prompt_length", "response_length", "max_model_len")
+    same += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "free_cache_engine")
     return {
-        **_disabled(f"{place}.reward_model", what),
-        f"{place}.sandbox_fusion.url": NoEffect(
+        **{f"{theirs}.{key}": Moved(to=(f"{_REWARD}.{key}",)) for key in ("enable", "enable_resource_pool", "nnodes")},
+        f"{theirs}.n_gpus_per_node": Moved(to=(f"{_REWARD}.n_gpus_per_node",)),
+        f"{theirs}.model_path": Moved(to=(f"{_REWARD}.model.path",)),
+        **{f"{theirs}.rollout.{key}": Moved(to=(f"{_REWARD}.rollout.{key}",)) for key in same},
+        f"{theirs}.rollout.engine_kwargs.vllm.*": Moved(to=(f"{_REWARD}.rollout.engine_kwargs.*",)),
+        f"{theirs}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
+        f"{_REWARD}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
+        f"{theirs}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
+        f"{_REWARD}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
+        f"{theirs}.rollout.*": NoEffect(why=engines),
+        f"{_REWARD}.rollout.*": NoEffect(why=engines),
+        f"{_REWARD}.model.*": NoEffect(why="vLLM loads the reward model"),
+        **{
+            f"{_REWARD}.{key}": NoEffect(why="vLLM decides how many responses it computes at once")
+            for key in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
+        },
+        f"{_REWARD}.strategy": NoEffect(why="vLLM computes the reward model"),
+    }
+
+
+def _reward() -> dict[str, Rule]:
+    """The rest of verl 0.9's section `reward`."""
+    return {
+        "reward.sandbox_fusion.url": NoEffect(
             why="it is off", only=_is(None), otherwise="code is not run; a reward function of yours may send it there"
         ),
-        f"{place}.sandbox_fusion.*": NoEffect(why="only with sandbox_fusion.url"),
+        "reward.sandbox_fusion.*": NoEffect(why="only with sandbox_fusion.url"),
+        **_reward_model(),
     }
 
 
@@ -343,12 +361,7 @@ RULES: dict[str, Rule] = {
     "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
     "reward.reward_kwargs.*": Moved(to=(f"{_REWARD}.reward_kwargs.*",)),
     "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
-    **_reward("reward"),
-    f"{_REWARD}.model.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
-    f"{_REWARD}.rollout.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
-    f"{_REWARD}.enable_resource_pool": NoEffect(why="only with reward_model.enable=true"),
-    f"{_REWARD}.n_gpus_per_node": NoEffect(why="only with reward_model.enable=true"),
-    f"{_REWARD}.nnodes": NoEffect(why="only with reward_model.enable=true"),
+    **_reward(),
     f"{_REWARD}.launch_reward_fn_async": NoEffect(why="responses are scored in processes of their own in any case"),
     f"{_REWARD}.use_reward_loop": NoEffect(why="responses are scored in processes of their own in any case"),
     "critic.model.fsdp_config.*": Moved(to=("critic.fsdp.*",)),
@@ -406,6 +419,19 @@ RULES: dict[str, Rule] = {
     **_as_actor(f"{_REF}.megatron", "the reference policy is cut like the actor"),
     **_as_actor("critic.megatron", "a critic with strategy=megatron is cut like the actor"),
     **_of_megatron("critic.megatron"),
+    f"{_REF}.megatron.use_dist_checkpointing": NoEffect(
+        why="the reference policy begins with the actor's first weights",
+        only=of_same_checkpoint,
+        otherwise=f"the reference policy is read from where the actor is; see {_MEGATRON}.dist_checkpointing_path",
+    ),
+    "critic.megatron.use_dist_checkpointing": NoEffect(
+        why="the critic is read from the Hugging Face directory critic.model.path", costs=_true
+    ),
+    **{
+        f"{section}.megatron.dist_checkpointing_{name}": NoEffect(why=f"see {section}.megatron.use_dist_checkpointing")
+        for section in (_REF, "critic")
+        for name in ("path", "prefix")
+    },
     **_of_profiler(_REF),
     **_of_profiler("critic"),
     **_of_profiler(_ROLLOUT),
@@ -558,6 +584,10 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
         f"{section}.fsdp_size": divides_ranks
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")
     },
+    f"{_MEGATRON}.use_dist_checkpointing": lambda value, at: (
+        value if value is not True or at(f"{_MEGATRON}.dist_checkpointing_path") else False
+    ),
+    f"{_MEGATRON}.dist_checkpointing_path": lambda value, at: value or None,
     "critic.strategy": critic_strategy,
     f"{_POLICY}.model.lora_alpha": lambda value, at: value if at(f"{_POLICY}.model.lora_rank") or value else 16,
     f"{_ROLLOUT}.mode": lambda value, at: "async" if value == "sync" else value,
@@ -571,6 +601,8 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
 """Keys that are here, too, and values of verl's that have other names here."""
 
 REASONS = {
+    f"{_MEGATRON}.use_dist_checkpointing": f"no {_MEGATRON}.dist_checkpointing_path is named: weights are read from the "
+    f"Hugging Face directory {_POLICY}.model.path",
     f"{_ACTOR}.profiler.ranks": f"{_ACTOR}.profiler.all_ranks=true has them all",
     f"{_ACTOR}.profiler.enable": "nothing is traced: no step is named in global_profiler.steps, or there is no device "
     "here that global_profiler.tool traces",

@@ -35,6 +35,7 @@ from verl.trainer.ppo.placement import (
 )
 from verl.trainer.ppo.ray_session import RaySession
 from verl.trainer.ppo.replica_pool import ReplicaPool
+from verl.trainer.ppo.reward_models import RewardModels
 from verl.trainer.ppo.rollout_nodes import RolloutNodes
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
@@ -70,6 +71,7 @@ class Cluster:
         arena_nbytes: int,
         with_reference: bool,
         critic: CriticConfig | None = None,
+        reward_models: RewardModels | None = None,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
@@ -83,6 +85,7 @@ class Cluster:
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
         self._nodes: RolloutNodes | None = None
+        self._reward_models = reward_models
         self.manager: CheckpointEngineManager | None = None
         self._pool = ReplicaPool(
             replicas,
@@ -101,6 +104,8 @@ class Cluster:
             self.actor.init_model()
             if critic is not None:
                 self.actor.init_critic()
+            if reward_models is not None:  # which sleep when the rollout engines take their memory
+                reward_models.start(self._trainer_nodes())
             self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
             self._start_rollouts()
             self._join(engine_config)
@@ -295,6 +300,8 @@ class Cluster:
 
     def _kill_all(self, grace_s: float) -> None:
         """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
+        if self._reward_models is not None:
+            self._reward_models.close()
         for replica in self._pool.everyone:
             replica.kill()
         if self._actor is not None:
@@ -346,13 +353,16 @@ class Cluster:
         if trainer.nnodes > 1:
             self._require_shared_files(model_path, critic.model.path if critic else None)
 
-    def _place_rollouts(self) -> RolloutPlacement:
+    def _trainer_nodes(self) -> list[str]:
         processes = self.actor.processes
+        return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
+
+    def _place_rollouts(self) -> RolloutPlacement:
         return place_rollouts(
             self._config,
             self._device,
             replicas=len(self.replicas),
-            trainer_nodes=list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes))),
+            trainer_nodes=self._trainer_nodes(),
             all_nodes=list(_ray_nodes()),
         )
 

@@ -14,6 +14,7 @@ from verl.trainer.ppo.cluster import make_replicas
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.placement import num_replicas
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_critic, needs_reference
+from verl.trainer.ppo.reward_models import num_engines, reward_function
 from verl.trainer.ppo.run import (
     _adapter_shapes,
     _agent_loop_manager_class,
@@ -29,7 +30,6 @@ from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
-from verl.utils.reward_score import load_reward_function
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     adapted = attempt(lambda: trainer_class.adapted(config))
     config = adapted or config
     device = resolve_device(config.trainer.device)
-    attempt(lambda: load_reward_function(config.custom_reward_function))
+    attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     if path is not None:
         _look_at_model(config, path, device, attempt)
@@ -133,6 +133,13 @@ def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
         f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
         f"rewards {config.reward_model.reward_manager}"
     )
+    if config.reward_model.enable:
+        served = config.reward_model
+        yield (
+            f"reward model: {served.model.path}, {num_engines(config, device)} engines of "
+            f"{served.rollout.tensor_model_parallel_size} ranks, on "
+            f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
+        )
     yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
     length = trainer.total_training_steps or steps
     yield f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}; output: {trainer.output_dir}"

@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
             if self._has_actor
-            else 0
+            else Fraction(1)
         )
         self._seed = seed
         self._timeout = timedelta(seconds=config.nccl_timeout)

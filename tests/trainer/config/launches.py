@@ -137,6 +137,46 @@ LAUNCHES = (
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
     ),
     Launch(
+        "rollouts of another run, and a sandbox for code",
+        "hybrid",
+        f"{GRPO} skip.rollout.enable=True skip.rollout.dump_dir=/data skip.rollout.steps=[1] skip.rollout.action=cache "
+        "reward.reward_manager.name=prime reward.sandbox_fusion.url=http://sandbox/run_code",
+        said="warning: skip.rollout.enable=true: every step generates its responses",
+    ),
+    Launch(
+        "batches that do not divide over the ranks",
+        "fully_async",
+        f"{ASYNC} trainer.n_gpus_per_node=6 {A}.fsdp_config.fsdp_size=2 data.train_batch_size=0 data.gen_batch_size=1",
+    ),
+    Launch(
+        "a reward model on the trainer's devices, whose files are a stand-in",
+        "hybrid",
+        f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=builtin:tiny-qwen2 "
+        "reward.reward_model.rollout.name=vllm reward.reward_model.rollout.gpu_memory_utilization=0.8 "
+        "reward.reward_model.rollout.tensor_model_parallel_size=1 reward.reward_model.rollout.prompt_length=2048 "
+        "reward.reward_model.rollout.skip_tokenizer_init=False reward.num_workers=8",
+        said="the model has no head that gives a score",
+    ),
+    Launch(
+        "a reward model, as verl 0.7 writes it, by an engine that is not here",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
+        "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang",
+        refused="reward_model.rollout.name='sglang' is not one of: vllm",
+    ),
+    Launch(
+        "distributed checkpoints whose place is not said",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {F}.megatron.use_dist_checkpointing=True",
+        said="weights are read from the Hugging Face directory",
+    ),
+    Launch(
+        "a distributed checkpoint that is not there",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {M}.dist_checkpointing_path=/nowhere",
+        refused="is no distributed checkpoint of Megatron's: it has no metadata.json",
+    ),
+    Launch(
         "a profiler of devices that are not here",
         "hybrid",
         f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "

@@ -22,22 +22,14 @@ def test_the_defaults_fit_together():
         (
             [
                 "data.train_batch_size=5",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=1",
                 "actor_rollout_ref.rollout.n=1",
             ],
-            ["data.train_batch_size=5 * actor_rollout_ref.rollout.n=1 = 5", "2 trainer ranks"],
+            ["ppo_mini_batch_size=1 * actor_rollout_ref.rollout.n=1 = 1 sequences are fewer than 2 trainer ranks"],
         ),
         (
             ["actor_rollout_ref.actor.ppo_mini_batch_size=48"],
             ["ppo_mini_batch_size=48 does not divide data.train_batch_size=64"],
-        ),
-        (
-            [
-                "data.train_batch_size=6",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-                "actor_rollout_ref.rollout.n=3",
-            ],
-            ["ppo_mini_batch_size=3 * actor_rollout_ref.rollout.n=3 = 9", "2 trainer ranks"],
         ),
         (
             [

@@ -1,7 +1,6 @@
 """A reward model behind HTTP: what it says, who gets its address, and how it ends."""
 
 import json
-import os
 from pathlib import Path
 
 import psutil
@@ -56,9 +55,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
     assert not server.healthy()
     with pytest.raises(RewardModelError, match="does not answer"):
         function(solution_str="4", extra_info={"raw_prompt": MESSAGES})
-    assert [
-        child.name() for child in psutil.Process(os.getpid()).children(recursive=True) if "vllm" in child.name()
-    ] == []
+    assert [child.cmdline() for child in psutil.Process().children() if "vllm" in str(child.cmdline())] == []
 
 
 @pytest.mark.vllm

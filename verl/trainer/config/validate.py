@@ -27,19 +27,16 @@ def problems_of(config: PPOConfig) -> list[str]:
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[str]:
-    """The batch of a step splits evenly into optimizer steps, and each of those over the trainer's ranks."""
+    """The batch of a step splits evenly into optimizer steps, and every rank has a part in each of those."""
     trainer, policy = config.trainer, config.actor_rollout_ref
     prompts, responses = config.data.train_batch_size, policy.rollout.n
     mini, ranks = policy.actor.ppo_mini_batch_size, trainer.world_size
-    over_ranks = (
-        f"cannot be divided by {ranks} trainer ranks "
-        f"(trainer.nnodes={trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
-    )
-    times_n = f"actor_rollout_ref.rollout.n={responses}"
-    if (prompts * responses) % ranks:
-        yield f"data.train_batch_size={prompts} * {times_n} = {prompts * responses} sequences {over_ranks}"
-    elif (mini * responses) % ranks:
-        yield f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} * {times_n} = {mini * responses} {over_ranks}"
+    if mini * responses < ranks:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} * actor_rollout_ref.rollout.n={responses} = "
+            f"{mini * responses} sequences are fewer than {ranks} trainer ranks "
+            f"(trainer.nnodes={trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
+        )
     if prompts % mini:
         yield (
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={prompts}"
@@ -146,10 +143,10 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     mini = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.data.train_batch_size % mini:
         yield f"critic.ppo_mini_batch_size={mini} does not divide data.train_batch_size={config.data.train_batch_size}"
-    if (mini * config.actor_rollout_ref.rollout.n) % ranks:
+    if mini * config.actor_rollout_ref.rollout.n < ranks:
         yield (
             f"critic.ppo_mini_batch_size={mini} * actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} "
-            f"cannot be divided by {ranks} trainer ranks"
+            f"sequences are fewer than {ranks} trainer ranks"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     actor = config.actor_rollout_ref.actor

@@ -325,10 +325,13 @@ def _reward_model() -> dict[str, Rule]:
 def _reward() -> dict[str, Rule]:
     """The rest of verl 0.9's section `reward`."""
     return {
-        "reward.sandbox_fusion.url": NoEffect(
-            why="it is off", only=_is(None), otherwise="code is not run; a reward function of yours may send it there"
-        ),
-        "reward.sandbox_fusion.*": NoEffect(why="only with sandbox_fusion.url"),
+        **{
+            key: NoEffect(
+                why="the built-in rewards run no code, and refuse sources of code by name; functions of one's own are "
+                "not given it, as in verl"
+            )
+            for key in ("reward.sandbox_fusion.*", f"{_REWARD}.sandbox_fusion.*")
+        },
         **_reward_model(),
     }
 
@@ -546,8 +549,17 @@ RULES: dict[str, Rule] = {
         why="batches go through the driver: the same numbers, more of its memory", costs=_true
     ),
     "transfer_queue.*": NoEffect(why="batches go through the driver"),
-    **_disabled("skip.rollout", "every step generates"),
-    **_disabled("skip.async_rollout", "every step generates"),
+    **{
+        key: rule
+        for kind in ("rollout", "async_rollout")
+        for key, rule in {
+            f"skip.{kind}.enable": NoEffect(
+                why="every step generates its responses, and none are kept for another run: it takes longer",
+                costs=_true,
+            ),
+            f"skip.{kind}.*": NoEffect(why="every step generates its responses"),
+        }.items()
+    },
     "trainer.use_v1": _off("there is one trainer for each mode"),
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
     "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
@@ -601,7 +613,7 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
 """Keys that are here, too, and values of verl's that have other names here."""
 
 REASONS = {
-    f"{_MEGATRON}.use_dist_checkpointing": f"no {_MEGATRON}.dist_checkpointing_path is named: weights are read from the "
+    f"{_MEGATRON}.use_dist_checkpointing": f"{_MEGATRON}.dist_checkpointing_path is not set: weights are read from the "
     f"Hugging Face directory {_POLICY}.model.path",
     f"{_ACTOR}.profiler.ranks": f"{_ACTOR}.profiler.all_ranks=true has them all",
     f"{_ACTOR}.profiler.enable": "nothing is traced: no step is named in global_profiler.steps, or there is no device "

@@ -24,6 +24,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.ppo.cluster import Cluster, sync_report_path
+from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -188,7 +189,7 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     self.update_actor(batch, now)
-        return batch
+        return without_padding(batch)
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -266,7 +267,7 @@ class RayPPOTrainer:
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(batch)
+        return self._balanced(padded(batch, self.config.trainer.world_size))
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""

@@ -93,7 +93,7 @@ class RewardModelConfig(Section):
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     reward_manager: str = option(
         "naive",
-        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
+        "naive, prime: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
         "registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)

@@ -158,6 +158,14 @@ LAUNCHES = (
         said="the model has no head that gives a score",
     ),
     Launch(
+        "a reward model with keys of engines that shard it",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.model.path=builtin:tiny-qwen2 reward_model.strategy=megatron "
+        "reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32 "
+        "reward_model.megatron.tensor_model_parallel_size=2 reward_model.use_dynamic_bsz=True",
+        said="reward_model.strategy=megatron: vLLM computes the reward model",
+    ),
+    Launch(
         "a reward model, as verl 0.7 writes it, by an engine that is not here",
         "hybrid",
         f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
@@ -182,6 +190,13 @@ LAUNCHES = (
         f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
         f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu global_profiler.steps=[2,4]",
         said="global_profiler.tool=npu: nothing is traced",
+    ),
+    Launch(
+        "traces of trainer ranks and of rollout engines",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.ranks=[0] {R}.profiler.enable=True {R}.profiler.ranks=[0] "
+        f"{R}.profiler.tool_config.torch.discrete=True global_profiler.tool=torch global_profiler.steps=[1,2]",
+        said="no effect: actor_rollout_ref.rollout.profiler.ranks=[0]",
     ),
     Launch(
         "nsys, as it is written and not switched on",

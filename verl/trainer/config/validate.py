@@ -247,6 +247,14 @@ def _profiler(config: PPOConfig) -> Iterator[str]:
     from verl.utils.device import resolve_device
     from verl.workers.config.profiler import DEVICES_OF_TOOL
 
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.profiler.enable and rollout.name != "vllm":
+        yield f"actor_rollout_ref.rollout.profiler.enable=true traces vllm, not rollout.name={rollout.name}"
+    if rollout.profiler.enable and config.trainer.placement != "colocated":
+        yield (
+            "actor_rollout_ref.rollout.profiler.enable=true traces generation of a step, and engines with "
+            f"trainer.placement={config.trainer.placement} generate all the time: set it to false"
+        )
     chosen, ranks, where = config.global_profiler, config.actor_rollout_ref.actor.profiler, "actor_rollout_ref.actor"
     if not ranks.enable and not chosen.steps:
         return

@@ -149,6 +149,12 @@ def profiles(value: Any, at: Values) -> Any:
     return False if value is True and nothing else value
 
 
+def profiles_rollouts(value: Any, at: Values) -> Any:
+    """With other tools verl traces them by ways that are not here."""
+    traced = at("global_profiler.tool") == "torch" and at("global_profiler.steps")
+    return False if value is True and not traced else value
+
+
 def _traces_here(tool: Any, at: Values) -> bool:
     """What is said explicitly is not judged here."""
     return at("trainer.device") is not None or resolve_device() in DEVICES_OF_TOOL.get(str(tool), DEVICES)

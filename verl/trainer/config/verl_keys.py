@@ -34,6 +34,7 @@ from verl.trainer.config.verl_conversions import (
     profiled_steps,
     profiler_tool,
     profiles,
+    profiles_rollouts,
     rejection,
     same_family,
     scheduler,
@@ -316,9 +317,18 @@ def _reward_model() -> dict[str, Rule]:
         f"{_REWARD}.model.*": NoEffect(why="vLLM loads the reward model"),
         **{
             f"{_REWARD}.{key}": NoEffect(why="vLLM decides how many responses it computes at once")
-            for key in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
+            for key in (
+                "micro_batch_size",
+                "micro_batch_size_per_gpu",
+                "use_dynamic_bsz",
+                "forward_max_token_len_per_gpu",
+                "max_length",
+            )
         },
-        f"{_REWARD}.strategy": NoEffect(why="vLLM computes the reward model"),
+        **{
+            f"{_REWARD}.{key}": NoEffect(why="vLLM computes the reward model")
+            for key in ("strategy", "ulysses_sequence_parallel_size", "load_weight", "megatron.*", "profiler.*")
+        },
     }
 
 
@@ -437,12 +447,7 @@ RULES: dict[str, Rule] = {
     },
     **_of_profiler(_REF),
     **_of_profiler("critic"),
-    **_of_profiler(_ROLLOUT),
-    f"{_ROLLOUT}.profiler.enable": NoEffect(
-        why="it is off, or no step is traced",
-        only=lambda value, at: not value or not at("global_profiler.steps"),
-        otherwise=f"rollout engines are not traced; the nearest is {_ACTOR}.profiler",
-    ),
+    f"{_ROLLOUT}.profiler.*": NoEffect(why="every rollout engine is traced, in one trace for a step"),
     f"{_ACTOR}.profiler.tool": NoEffect(
         why="it is that of global_profiler",
         only=lambda value, at: value in (None, at("global_profiler.tool")),
@@ -581,6 +586,7 @@ RULES: dict[str, Rule] = {
 SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.load_format": format_of_load,
     "trainer.logger": loggers,
+    f"{_ROLLOUT}.profiler.enable": profiles_rollouts,
     f"{_ACTOR}.profiler.ranks": profiled_ranks,
     f"{_ACTOR}.profiler.enable": profiles,
     "global_profiler.steps": profiled_steps,
@@ -613,6 +619,7 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
 """Keys that are here, too, and values of verl's that have other names here."""
 
 REASONS = {
+    f"{_ROLLOUT}.profiler.enable": "nothing is traced: rollout engines are in the steps of global_profiler.tool=torch",
     f"{_MEGATRON}.use_dist_checkpointing": f"{_MEGATRON}.dist_checkpointing_path is not set: weights are read from the "
     f"Hugging Face directory {_POLICY}.model.path",
     f"{_ACTOR}.profiler.ranks": f"{_ACTOR}.profiler.all_ranks=true has them all",

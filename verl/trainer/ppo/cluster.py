@@ -266,6 +266,14 @@ class Cluster:
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
         self.run(self._pool.resize(count, self._node_machines))
 
+    def profile_rollouts(self, prefix: str | None) -> None:
+        """Have all engines begin traces whose names begin with `prefix`, or end them."""
+
+        async def tell() -> None:
+            await asyncio.gather(*(replica.profile(prefix) for replica in self.replicas))
+
+        self.run(tell())
+
     def begin_take_spans(self) -> Future[list[Span]]:
         """Ask the rollout engines what they did since the last call; one that does not answer is left out.
 
@@ -456,7 +464,9 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
     """One of them."""
     checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
-    rollout = replace(_resolved(config), checkpoint_engine=checked)
+    traced = config.actor_rollout_ref.rollout.profiler
+    traced = replace(traced, save_path=traced.save_path or config.profile_directory)
+    rollout = replace(_resolved(config), checkpoint_engine=checked, profiler=traced)
     return RolloutReplicaRegistry.get(rollout.name)(
         replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
     )

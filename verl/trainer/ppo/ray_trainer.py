@@ -255,7 +255,19 @@ class RayPPOTrainer:
                     return
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        return self.joined(prompts, self.rollouts.generate_sequences(prompts), now)
+        with self._traced_engines(now.number):
+            generated = self.rollouts.generate_sequences(prompts)
+        return self.joined(prompts, generated, now)
+
+    @contextmanager
+    def _traced_engines(self, step: int) -> Iterator[None]:
+        chosen = step in (self.config.global_profiler.steps or ())
+        if not (chosen and self.config.actor_rollout_ref.rollout.profiler.enable):
+            yield
+            return
+        self.cluster.profile_rollouts(f"step_{step}")
+        yield
+        self.cluster.profile_rollouts(None)
 
     def joined(self, prompts: DataProto, generated: DataProto, now: Step) -> DataProto:
         now.metrics |= generated.meta_info.pop("timing", {})

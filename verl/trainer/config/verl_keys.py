@@ -300,7 +300,14 @@ def _rank_0(what: str) -> NoEffect:
 def _reward_model() -> dict[str, Rule]:
     """verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
     theirs, engines = "reward.reward_model", "vLLM's own way; how text is sampled stands in the requests"
-    same = ("name", "tensor_model_parallel_size", "dtype", "prompt_length", "response_length", "max_model_len")
+    same: tuple[str, ...] = (
+        "name",
+        "tensor_model_parallel_size",
+        "dtype",
+        "prompt_length",
+        "response_length",
+        "max_model_len",
+    )
     same += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "free_cache_engine")
     return {
         **{f"{theirs}.{key}": Moved(to=(f"{_REWARD}.{key}",)) for key in ("enable", "enable_resource_pool", "nnodes")},

@@ -36,6 +36,6 @@ def without_padding(batch: DataProto) -> DataProto:
     is_padding = batch.non_tensor_batch.get(PADDING)
     if is_padding is None:
         return batch
-    kept = batch[np.flatnonzero(~is_padding.astype(bool)).tolist()]
+    kept: DataProto = batch[np.flatnonzero(~is_padding.astype(bool)).tolist()]
     kept.non_tensor_batch.pop(PADDING)
     return kept

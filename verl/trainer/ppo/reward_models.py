@@ -125,7 +125,8 @@ class RewardModels:
         if kind is None:
             return
         needed = count * self._config.reward_model.rollout.tensor_model_parallel_size
-        free = ray.available_resources().get(kind, 0)
+        cluster: Any = ray
+        free = cluster.available_resources().get(kind, 0)
         if free < needed:
             raise ConfigError(
                 f"{KEY}.enable_resource_pool=true needs {needed} more devices ({kind}); {free:g} are free"

@@ -81,7 +81,8 @@ class RewardModelServer:
         begin_actor()
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
-        self._host, self._port = get_node_ip_address(), 0
+        self._host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._port = 0
 
     def start(self, timeout_s: float) -> str:
         """Start the engine and wait until it answers. Its address. Raises RolloutError with what it logged last."""

@@ -26,10 +26,10 @@ from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written once."""

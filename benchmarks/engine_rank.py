@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.peers import TIMEOUT
 from benchmarks.raw_gloo import broadcast, group_of_two
-from verl.checkpoint_engine.types import Shard, TensorSpec
+from verl.checkpoint_engine.plan.types import Shard, TensorSpec
 from verl.protocol import DataProto
 from verl.utils.model import load_hf_config
 from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig

@@ -36,8 +36,8 @@ from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written once."""
@@ -50,6 +50,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "mooncake-chain": {"backend": "mooncake", "topology": "chain"},
     "tcp": {"backend": "tcp"},
     "tcp-chain": {"backend": "tcp", "topology": "chain"},
+    "tcp-tree": {"backend": "tcp", "topology": "tree"},
+    "tcp-p2p_broadcast": {"backend": "tcp", "topology": "p2p_broadcast"},
     "nixl": {"backend": "nixl", "engine_kwargs": OVER_TCP},
     "nixl-chain": {"backend": "nixl", "engine_kwargs": OVER_TCP, "topology": "chain"},
 }

@@ -34,7 +34,7 @@ from benchmarks.peers import Job, gathering
 from benchmarks.random_model import MIN_MIB, make_random_model
 from scripts.plot_timeline import draw as draw_timeline
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.utils.config import choose_from
 from verl.utils.model import resolve_model_path
 from verl.utils.timing import TIMELINE_FILE, read_spans

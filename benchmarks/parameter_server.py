@@ -36,7 +36,7 @@ from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.engine_receiver import receive
 from verl.checkpoint_engine.parameter_server.progress import UpdateReport
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 NAME = "benchmark"
 WARM_UP = 1

@@ -32,7 +32,7 @@ from benchmarks.processes import fresh_processes
 from benchmarks.synthetic_model import RowsOfModel
 from verl import envs
 from verl.checkpoint_engine.errors import IntegrityError, TransportError
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 TIMEOUT = timedelta(seconds=300)
 
@@ -299,7 +299,7 @@ def _as_bytes(tensor: torch.Tensor) -> Any:
 def ray_object_store(job: Job) -> Iterator[dict[str, Way]]:
     """Ray's object store, in a Ray of its own that ends with the block."""
     ray: Any = importlib.import_module("ray")  # nothing else here needs it
-    session = importlib.import_module("verl.trainer.ppo.ray_session").RaySession()
+    session = importlib.import_module("verl.trainer.fleet.session").RaySession()
     way = "ray object store"
     nbytes = sum(spec.nbytes for spec in job.specs)
     members = job.trainers + job.nodes

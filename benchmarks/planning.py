@@ -26,12 +26,12 @@ from rich.table import Table
 
 from benchmarks.command import make_parser, run
 from benchmarks.machine import describe_machine
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.packed import Packing
-from verl.checkpoint_engine.pipeline import messages_of
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.links.fetch import messages_of
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 
 BLOCK_NBYTES = 2**20
 MESSAGE_NBYTES = 64 * 2**20

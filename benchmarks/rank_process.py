@@ -18,10 +18,10 @@ import torch
 from benchmarks.machine import private_nbytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.participants import Holding, Published, TrainerRank
+from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import publisher_environment
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.sync.participants import Holding, Published, TrainerRank
 
 
 class SteppingSource(WeightSource, Protocol):

@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.processes import fresh_processes
 from verl import envs
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire
-from verl.checkpoint_engine.packed import private_memory
-from verl.checkpoint_engine.threads import memory_threads
+from verl.checkpoint_engine.links.wire import UInt8s, Wire
+from verl.checkpoint_engine.memory.packed import private_memory
+from verl.checkpoint_engine.memory.threads import memory_threads
 
 TRANSFER_NBYTES = 64 * 2**20
 IN_FLIGHT = 4

@@ -40,10 +40,10 @@ from benchmarks.weight_sync import CopyingReplica
 from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.registry import TrainEngineRegistry
 from verl.workers.hf.checkpoint import HFCheckpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.checkpoint_engine.publishing import copy_values
-from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.publishing import copy_values
+from verl.checkpoint_engine.plan.types import ITEMSIZE, Box, Shard, TensorSpec
 
 HIDDEN_SIZES = (8192, 5120, 3584, 2048, 1536, 896, 512, 256, 128, 64)
 MIN_LAYERS = 8

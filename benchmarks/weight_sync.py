@@ -32,13 +32,13 @@ from benchmarks.peers import Job
 from benchmarks.rank_process import RankProcess
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl import envs
-from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written and mapped once."""

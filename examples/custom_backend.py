@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 from verl.utils.config import from_mapping, option
 
 NAME = "tcp_example"
@@ -44,9 +44,7 @@ class TcpOptions:
 @CheckpointEngineRegistry.register(NAME)
 class TcpEngine(CheckpointEngineWithCache):
     options_class = TcpOptions
-    capabilities = Capabilities(
-        staged=True, one_sided=False, elastic=True, same_host=False, device_types=("cpu", "cuda", "npu")
-    )
+    capabilities = Capabilities(one_sided=False, same_host=False, device_types=("cpu", "cuda", "npu"))
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.protocol import DataProto, tensors_of
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import LossFunction
@@ -61,11 +61,12 @@ class SingleRankEngine:
         grad_clip: float = 1.0,
         device: torch.device | None = None,
         seed: int = 1,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._model_config, self._grad_clip = model_config, grad_clip
         self._optim_config = optim_config or OptimizerConfig()  # a reference policy is never trained
         self._lr_step = 0
-        self.before_step: Callable[[], None] = lambda: None
+        self._before_step = before_step
 
     def build(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self._model_config.path, dtype=torch.float32)
@@ -115,7 +116,7 @@ class SingleRankEngine:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._lr_step, self._optim_config)
-        self.before_step()
+        self._before_step()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return sums | {"grad_norm": grad_norm, "skipped_steps": 0.0}

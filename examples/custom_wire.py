@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
+from verl.checkpoint_engine.links.wire import UInt8s, Wire
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 from verl.utils.config import from_mapping, option
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.warm_workers import ENVIRONMENT, lighten_ray, warm_base, warm_workers
 
+pytest_plugins = ["tests.tiers", "pytester"]
+
 WARM = pytest.StashKey[str]()
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
@@ -26,7 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Files that take minutes first, those of `make check` last: they fill what is left of the others' time."""
+    jobs = {item.path for item in items if item.get_closest_marker("job")}
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path not in jobs))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,7 +87,7 @@ def warm(request):
 @pytest.fixture(scope="session")
 def ray_cluster(warm):
     """A Ray of this test session alone. CPUs are logical: 16, however many the machine has."""
-    from verl.trainer.ppo.ray_session import RaySession
+    from verl.trainer.fleet.session import RaySession
 
     tests = str(Path(__file__).parent)
     with pytest.MonkeyPatch.context() as environment:

@@ -4,7 +4,8 @@ Every actor of a test has a process of its own, and importing them takes it seve
 more than most tests take. What Ray starts for a worker that has a runtime environment is a script that prepares it;
 ours (tests/setup_worker.py) asks the server below for a fork instead, which goes on as Ray's own worker would, with
 the environment, directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns:
-for the first one a worker has a child ready, forked before it has threads, which goes on as what was spawned would.
+for the first one a worker has a child ready, forked before it has threads, which goes on as what was spawned would. So
+has an engine core, for the workers of engines with several ranks.
 Workers end with the process that Ray started, are process groups as Ray's are, and have their engine cores as children;
 only their parent is another.
 
@@ -46,6 +47,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LISTENER = 900
 """The number of a new server's socket there."""
+RANKS = 2
+"""Of the largest engines: so many workers does an engine core spawn."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
 """For `ray.init`: otherwise it starts workers before it knows their runtime environment, and never uses them."""
 
@@ -223,7 +226,7 @@ def load() -> None:
 def become_worker(connection: socket.socket, command: list[str], environment: dict[str, str], directory: str) -> None:
     script, *arguments = command
     os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
-    keep_spare(connection)
+    keep_spares(1, connection)
     enter(environment, directory)
     sys.argv = [script, *arguments]
     inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -249,7 +252,7 @@ def become_program(
         os._exit(0)
     os.setsid()
     if spawns:
-        keep_spare(connection)
+        keep_spares(1, connection)
     connection.close()
     enter(environment, directory)
     inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -273,32 +276,44 @@ def run(module: str, *arguments: str) -> None:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def keep_spare(connection: socket.socket) -> None:
-    """Have a child ready, and let it be the first process that multiprocessing spawns here. `connection` is not its."""
+def keep_spares(count: int, inherited: socket.socket | None = None) -> None:
+    """Have children ready, and let them be the first processes that multiprocessing spawns here.
+
+    `inherited` is not theirs.
+    """
+    spares: list[tuple[int, socket.socket]] = []
+    for _ in range(count):
+        spares.append(_spare([inherited, *(here for _, here in spares)]))
+    really_spawn = util.spawnv_passfds
+
+    def spawn(path: bytes, command: list[str | bytes], descriptors: list[int]) -> int:
+        if not spares or command[-1] != "--multiprocessing-fork":  # multiprocessing's own resource tracker
+            return really_spawn(path, command, descriptors)
+        pid, here = spares.pop(0)
+        wanted = {number: number for number in (0, 1, 2, *map(int, descriptors))}
+        with here:
+            send(here, [command[-2], dict(os.environ), os.getcwd()], wanted)
+        return pid
+
+    util.spawnv_passfds = spawn
+
+
+def _spare(others: Sequence[socket.socket | None]) -> tuple[int, socket.socket]:
+    """A child, and the socket by which it is told what to be. It has none of `others`."""
     here, there = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        here.close()
-        connection.close()
+        for one in (here, *others):
+            if one is not None:
+                one.close()
         there = socket.socket(fileno=fcntl.fcntl(there.detach(), fcntl.F_DUPFD, 2000))  # out of the way
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(0)
         become_spawned(there)
     there.close()
-    really_spawn = util.spawnv_passfds
-
-    def spawn(path: bytes, command: list[str | bytes], descriptors: list[int]) -> int:
-        if command[-1] != "--multiprocessing-fork":  # multiprocessing's own resource tracker
-            return really_spawn(path, command, descriptors)
-        util.spawnv_passfds = really_spawn
-        wanted = {number: number for number in (0, 1, 2, *map(int, descriptors))}
-        send(here, [command[-2], dict(os.environ), os.getcwd()], wanted)
-        here.close()
-        return pid
-
-    util.spawnv_passfds = spawn
+    return pid, here
 
 
 def become_spawned(connection: socket.socket) -> None:
@@ -307,6 +322,7 @@ def become_spawned(connection: socket.socket) -> None:
     connection.close()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # spawned processes outlive their parents
     enter(environment, directory)
+    keep_spares(RANKS)
     sys.argv = ["-c", "--multiprocessing-fork"]
     status = 1
     try:

@@ -72,7 +72,7 @@ def make_config(directory: Path, overrides: dict[str, Any]) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+    from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 
     return EngineArgs(
         model=str(directory),
@@ -94,7 +94,7 @@ def weights_of(directory: Path, version: int) -> Any:
 
 def activations(case: str, config: Any, model: Any, mode: str, directory: Path) -> list[Tried]:
     from tests.models.vllm_process import _engine
-    from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo
+    from verl.checkpoint_engine.engines.vllm.receiver import ArenaInitInfo
 
     engine = _engine(config, model)
     engine.init_transfer_engine(ArenaInitInfo(check_engine=mode))
@@ -114,7 +114,7 @@ def activate(case: str, engine: Any, directory: Path, version: int) -> Tried:
 def forgetful_later(config: Any, model: Any, directory: Path) -> list[Tried]:
     """The first activation finds nothing."""
     from tests.models.vllm_process import _engine
-    from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo
+    from verl.checkpoint_engine.engines.vllm.receiver import ArenaInitInfo
 
     engine = _engine(config, model)
     engine.init_transfer_engine(ArenaInitInfo(check_engine="always"))
@@ -127,7 +127,7 @@ def forgetful_later(config: Any, model: Any, directory: Path) -> list[Tried]:
 def without_memory(config: Any, model: Any, directory: Path) -> list[Tried]:
     """The same, where a second model does not fit."""
     from tests.models.vllm_process import _engine
-    from verl.checkpoint_engine.receivers.vllm_check import EngineCheck
+    from verl.checkpoint_engine.engines.vllm.check import EngineCheck
 
     engine = _engine(config, model)
     engine._check = EngineCheck("first", config, engine.device, free=lambda device: 1000)

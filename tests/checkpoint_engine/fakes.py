@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
 
 class RowShardedSource:
@@ -132,12 +132,15 @@ def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def open_descriptors() -> list[str]:
-    """What the file descriptors of this process refer to, without those that other threads close at this moment."""
+    """What the file descriptors of this process refer to, without those that other threads close at this moment.
+
+    Nor the kernel's tables in /proc: the thread that looks who has connected opens one every few milliseconds.
+    """
     targets = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             targets.append(os.readlink(path))
-    return targets
+    return [target for target in targets if not target.startswith("/proc/")]
 
 
 def send_signal(pid: int, number: int) -> None:

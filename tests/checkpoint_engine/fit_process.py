@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def refusal(config: Any, checkpoint: Checkpoint) -> str | None:
-    from verl.checkpoint_engine.receivers.vllm_fit import require_fit
+    from verl.checkpoint_engine.engines.vllm.fit import require_fit
 
     try:
         require_fit(config, checkpoint)

@@ -26,11 +26,11 @@ from tests.checkpoint_engine.fakes import (
     open_descriptors,
     send_signal,
 )
-from verl.checkpoint_engine.arena import read_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
 TRAINERS = 2
 ROWS, COLUMNS = 2**14, 256
@@ -143,6 +143,9 @@ class SpoiledWire:
 
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
         return self._wire.read(owner, source, target, nbytes), target, nbytes
+
+    def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        return self._wire.watch(owner, source, target, nbytes), target, nbytes
 
     def is_done(self, transfer: Any) -> bool:
         handle, target, nbytes = transfer

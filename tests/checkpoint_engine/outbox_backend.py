@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWithCache
-from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 
 
 @CheckpointEngineRegistry.register("outbox")
 class OutboxEngine(CheckpointEngineWithCache):
-    capabilities = Capabilities(staged=True, one_sided=True, elastic=True, same_host=True, device_types=("cpu",))
+    capabilities = Capabilities(one_sided=True, same_host=True, device_types=("cpu",))
 
     def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
         self.plan = plan

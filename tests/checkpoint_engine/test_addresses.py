@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from verl.checkpoint_engine.backends.addresses import own_address, reached_at
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.links.network import own_address, reached_at
 
 ELSEWHERE = "203.0.113.1"
 """Reserved for documentation: no host has it."""

@@ -11,13 +11,13 @@ import torch
 
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.full_disk import no_file_larger_than
-from verl.checkpoint_engine.arena import NodeArena, SlotView, committed_version, open_committed, read_committed
-from verl.checkpoint_engine.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView, committed_version, open_committed, read_committed
+from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import make_plan
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 
 LAYOUT = Layout.of(
     [TensorSpec(name="w", shape=(64, 32), dtype="float32"), TensorSpec(name="b", shape=(3,), dtype="bfloat16")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,22 @@ from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
-from verl.checkpoint_engine.backends.chain import part_nbytes_for
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
+from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.holder import part_nbytes_for
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 QUICK_S = 20.0
 """Far below every deadline."""
 LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
 MANY = {"5,000 tiny tensors"}
+ALL = {"all of these in one"}
 
 
 def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **options: Any) -> Fleet:
-    options = {"update_weights_bucket_megabytes": 1, "block_kilobytes": 4, "retries": 0, **options}
-    return Fleet(tensors, tmp_path, topology="chain", nodes=nodes, replicas=nodes, **options)
+    options = {"topology": "chain", "update_weights_bucket_megabytes": 1, "block_kilobytes": 4, "retries": 0, **options}
+    return Fleet(tensors, tmp_path, nodes=nodes, replicas=nodes, **options)
 
 
 @pytest.mark.parametrize("backend", CHAINS)
@@ -41,7 +42,7 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
 ):
     def tensors(version: int) -> dict[str, torch.Tensor]:
         """The models of the contract suite, in one, but for those that are only large or many."""
-        cases = CASES.keys() - LARGE - MANY
+        cases = CASES.keys() - LARGE - MANY - ALL
         return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
 
     async with chain_of(tensors(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
@@ -126,11 +127,11 @@ async def test_a_version_that_is_tried_again_is_not_taken_from_the_first_attempt
     tensors = {"w": torch.randn(700, 900)}
     async with chain_of(tensors, tmp_path, nodes=2, backend=backend, retries=1) as fleet:
 
-        def flip_a_byte_once() -> None:
+        def damage_everything_once() -> None:
             fleet.nodes[0].after.pop("stage")
-            fleet.nodes[0].member._open_arena.writable_view().bytes[4096] ^= 1
+            fleet.nodes[0].member._open_arena.writable_view().bytes[:] ^= 1
 
-        fleet.nodes[0].after["stage"] = flip_a_byte_once
+        fleet.nodes[0].after["stage"] = damage_everything_once
         report = await fleet.manager.update_weights(1)
         assert report.retries == 1
         for replica in fleet.replicas:
@@ -153,11 +154,10 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_b
             await manager.update_weights(1)
             before = {name: tensor.clone() for name, tensor in tensors.items()}
             fleet.nodes[0].before["stage"] = lambda: os.kill(middle.pid, signal.SIGKILL)
-            start_s = time.monotonic()
             with pytest.raises(SyncAborted) as raised:
                 await manager.update_weights(2)
-            assert time.monotonic() - start_s < QUICK_S
             assert isinstance(raised.value.__cause__, TransportError)
+            assert not isinstance(raised.value.__cause__, TransportTimeout)  # noticed, not waited for
             assert (raised.value.version, raised.value.phase, raised.value.member) == (2, "stage", "node-1")
             for replica in replicas:
                 assert_bit_equal(replica, 1, before)
@@ -187,3 +187,19 @@ def test_a_topology_that_a_backend_cannot_follow_is_refused(backend: str, topolo
 def test_an_unknown_topology_is_refused_with_those_that_exist():
     with pytest.raises(ConfigError, match="chain"):
         CheckpointEngineConfig.from_mapping({"topology": "chian"})
+
+
+@pytest.mark.parametrize("topology", ["chain", "tree", "p2p_broadcast"])
+async def test_who_holds_everybody_up_is_named_also_by_nodes_that_do_not_read_from_it(topology: str, tmp_path: Path):
+    tensors = {"w": torch.randn(2000, 900)}
+    options = {"topology": topology, "backend": "memory-wire", "deadlines": {"stage_s": 6.0}}
+    async with chain_of(tensors, tmp_path, nodes=4, **options) as fleet:
+        await fleet.manager.update_weights(1)
+        fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(30)
+        with pytest.raises(SyncAborted) as raised:
+            await fleet.manager.update_weights(2)
+        assert "bytes of node-1 not here within" in str(raised.value)
+        fleet.nodes[1].before.clear()
+        await fleet.manager.update_weights(3)
+        for replica in fleet.replicas:
+            assert_bit_equal(replica, 3, tensors)

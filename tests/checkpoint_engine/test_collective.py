@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint_engine.fakes import Fleet, soon
-from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.plan.topology import MAX_LANES
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.topology import MAX_LANES
 
 TENSORS = {"w": torch.randn(2000, 900), "norm": torch.randn(7)}
 
@@ -38,11 +37,9 @@ def engine_of(member: Any) -> Any:
 async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed(tmp_path: Path):
     async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3.0}) as fleet:
         await fleet.manager.update_weights(1)
-        fleet.trainers[1].before["serve"] = lambda: asyncio.sleep(30)
-        start_s = time.monotonic()
+        fleet.trainers[1].before["serve"] = asyncio.Event().wait
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(2)
-        assert time.monotonic() - start_s < 10
         assert isinstance(raised.value.__cause__, TransportTimeout)
         assert (raised.value.version, raised.value.phase) == (2, "stage")
         assert "not done within 2.7 s" in str(raised.value)  # of trainer-1, or of another, which waits for the nodes
@@ -66,7 +63,7 @@ async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_pas
 
 
 async def test_the_others_are_free_at_once_when_one_member_fails(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 60.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3600.0}) as fleet:
         await fleet.manager.update_weights(1)
 
         async def die() -> None:
@@ -74,12 +71,10 @@ async def test_the_others_are_free_at_once_when_one_member_fails(tmp_path: Path)
             raise TransportError("its process is gone", member="trainer-1")
 
         fleet.trainers[1].before["serve"] = die
-        start_s = time.monotonic()
         with pytest.raises(SyncAborted, match="its process is gone"):
             await fleet.manager.update_weights(2)
         fleet.trainers[1].before.clear()
         await fleet.manager.update_weights(3)
-        assert time.monotonic() - start_s < 20
         assert [replica.version for replica in fleet.replicas] == [3, 3]
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from tests.checkpoint_engine.fakes import ColumnShardedSource
 from tests.checkpoint_engine.test_messages import KIB, MIB, MODELS, plan_of
-from verl.checkpoint_engine.backends.copying import Step, steps_of
-from verl.checkpoint_engine.digest import CACHED_NBYTES
-from verl.checkpoint_engine.pipeline import messages_of
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.links.copying import Step, steps_of
+from verl.checkpoint_engine.links.fetch import messages_of
+from verl.checkpoint_engine.memory.digest import CACHED_NBYTES
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 
 
 def steps_in(plan: SyncPlan, bucket_nbytes: int) -> list[Step]:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from verl.checkpoint_engine.digest import Manifest, PieceDigests, digest_pieces, verify
 from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, digest_pieces, verify
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 
 LAYOUT = Layout.of(
     [TensorSpec(name="rows", shape=(8, 64), dtype="uint8"), TensorSpec(name="columns", shape=(8, 64), dtype="uint8")]

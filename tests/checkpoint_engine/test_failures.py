@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint_engine.backends import PACKAGES
 from tests.checkpoint_engine.fakes import arenas_in, soon, spare_slot
-from tests.checkpoint_engine.member_processes import ProcessFleet
+from tests.checkpoint_engine.member_processes import TRAINERS, ProcessFleet
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError, TransportTimeout
 
@@ -30,14 +30,19 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
 }
 NODES = {"kimi_ckpt_engine": 2, "gloo-chain": 3}
 """Where one would not pass anything on to another."""
-STAGES_ONLY = ("gloo-chain", "nixl-tcp")
-"""Other phases are as without a chain, or with another transport."""
+STAGES_ONLY = ("gloo-chain", "nixl-tcp", "mooncake", "kimi_ckpt_engine")
+"""Other phases are as without a chain, or with another transport: nodes alone read, so a wire does nothing in them, and
+what it tears down after a death is torn down after one in the middle of a stage, too."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
 FAR_S, NEAR_S = 20.0, 3.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 SLACK_S = 8.0
-POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "nixl-tcp": 1}
-"""Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more."""
+POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "nixl-tcp": TRAINERS}
+"""Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more.
+
+UCX: who is read may answer through the reader's connection or open one of its own, which then stays. It depends on
+who is faster, so a node has up to one socket more for each owner.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +72,12 @@ class Case:
 
     @property
     def succeeds(self) -> bool:
-        """The owner has done its part: its bytes have arrived, or are read without it (from shared memory)."""
+        """The owner has done its part: its bytes have arrived, or are read without it (from shared memory).
+
+        A wrong bit is no failure where the node can read that piece again.
+        """
         if self.who == "node-0":
-            return False
+            return self.how == FLIP and self.config.backend not in ("naive", "gloo")
         return self.when == "verify" or (self.backend == "nixl" and (self.how, self.when) == (STOP, "stage"))
 
 

@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.packed import Packing
-from verl.checkpoint_engine.pipeline import (
+from verl.checkpoint_engine.links.fetch import (
     Bucket,
     FetchLoop,
     bounce_nbytes,
@@ -26,9 +24,11 @@ from verl.checkpoint_engine.pipeline import (
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Range, Shard, TensorSpec
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Range, Shard, TensorSpec
 
 
 def plan_of(shapes: Sequence[tuple[int, ...]], *, owners: int, columns: bool, block_nbytes: int) -> SyncPlan:
@@ -113,6 +113,9 @@ class MemoryReader:
         self.in_flight.remove((owner, transfer["bounce"]))
         return True
 
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0.0002)
+
     def cancel(self, transfer: dict) -> None:
         self.cancelled.append(transfer["owner"])
         self.in_flight.remove((transfer["owner"], transfer["bounce"]))
@@ -133,7 +136,7 @@ def fetch(
     bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
     of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
     reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
-    arguments = {"version": 7, "timeout_s": 5.0, "poll_s": 0.0001} | options
+    arguments = {"version": 7, "timeout_s": 5.0} | options
     return FetchLoop(reader=reader, plan=plan, region=reader.slot, bounce=bounce, **arguments), reader, buckets
 
 
@@ -228,12 +231,10 @@ def test_a_dead_owner_ends_every_transfer() -> None:
 def test_a_loop_that_is_told_to_stop_stops() -> None:
     plan = plan_of([(4096,)], owners=1, columns=False, block_nbytes=512)
     stop = threading.Event()
-    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=30.0, stop=stop)
+    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=3600.0, stop=stop)
     threading.Timer(0.05, stop.set).start()
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="given up"):
         loop.run(buckets)
-    assert time.monotonic() - start_s < 5
     assert not reader.in_flight
 
 
@@ -267,12 +268,10 @@ def test_loops_that_run_together_never_meet_in_the_bounce_buffer() -> None:
 
 def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0)
     (stalled,), (dying,) = loops_of(loop, 1, stalled={0, 1}), loops_of(loop, 1, dead={0, 1})
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="gone"):
         run_together([stalled, dying], buckets)
-    assert time.monotonic() - start_s < 5
     assert stalled.reader.in_flight == dying.reader.in_flight == []
 
 
@@ -296,12 +295,10 @@ def test_a_failure_of_loops_that_run_together_keeps_no_memory_until_a_garbage_co
 def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
     stop = threading.Event()
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=60.0, stop=stop)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0, stop=stop)
     threading.Timer(0.05, stop.set).start()
-    start_s = time.monotonic()
     with pytest.raises(TransportError, match="given up"):
         run_together(loops_of(loop, 2, stalled={0, 1}), buckets)
-    assert time.monotonic() - start_s < 5
 
 
 def test_a_deadline_is_for_all_that_a_loop_is_given() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from verl.checkpoint_engine.backends.gloo_chain import SEGMENT_NBYTES, Chain, GlooChain
 from verl.checkpoint_engine.config import GlooOptions
-from verl.checkpoint_engine.topology import Lane
+from verl.checkpoint_engine.links.gloo_chain import SEGMENT_NBYTES, Chain, GlooChain
+from verl.checkpoint_engine.plan.topology import Lane
 
 TIMEOUT_S = 30.0
 SIZES = (1, SEGMENT_NBYTES, 2 * SEGMENT_NBYTES + 5, 33)

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_engine.fakes import arenas_in, send_signal, soon
-from verl.checkpoint_engine.janitor import YOUNG_S, sweep
+from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from verl.checkpoint_engine.arena import NodeArena
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 layout = Layout.of([TensorSpec(name="w", shape=(1024,), dtype="uint8")])
 arena = NodeArena.create(shm_dir=Path(sys.argv[1]), job="test", node="node-0", layout=layout, slots=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,10 +16,10 @@ from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingR
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet
 from tests.checkpoint_engine.test_contract import assert_bit_equal
 from tests.checkpoint_engine.test_one_sided import engine_of, fleet_of
-from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError
-from verl.checkpoint_engine.participants import RolloutNode
+from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.sync.participants import RolloutNode
 
 LATE = [*CHAINS, using("kimi_ckpt_engine")]
 
@@ -179,10 +178,9 @@ async def test_an_owner_that_dies_while_a_node_joins_is_named_and_the_node_may_t
         late = MemberProcess("node-1", Node, 1, config, tmp_path)
         try:
             await late.on_landing(signal.SIGKILL, fleet["trainer-1"].member.pid)
-            start_s = time.monotonic()
             with pytest.raises(TransportError) as raised:
                 await fleet.manager.add_nodes([late])
-            assert time.monotonic() - start_s < 20
+            assert not isinstance(raised.value, TransportTimeout)  # noticed, not waited for
             assert (raised.value.version, raised.value.phase, raised.value.member) == (1, "stage", "trainer-1")
             assert committed_version(tmp_path / "verl-test-node-1") is None
             fleet.assert_serves(1, arena=False)

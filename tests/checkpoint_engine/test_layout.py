@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.layout import ALIGNMENT, Layout
-from verl.checkpoint_engine.types import TensorSpec
+from verl.checkpoint_engine.plan.layout import ALIGNMENT, Layout
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 
 def spec(name: str, *shape: int, dtype: str = "bfloat16") -> TensorSpec:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import ColumnShardedSource, RowShardedSource
-from verl.checkpoint_engine.layout import ALIGNMENT, Layout
-from verl.checkpoint_engine.packed import SHORT_NBYTES, Packing
-from verl.checkpoint_engine.pipeline import Bucket, FetchLoop, messages_of
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.links.fetch import Bucket, FetchLoop, messages_of
+from verl.checkpoint_engine.memory.packed import SHORT_NBYTES, Packing
+from verl.checkpoint_engine.plan.layout import ALIGNMENT, Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -46,6 +46,9 @@ class Memory:
 
     def is_done(self, transfer):
         return True
+
+    def wait(self, timeout_s):
+        pass
 
     def cancel(self, transfer):
         pass

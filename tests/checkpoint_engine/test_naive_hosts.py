@@ -24,8 +24,8 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
 MODEL = {
     "w": torch.randn(7, 5),

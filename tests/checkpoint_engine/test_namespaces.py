@@ -16,9 +16,9 @@ from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, using
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet, Rank, weights
 from tests.checkpoint_engine.test_failures import grown
-from verl.checkpoint_engine.arena import committed_version
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.memory.arena import committed_version
 
 TCP_ONLY = {"nixl": {"ucx_tls": "tcp"}}
 """UCX sees through namespaces: it would find that both ends share memory."""

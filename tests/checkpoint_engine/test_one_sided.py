@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, open_descriptors, soon
+from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource, open_descriptors, soon
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import Wire, WireReader, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
     BackendUnavailable,
@@ -31,6 +30,7 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
+from verl.checkpoint_engine.links.wire import Stamp, Wire, WireReader, within
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
 
 TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
@@ -225,7 +225,7 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.checkpoint_engine.backends.one_sided.memory_threads", lambda: threads)
-    monkeypatch.setattr("verl.checkpoint_engine.backends.copying.LEAST_NBYTES", 2**19)
+    monkeypatch.setattr("verl.checkpoint_engine.links.copying.LEAST_NBYTES", 2**19)
     async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", block_kilobytes=64) as fleet:
         engine = engine_of(fleet.nodes[0])
         for version in range(3):
@@ -241,8 +241,8 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
         assert all(wire.log == engine._wire.log for wire in engine._wires)
 
 
-async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_sent_again(tmp_path: Path):
-    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", retries=1) as fleet:
+async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_its_piece_read_again(tmp_path: Path):
+    async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire", block_kilobytes=64, retries=0) as fleet:
         await fleet.manager.update_weights(1)
         flips = [100]
 
@@ -253,8 +253,65 @@ async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_sent_again(tmp_pat
         for wire in engine_of(fleet.nodes[0])._wires:
             wire.after_read = flip_once
         report = await fleet.manager.update_weights(2)
-        assert (report.retries, flips) == (1, [])
+        assert (report.pieces_repaired, flips) == (1, [])
         assert torch.equal(fleet.replicas[0].weights["w"], BOTH_WAYS["w"])
+
+
+@pytest.mark.parametrize("source", [RowShardedSource, ColumnShardedSource])
+async def test_only_pieces_that_arrived_wrong_are_read_again(source: type[RowShardedSource], tmp_path: Path):
+    tensors = {"w": torch.randn(640, 200), "norm": torch.randn(7)}
+    async with Fleet(
+        tensors, tmp_path, trainers=2, backend="memory-wire", source=source, block_kilobytes=16, retries=0
+    ) as fleet:
+        await fleet.manager.update_weights(1)
+        node, reads = fleet.nodes[0], []
+        wrong = [3, 17]
+
+        def damage() -> None:
+            view, plan = node.member._open_arena.writable_view(), node.member._plan
+            for piece in wrong:
+                view.bytes[int(plan.extents.offset[piece])] ^= 1
+            engine_of(node)._wire.before_read = lambda source, nbytes: reads.append(nbytes)
+
+        node.after["stage"] = damage
+        report = await fleet.manager.update_weights(2)
+        plan = node.member._plan
+        assert (report.retries, report.pieces_repaired) == (0, 2)
+        assert [nbytes for nbytes in reads if nbytes != Stamp.NBYTES] == plan.extents.nbytes[wrong].tolist()
+        assert torch.equal(fleet.replicas[0].weights["w"], tensors["w"])
+
+
+async def test_a_piece_that_is_wrong_at_its_owner_aborts_the_sync(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        trainer = fleet.trainers[0]
+        trainer.after["published"] = lambda: engine_of(trainer)._region.bytes[:1].bitwise_xor_(1)
+        with pytest.raises(SyncAborted, match="are not what the trainer sent") as raised:
+            await fleet.manager.update_weights(2)
+        assert raised.value.phase == "verify"
+
+
+async def test_a_version_of_which_much_is_wrong_is_not_repaired(tmp_path: Path):
+    async with fleet_of(tmp_path, block_kilobytes=4) as fleet:
+        await fleet.manager.update_weights(1)
+        node = fleet.nodes[0]
+        node.after["stage"] = lambda: node.member._open_arena.writable_view().bytes.bitwise_xor_(1)
+        with pytest.raises(SyncAborted, match="are not what the trainer sent"):
+            await fleet.manager.update_weights(2)
+
+
+async def test_a_region_that_is_published_again_is_not_read_to_repair_a_piece(tmp_path: Path):
+    async with fleet_of(tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        node, stamp = fleet.nodes[0], engine_of(fleet.trainers[0])._stamp
+
+        def damage_and_publish_again() -> None:
+            node.member._open_arena.writable_view().bytes[0] ^= 1
+            stamp.begin()
+
+        node.after["stage"] = damage_and_publish_again
+        with pytest.raises(SyncAborted, match="trainer-0.* it is publishing"):
+            await fleet.manager.update_weights(2)
 
 
 async def test_a_copy_that_is_not_done_at_once_is_waited_for_before_it_is_digested(tmp_path: Path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.checkpoint_engine.owners import assign
+from verl.checkpoint_engine.plan.owners import assign
 
 EXAMPLES = settings(deadline=None, max_examples=60)
 

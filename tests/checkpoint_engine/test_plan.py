@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.shards import ShardTable, flat_range_boxes
-from verl.checkpoint_engine.types import ITEMSIZE, Box, Shard, TensorSpec
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable, flat_range_boxes
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import ITEMSIZE, Box, Shard, TensorSpec
 
 EXAMPLES = settings(deadline=None, max_examples=60)
 Model = tuple[list[TensorSpec], list[list[Shard]]]

@@ -16,9 +16,9 @@ import torch
 
 from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, arenas_in, soon, spare_slot
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import TrainerRank
+from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import TrainerRank
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 
@@ -135,12 +135,11 @@ class TestProcesses:
             pids = await processes.set_weights(2, slow=1, marker=marker)
             syncing = asyncio.ensure_future(processes.manager.update_weights(2))
             await until(marker.exists)
-            start_s = time.monotonic()
             os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(SyncAborted) as raised:
                 await syncing
-            assert time.monotonic() - start_s < QUICK_S
             assert isinstance(raised.value.__cause__, TransportError)
+            assert not isinstance(raised.value.__cause__, TransportTimeout)  # noticed, not waited for
             assert (raised.value.phase, raised.value.member) == ("publish", "trainer-1")
             assert "its process is gone" in str(raised.value)
             processes.assert_serves(1)

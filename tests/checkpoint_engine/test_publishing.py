@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from verl.checkpoint_engine.arena import SlotView
-from verl.checkpoint_engine.digest import digest_pieces
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.plan import SyncPlan, make_plan
-from verl.checkpoint_engine.publishing import (
+from verl.checkpoint_engine.memory.arena import SlotView
+from verl.checkpoint_engine.memory.digest import digest_pieces
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import (
     COPY_NBYTES,
     PieceMemory,
     SlotPieces,
@@ -22,8 +20,10 @@ from verl.checkpoint_engine.publishing import (
     publish,
     publisher_environment,
 )
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 
 BLOCK_NBYTES = 1024
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
@@ -150,7 +150,7 @@ class Viewable(Source):
 def test_what_a_source_shows_is_digested_on_the_way(
     plan: SyncPlan, slot: SlotView, owner: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("verl.checkpoint_engine.publishing.CACHED_NBYTES", 300)  # less than a piece
+    monkeypatch.setattr("verl.checkpoint_engine.memory.publishing.CACHED_NBYTES", 300)  # less than a piece
     memory = SlotPieces(slot, plan, owner)
     publication = publish(Viewable(BOXES[owner]), memory)
     digested = publication.digests.known

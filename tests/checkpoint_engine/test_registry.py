@@ -14,8 +14,8 @@ from tests.checkpoint_engine.fakes import Fleet
 from verl.checkpoint_engine.backends.naive import NaiveEngine
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import Backend, CheckpointEngineRegistry, resolve_backend
-from verl.checkpoint_engine.types import Member
 
 OUTBOX = "tests.checkpoint_engine.outbox_backend"
 

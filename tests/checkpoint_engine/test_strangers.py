@@ -19,9 +19,9 @@ from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, using
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.member_processes import ProcessFleet
 from tests.strangers import NOBODY, needs_root, talk
-from verl.checkpoint_engine.arena import open_committed
-from verl.checkpoint_engine.backends.wires import OwnerAddress
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.links.wire import OwnerAddress
+from verl.checkpoint_engine.memory.arena import open_committed
 
 needs_mooncake = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
 LIBRARIES_THAT_TAKE_NO_ADDRESS = ("mooncake", "kimi_ckpt_engine")

@@ -22,6 +22,11 @@ HOST = "127.0.0.1"
 DEADLINE_S = 10.0
 
 
+@pytest.fixture(autouse=True)
+def patient_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.checkpoint_engine.backends.tcp.WATCHED_S", 60.0)
+
+
 @pytest.fixture
 def owner() -> Iterator[TcpWire]:
     wire = TcpWire(HOST, 4)
@@ -84,7 +89,7 @@ def test_who_does_not_know_the_key_gets_no_byte(owner: TcpWire, key: bytes):
     with stranger:
         answer = b""
         with contextlib.suppress(OSError):  # it may be gone at any moment
-            stranger.sendall(key + REQUEST.pack(memory.ctypes.data, 100))
+            stranger.sendall(key + REQUEST.pack(memory.ctypes.data, 100, False, 0))
             stranger.shutdown(socket.SHUT_WR)
             answer = stranger.recv(1)
     assert answer == b""
@@ -93,7 +98,7 @@ def test_who_does_not_know_the_key_gets_no_byte(owner: TcpWire, key: bytes):
 def test_a_request_beyond_the_address_space_is_refused(owner: TcpWire):
     stranger, endpoint = connected_to(owner)
     with stranger:
-        stranger.sendall(endpoint.key + REQUEST.pack(2**64 - 1, 2**64 - 1))
+        stranger.sendall(endpoint.key + REQUEST.pack(2**64 - 1, 2**64 - 1, False, 0))
         assert ANSWER.unpack(stranger.recv(ANSWER.size)) == (0,)
 
 
@@ -157,3 +162,49 @@ def test_a_silent_stranger_does_not_keep_it_from_closing():
         began = time.monotonic()
         owner.close()
         assert time.monotonic() - began < DEADLINE_S / 2
+
+
+def test_a_watch_is_answered_when_the_bytes_have_changed(owner: TcpWire, node: TcpWire):
+    page, copy = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    owner.register(page)
+    node.connect(0, owner.address(), DEADLINE_S)
+    watching = node.watch(0, page.ctypes.data, copy.ctypes.data, 100)
+    node.wait(0.05)
+    assert not node.is_done(watching)
+    page[3] = 7
+    owner.changed()
+    wait(node, watching)
+    assert copy[3] == 7
+
+
+def test_reads_are_answered_while_a_watch_waits(owner: TcpWire, node: TcpWire):
+    page, copy = np.zeros(100, np.uint8), np.ones(200, np.uint8)
+    copy[:100] = 0
+    owner.register(page)
+    node.connect(0, owner.address(), DEADLINE_S)
+    watching = node.watch(0, page.ctypes.data, copy.ctypes.data, 100)
+    wait(node, node.read(0, page.ctypes.data, copy.ctypes.data + 100, 100))
+    assert not copy.any()
+    assert not node.is_done(watching)
+
+
+def test_closing_a_wire_ends_who_watches_it(owner: TcpWire, node: TcpWire):
+    page, copy = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    owner.register(page)
+    node.connect(0, owner.address(), DEADLINE_S)
+    watching = node.watch(0, page.ctypes.data, copy.ctypes.data, 100)
+    owner.close()
+    with pytest.raises(TransportError, match="failed"):
+        wait(node, watching)
+
+
+def test_a_peer_that_opens_to_other_hosts_a_little_later_is_reached(owner: TcpWire):
+    endpoint = msgspec.json.decode(owner.address(), type=Endpoint)
+    elsewhere = TcpWire("127.0.0.2", 1, listens=False)
+    opening = threading.Timer(0.2, owner.admit, [Admission(addresses=("127.0.0.2",))])
+    opening.start()
+    try:
+        elsewhere.connect(0, msgspec.json.encode(endpoint), DEADLINE_S)
+    finally:
+        elsewhere.close()
+        opening.join()

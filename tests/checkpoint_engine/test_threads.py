@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from verl.checkpoint_engine.threads import memory_threads
+from verl.checkpoint_engine.memory.threads import memory_threads
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (8, 4), (32, 4), (64, 8), (192, 24)])

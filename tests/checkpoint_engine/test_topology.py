@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.topology import (
+from verl.checkpoint_engine.plan.topology import (
     Lane,
     across_hosts,
     best_of,
@@ -14,8 +14,9 @@ from verl.checkpoint_engine.topology import (
     direct,
     lane_of,
     p2p_broadcast,
+    tree,
 )
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.plan.types import Member
 
 
 def members(role: str, *indices: int) -> list[Member]:
@@ -41,7 +42,7 @@ def test_in_a_chain_owners_send_to_the_first_node_and_every_node_to_the_next(tra
 @pytest.mark.parametrize(
     ("trainers", "nodes", "devices", "audience"),
     [
-        ([0, 1], [0], {}, {"trainer-0": ("node-0",), "trainer-1": ("node-0",), "node-0": ()}),
+        ([0, 1], [0], {}, {"trainer-0": ("node-0",), "trainer-1": ("node-0",)}),
         ([0], [1, 0], {}, {"trainer-0": ("node-0",), "node-0": ("node-1",)}),
         (
             [0, 1],
@@ -50,8 +51,9 @@ def test_in_a_chain_owners_send_to_the_first_node_and_every_node_to_the_next(tra
             {
                 "trainer-0": ("node-0", "node-1"),
                 "trainer-1": ("node-0", "node-1"),
-                "node-0": ("node-1", "node-2"),
-                "node-1": ("node-0", "node-2"),
+                "node-0": ("node-1",),
+                "node-1": ("node-2",),
+                "node-2": ("node-0",),
             },
         ),
         (
@@ -62,12 +64,44 @@ def test_in_a_chain_owners_send_to_the_first_node_and_every_node_to_the_next(tra
         ),
     ],
 )
-def test_as_many_nodes_pull_as_trainers_have_devices_and_each_passes_on_to_all_others(
-    trainers, nodes, devices, audience
-):
+def test_as_many_nodes_pull_as_trainers_have_devices_and_each_passes_on_to_the_next(trainers, nodes, devices, audience):
     topology = p2p_broadcast(members("trainer", *trainers), members("node", *nodes), devices)
     assert topology.audience == audience
     assert [node.index for node in topology.nodes] == sorted(nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "audience"),
+    [
+        ([0], {"node-0": ()}),
+        ([1, 0], {"node-0": ("node-1",), "node-1": ()}),
+        (
+            range(6),
+            {
+                "node-0": ("node-1", "node-2"),
+                "node-1": ("node-3", "node-4"),
+                "node-2": ("node-5",),
+                "node-3": (),
+                "node-4": (),
+                "node-5": (),
+            },
+        ),
+    ],
+)
+def test_in_a_tree_every_node_serves_two(nodes, audience):
+    topology = tree(members("trainer", 0), members("node", *nodes))
+    assert topology.audience == {"trainer-0": ("node-0",), **audience}
+
+
+@pytest.mark.parametrize("build", [chain, tree, p2p_broadcast])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_node_gets_what_it_does_not_read_from_owners_from_one_other_node(build, count):
+    topology = build(members("trainer", 0, 1, 2), members("node", *range(count)))
+    for node in topology.nodes:
+        before = topology.before(node.name)
+        reads_all = topology.receivers == (node.name,)
+        assert (before is None) == reads_all
+        assert before is None or node.name in topology.audience[before.name]
 
 
 @pytest.mark.parametrize("build", [direct, broadcast])

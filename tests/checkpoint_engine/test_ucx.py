@@ -10,9 +10,9 @@ import pytest
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.plan.topology import direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.topology import direct
-from verl.checkpoint_engine.types import Member
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -78,6 +78,6 @@ def test_reads_over_the_network_are_not_taken_for_copies(monkeypatch: pytest.Mon
 
 
 def test_a_host_without_a_working_ucx_says_what_happened(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verl.checkpoint_engine.backends.ucx._PROBE", "import sys; sys.exit('no such plugin')")
+    monkeypatch.setattr("verl.checkpoint_engine.links.ucx._PROBE", "import sys; sys.exit('no such plugin')")
     with pytest.raises(ConfigError, match="it does not start: no such plugin"):
         check(ucx_tls="tcp")

@@ -24,8 +24,8 @@ from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vl
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
-from verl.checkpoint_engine.endpoints import Endpoint
 from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
 from verl.checkpoint_engine.update import main
 from verl.utils.builtin import make_tiny_model
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.checkpoint_engine.check_process import Tried
 from tests.warm_workers import Fork, WarmWorkers
+from verl.checkpoint_engine.engines.vllm.reports import take_reports, write_report
 from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.receivers.engine_reports import take_reports, write_report
-from verl.checkpoint_engine.types import EngineCheckResult
+from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.builtin import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(300)]

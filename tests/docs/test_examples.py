@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import SyncAborted
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 from verl.experimental.agent_loop.registry import constructor_arguments, known_loops, loop_factory
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
@@ -107,7 +107,7 @@ async def test_the_backend_moves_pieces_that_are_not_contiguous(tmp_path: Path):
         """Half of the columns on every rank."""
 
         def shards(self):
-            from verl.checkpoint_engine.types import Box, Shard
+            from verl.checkpoint_engine.plan.types import Box, Shard
 
             half = slice(0, 20) if self._rank == 0 else slice(20, 40)
             return [Shard("w", Box((0, half.start), (30, half.stop)))]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.collective import GlooEngine
 from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 
 LAST_VERSION = 1

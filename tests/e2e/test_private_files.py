@@ -35,7 +35,7 @@ def modes_while_it_runs(job, directory: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("key", "others", "opened"), [((), 0o077, False), (("trainer.files_for=group",), 0o027, True)])
-def test_files_of_a_run_are_its_users_alone_unless_a_key_says_otherwise(start, tmp_path, key, others, opened):
+def test_files_of_a_run_are_its_users_alone_unless_a_key_says_otherwise(start, warm, tmp_path, key, others, opened):
     samples, validation = tmp_path / "samples", tmp_path / "validation"
     job = start(
         "trainer.total_training_steps=1",
@@ -50,6 +50,7 @@ def test_files_of_a_run_are_its_users_alone_unless_a_key_says_otherwise(start, t
         "actor_rollout_ref.actor.profiler.enable=true",
         "actor_rollout_ref.actor.profiler.all_ranks=true",
         *key,
+        warm=warm,
     )
     seen_in_memory, open_in_memory = modes_while_it_runs(job, envs.shm_dir())
     assert job.wait() == 0, job.stderr

@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @needs_root
-def test_trainer_ranks_listen_inside_of_the_host_and_answer_nobody_else(start):
-    job = start("trainer.total_training_steps=1000", "trainer.save_freq=1")
+def test_trainer_ranks_listen_inside_of_the_host_and_answer_nobody_else(start, warm):
+    job = start("trainer.total_training_steps=1000", "trainer.save_freq=1", warm=warm)
     with job:
         job.wait_for_checkpoint(1)
         ranks = [*job.find("ray::ActorRolloutRefWorker"), *job.find("ray::trainer")]  # Ray names what they do

@@ -20,7 +20,8 @@ REFUSED: dict[str, str] = {}
 """Architecture: what its refusal says, in the words of the message. Every property of its row is then "refused"."""
 
 STRATEGIES = ("fsdp2", "fsdp")
-CELLS = [(strategy, name) for strategy in STRATEGIES for name in ARCHITECTURES]
+# Neighbours have their reference in common.
+CELLS = [(strategy, name) for name in ARCHITECTURES for strategy in STRATEGIES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +34,20 @@ def one_rank():
 @pytest.fixture(scope="module")
 def references(checkpoints):
     """`references(name)`: transformers' own model in float32, eager."""
-    return functools.cache(lambda name: cases.reference(checkpoints(name))[0])
+    return functools.lru_cache(maxsize=1)(lambda name: cases.reference(checkpoints(name))[0])
+
+
+@pytest.fixture(scope="module")
+def rounded_files(tmp_path_factory):
+    """`rounded_files(name)`: the tensors of the architecture's checkpoint in bfloat16."""
+
+    @functools.lru_cache(maxsize=1)
+    def tensors(name: str) -> dict[str, torch.Tensor]:
+        directory = tmp_path_factory.mktemp("bfloat16")
+        write_checkpoint(ARCHITECTURES[name], directory, dtype=torch.bfloat16)
+        return cases.file_tensors(directory)
+
+    return tensors
 
 
 @pytest.fixture(scope="module", params=CELLS, ids=lambda cell: "-".join(cell))
@@ -82,10 +96,9 @@ def test_the_weight_source_has_the_bytes_of_the_checkpoint(built):
         assert differences(sent, {name: tensor for name, tensor in file.items() if name not in kept}) == []
 
 
-def test_the_weight_source_casts_all_but_what_stays_in_float32(built, cell, references, tmp_path):
+def test_the_weight_source_casts_all_but_what_stays_in_float32(built, cell, references, rounded_files):
     if built is not None:
-        write_checkpoint(ARCHITECTURES[cell[1]], tmp_path, dtype=torch.bfloat16)
-        whole, rounded = cases.file_tensors(built.directory), cases.file_tensors(tmp_path)
+        whole, rounded = cases.file_tensors(built.directory), dict(rounded_files(cell[1]))
         sent = cases.sent(built.engine, "bfloat16")
         for name, tensor in sent.items():
             if tensor.dtype == torch.float32 and cases.may_stay_wide(references(cell[1]), name):

@@ -86,8 +86,8 @@ def file_weights(directory: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
+    from verl.checkpoint_engine.engines.vllm.live import differences, live_tensors
     from verl.checkpoint_engine.errors import ActivationError, IntegrityError
-    from verl.checkpoint_engine.receivers.vllm_live import differences, live_tensors
 
     try:
         config = _config(directories[1], outcome.dtype, "dummy")
@@ -125,7 +125,7 @@ def _config(directory: Path, dtype: str, load_format: str) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
+    from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 
     return EngineArgs(
         model=str(directory),
@@ -143,7 +143,7 @@ def _model(config: Any) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    from verl.checkpoint_engine.receivers.vllm_build import filled_memory, own_tables
+    from verl.checkpoint_engine.engines.vllm.build import filled_memory, own_tables
 
     with set_current_vllm_config(config), own_tables(), filled_memory():
         return get_model(vllm_config=config)
@@ -153,7 +153,7 @@ def _engine(config: Any, model: Any) -> Any:
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from verl.checkpoint_engine.receivers import vllm_plugin
+    from verl.checkpoint_engine.engines.vllm import plugin as vllm_plugin
 
     vllm_plugin.register()
     return WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, torch.device("cpu"), model)
@@ -161,8 +161,8 @@ def _engine(config: Any, model: Any) -> Any:
 
 def _kept_wide(engine: Any, directory: Path) -> list[str]:
     """Asked for as a server does."""
-    from verl.checkpoint_engine.receivers.engine_reports import take_names_kept_wide
-    from verl.checkpoint_engine.receivers.vllm_engine import ArenaInitInfo
+    from verl.checkpoint_engine.engines.vllm.receiver import ArenaInitInfo
+    from verl.checkpoint_engine.engines.vllm.reports import take_names_kept_wide
 
     reports = directory / "reports"
     reports.mkdir(exist_ok=True)

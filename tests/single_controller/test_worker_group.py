@@ -234,9 +234,7 @@ class TestConcurrency:
     def test_control_calls_are_answered_while_a_plain_method_runs_and_plain_methods_share_one_thread(self, group):
         sleeping = group.sleep(5)
         time.sleep(0.2)
-        started = time.monotonic()
         assert group.control() == [False, False]
-        assert time.monotonic() - started < 2
         with pytest.raises(WorkerTimeout, match=r"sleep not done within 0.1 s on ranks \[0, 1\]; done: \[\]"):
             sleeping.get(timeout=0.1)
         assert sleeping.get(timeout=30) == [0, 1]
@@ -248,9 +246,9 @@ class TestConcurrency:
 
     async def test_futures_can_be_awaited(self, group):
         slow, quick = group.submit("sleep", 2), group.submit("control")
-        started = time.monotonic()
         assert await quick == [False, False]
-        assert time.monotonic() - started < 2
+        with pytest.raises(WorkerTimeout):
+            slow.get(timeout=0)
         assert await slow == await slow == [0, 1]
 
     async def test_a_cancelled_wait_leaves_the_call_running(self, group):
@@ -334,10 +332,8 @@ class TestDeath:
             time.sleep(0.2)
             pids = [process.pid for process in group.processes.values()]
             os.kill(pids[1], signal.SIGKILL)
-            started = time.monotonic()
             with pytest.raises(WorkerDied, match=rf"'collective': rank 1 \(pid {pids[1]} on .*died during") as caught:
                 future.get()
-            assert time.monotonic() - started < 4
             assert (caught.value.rank, caught.value.pid) == (1, pids[1])
             wait_until(lambda: not any(map(is_running, pids)))
             with pytest.raises(WorkerGroupClosed) as closed:

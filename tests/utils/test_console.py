@@ -168,7 +168,7 @@ def test_the_log_is_plain_lines_on_the_stderr_of_the_moment(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)  # as a progress bar does
         logging.getLogger("verl.trainer").info("starting Ray")
         logging.getLogger("verl.trainer").warning("replica-0 died")
-        logging.getLogger("verl.checkpoint_engine.manager").info("version 3 committed")
+        logging.getLogger("verl.checkpoint_engine.sync.manager").info("version 3 committed")
         logging.getLogger("some.library").info("chatter")
         logging.getLogger("some.library").error("trouble")
     assert stream.getvalue().splitlines() == ["starting Ray", "warning: replica-0 died", "error: trouble"]

@@ -17,8 +17,8 @@ import pytest
 from tests.weight_sync.conftest import CASES, Line
 from tests.weight_sync.trainers import CONFIG, LocalTrainer
 from verl.checkpoint_engine.backends.collective import GlooEngine
-from verl.checkpoint_engine.backends.gloo_chain import GlooChain
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
+from verl.checkpoint_engine.links.gloo_chain import GlooChain
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.workers.rollout import RolloutReplica, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import NoWeights

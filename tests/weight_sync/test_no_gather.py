@@ -17,13 +17,13 @@ from tests.weight_sync.trainers import CONFIG, NUM_RANKS
 from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.megatron_cases import PP2, TP2, make_megatron
 from tests.workers.engine.rank_pool import RankPool
-from verl.checkpoint_engine.arena import NodeArena
 from verl.checkpoint_engine.backends.naive import NaiveEngine
-from verl.checkpoint_engine.digest import Manifest, digest_pieces, verify
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces, verify
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import make_plan
+from verl.checkpoint_engine.plan.types import Member
 from verl.utils.builtin import make_tiny_model
 
 ALLOWANCE = 4 * CONFIG.block_nbytes

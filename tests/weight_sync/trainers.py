@@ -18,9 +18,9 @@ from tests.checkpoint_engine.fakes import RowShardedSource, Through
 from tests.weight_sync.workers import PlainTrainer, WatchedWorker
 from tests.workers.engine.engine_cases import batch
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.manager import CheckpointEngineManager
-from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 from verl.protocol import DataProto
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import from_mapping

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -81,25 +80,19 @@ def test_every_step_takes_an_equal_part_of_the_mini_batch_from_every_rank_in_ord
     assert_same_weights(assemble([parts for _, parts in results]), weights)
 
 
-def looks_at_the_sync(path, data, *, engine_asks):
+def looks_at_the_sync(path, data):
     """What an update asks of the sync, and how often."""
     worker = make_worker(path, loss_fn=weighted_loss, ppo_epochs=2)
     worker.init_model()
-    if not engine_asks:
-        del worker.actor.before_step
-        worker.actor._optimizer_step = lambda: asked.append("step") or 0.0
     asked = []
     worker._participant = SimpleNamespace(await_copied=lambda: asked.append("copied"))
     worker.update_actor(data.chunk(worker.world_size)[worker.rank])
     return asked
 
 
-def test_an_update_waits_for_a_copy_of_its_weights_before_each_step_or_at_once_if_its_engine_does_not_ask(
-    ranks, models
-):
+def test_an_update_waits_for_a_copy_of_its_weights_before_each_step(ranks, models):
     path, data = models("qwen2"), batch(16)
-    assert ranks.run(partial(looks_at_the_sync, engine_asks=True), 2, path, data) == [["copied"] * 4] * 2
-    assert ranks.run(partial(looks_at_the_sync, engine_asks=False), 2, path, data) == [["copied", *["step"] * 4]] * 2
+    assert ranks.run(looks_at_the_sync, 2, path, data) == [["copied"] * 4] * 2
 
 
 def test_the_actor_loss_adds_entropy_bonus_and_kl_penalty_to_the_policy_loss():

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
         TransportError,
         TransportTimeout,
     )
-    from verl.checkpoint_engine.manager import CheckpointEngineManager
-    from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+    from verl.checkpoint_engine.plan.types import SyncReport, TensorMeta
     from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-    from verl.checkpoint_engine.types import SyncReport, TensorMeta
+    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
 _MODULES = {
     "base": ("CheckpointEngine", "CheckpointEngineWithCache"),
@@ -52,10 +52,10 @@ _MODULES = {
         "TransportError",
         "TransportTimeout",
     ),
-    "manager": ("CheckpointEngineManager",),
-    "participants": ("RolloutNode", "TrainerRank"),
+    "sync.manager": ("CheckpointEngineManager",),
+    "sync.participants": ("RolloutNode", "TrainerRank"),
     "registry": ("CheckpointEngineRegistry",),
-    "types": ("SyncReport", "TensorMeta"),
+    "plan.types": ("SyncReport", "TensorMeta"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

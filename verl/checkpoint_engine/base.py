@@ -8,6 +8,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
     for every version
         every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
         every node                  receive_weights         stage: until the spare slot holds every byte
+        a node                      repair_weights          pieces that arrived wrong, again
         every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
         every node                  let_go                  after a failure: what is slow to close
     every trainer rank and node     finalize                disconnect, release
@@ -22,21 +23,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.checkpoint_engine.arena import NodeArena, open_committed
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import PieceDigests
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, open_committed
+from verl.checkpoint_engine.memory.digest import PieceDigests
+from verl.checkpoint_engine.memory.publishing import Publication
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication
-from verl.checkpoint_engine.topology import Topology
-from verl.checkpoint_engine.types import Member
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.plan.types import TensorMeta
     from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-    from verl.checkpoint_engine.types import TensorMeta
+    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 __all__ = [
     "Capabilities",
@@ -46,7 +47,11 @@ __all__ = [
     "CheckpointEngineWithCache",
     "TensorMeta",
 ]
-_ELSEWHERE = {"CheckpointEngineManager": "manager", "CheckpointEngineRegistry": "registry", "TensorMeta": "types"}
+_ELSEWHERE = {
+    "CheckpointEngineManager": "sync.manager",
+    "CheckpointEngineRegistry": "registry",
+    "TensorMeta": "plan.types",
+}
 """verl has these here, too. They import this module, so they are looked up when somebody asks."""
 
 
@@ -60,12 +65,8 @@ def __getattr__(name: str) -> object:
 class Capabilities:
     """What a backend can do; matched against the job when the manager is built, never tested by name."""
 
-    staged: bool
-    """Bytes travel after the trainer has published, while it goes on."""
     one_sided: bool
     """Nodes fetch by themselves; trainer ranks take no part in staging."""
-    elastic: bool
-    """A failed transfer leaves the other connections usable. Otherwise everybody connects anew after a failure."""
     same_host: bool
     """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
@@ -74,6 +75,10 @@ class Capabilities:
     """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
+    staged: bool = True
+    """Not read."""
+    elastic: bool = False
+    """Not read."""
 
 
 class CheckpointEngine(ABC):
@@ -152,6 +157,13 @@ class CheckpointEngine(ABC):
         Called on every node after `receive_weights`. Pieces that are not known, by default all, are digested then.
         """
         return None
+
+    def repair_weights(self, version: int, arena: NodeArena, pieces: Sequence[int]) -> bool:
+        """Fetch `pieces` of the plan, which arrived wrong, into the open slot of `arena` again; False: it cannot.
+
+        Called on a node after `receive_weights`. Raises TransportError.
+        """
+        return False
 
     def let_go(self) -> None:  # noqa: B027 - most backends leave nothing
         """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.

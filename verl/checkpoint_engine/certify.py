@@ -34,8 +34,8 @@ from verl.utils.signals import end_when_told
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
-    from verl.checkpoint_engine.types import Shard, TensorSpec
+    from verl.checkpoint_engine.engines.vllm.certify import CertifiedEngine
+    from verl.checkpoint_engine.plan.types import Shard, TensorSpec
 
 PROMPT_LENGTHS = (3, 8, 17)
 NUM_TOKENS = 12
@@ -92,12 +92,12 @@ class FileSource:
             self._open |= dict.fromkeys(opened.keys(), opened)
 
     def specs(self) -> Sequence[TensorSpec]:
-        from verl.checkpoint_engine.types import TensorSpec
+        from verl.checkpoint_engine.plan.types import TensorSpec
 
         return [TensorSpec(name=tensor.name, shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in self._tensors]
 
     def shards(self) -> Sequence[Shard]:
-        from verl.checkpoint_engine.types import Box, Shard
+        from verl.checkpoint_engine.plan.types import Box, Shard
 
         return [Shard(tensor.name, Box.whole(tuple(tensor.shape))) for tensor in self._tensors]
 
@@ -121,7 +121,7 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
     try:
         import vllm
 
-        from verl.checkpoint_engine.receivers.vllm_certify import CertifiedEngine
+        from verl.checkpoint_engine.engines.vllm.certify import CertifiedEngine
     except ImportError as exc:
         raise BackendUnavailable(f"certify starts a vLLM engine, and vLLM cannot be imported: {exc}") from exc
 
@@ -158,8 +158,8 @@ async def _run(
     scratch: Path,
 ) -> None:
     from verl import envs
-    from verl.checkpoint_engine.manager import CheckpointEngineManager
-    from verl.checkpoint_engine.participants import RolloutNode, TrainerRank
+    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+    from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
     for version, (before, name) in enumerate(VERSIONS):
         source = FileSource(checkpoint_files(directories[name]))

@@ -125,16 +125,12 @@ class KimiCkptEngineOptions:
         above=0,
         most=1,
     )
-    in_flight: int = option(4, "buckets that one receiver pulls or passes on at a time", least=1)
-    rebuild_group: bool = option(
-        False, "leave the nodes' process groups after each sync and build them anew in the next one"
-    )
+    in_flight: int = option(2, "buckets that a receiver pulls, and parts that a node takes over, at a time", least=1)
+    rebuild_group: bool = option(False, "of verl, without effect: nodes pass a version on without process groups")
     host: str | None = option(
         None, "address under which a member is reached; null: that of `interface`, or of the default route"
     )
-    interface: str | None = option(
-        None, "network interface for pulls and broadcasts; null: the one of the default route"
-    )
+    interface: str | None = option(None, "network interface to reach members by; null: the one of the default route")
 
     def __post_init__(self) -> None:
         _require_rdma(self.rdma_devices, "p2p_protocol", self.p2p_protocol)
@@ -159,9 +155,10 @@ class CheckpointEngineConfig:
     block_kilobytes: int = option(1024, "largest piece with a digest of its own, in KiB", least=4)
     topology: str = option(
         "auto",
-        "who sends to whom; chain: each rollout node serves the next (nixl, mooncake); auto: the backend's own, and "
-        "chain where there are more hosts of rollout nodes than of trainer ranks",
-        choices=("auto", "direct", "broadcast", "chain", "p2p_broadcast"),
+        "who sends to whom; chain: each rollout node serves the next; tree: two others; p2p_broadcast: as a chain, but "
+        "several nodes read from trainer ranks, a part each (all three: tcp, nixl, mooncake); auto: the backend's own, "
+        "and chain where there are more hosts of rollout nodes than of trainer ranks",
+        choices=("auto", "direct", "broadcast", "chain", "tree", "p2p_broadcast"),
     )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")

@@ -5,8 +5,7 @@ CheckpointEngineError
 ├── BackendUnavailable      a backend's package or device is missing here; names the remedy
 ├── PlanError               shards, specs and layout do not fit together; lists every name
 ├── TransportError          bytes could not be moved
-│   ├── TransportTimeout    a deadline passed; says who was waited for
-│   └── NotPrepared         a member is new, or was closed: it has to be connected before it can take part
+│   └── TransportTimeout    a deadline passed; says who was waited for
 ├── IntegrityError          bytes arrived that are not the trainer's bytes; names tensor and piece
 ├── ActivationError         a replica did not load a committed version
 └── SyncAborted             the transaction ended without the new version; its cause is the first failure
@@ -69,10 +68,6 @@ class TransportError(CheckpointEngineError):
 
 
 class TransportTimeout(TransportError):
-    pass
-
-
-class NotPrepared(TransportError):
     pass
 
 

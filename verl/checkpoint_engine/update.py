@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.endpoints import Endpoint
 from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
+from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
-from verl.checkpoint_engine.update_options import Options, parse
+from verl.checkpoint_engine.parameter_server.update_options import Options, parse
 from verl.utils.console import is_live, log_to_console
 from verl.utils.signals import end_when_told
 

@@ -116,9 +116,8 @@ class ActorRolloutRefWorker(WeightPublisher):
                 grad_clip=config.actor.grad_clip,
                 device=device,
                 seed=self._seed,
+                before_step=self.await_copied,
             )
-            if hasattr(self._actor, "before_step"):
-                self._actor.before_step = self.await_copied
             self._actor.build()
         if self._has_ref:
             self._ref = TrainEngineRegistry.new(
@@ -192,8 +191,6 @@ class ActorRolloutRefWorker(WeightPublisher):
         config = self.config.actor
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
-        if not hasattr(self.actor, "before_step"):  # somebody's own engine, which would not ask
-            self.await_copied()
         start_s = time.perf_counter()
         steps = [
             self.actor.train_mini_batch(

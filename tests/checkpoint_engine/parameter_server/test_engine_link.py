@@ -18,11 +18,11 @@ from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.parameter_server import link_process
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
 from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.memory.host_memory import KeptMemory, shared_memory
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights, receive
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory, shared_memory
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
+from verl.checkpoint_engine.plan.layout import align
 
 HALF_NBYTES = 8192
 Weights = dict[str, torch.Tensor]
@@ -194,7 +194,7 @@ def test_kept_memory_of_another_size_is_let_go_of():
     assert [piece.memory.nbytes for piece in kept.take(8192, 2)] == [8192, 8192]
     assert kept.nbytes == 0
     kept.keep([first])
-    kept.let_go()
+    kept.release()
     assert kept.nbytes == 0
 
 

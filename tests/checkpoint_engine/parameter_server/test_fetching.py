@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
-from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
+from verl.checkpoint_engine.parameter_server.fetching import Fetcher, LinkBuffers, Sources
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 
@@ -64,7 +64,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
 def test_the_next_bucket_is_fetched_while_one_is_broadcast_also_if_both_are_of_the_same_rank(sources: Sources):
     events, link = Events(0), Link()
     failure = FirstFailure()
-    halves = Halves(link, 3, Deadline(20.0), failure)  # type: ignore[arg-type]
+    halves = LinkBuffers(link, 3, Deadline(20.0), failure)  # type: ignore[arg-type]
     with Fetcher(sources, halves, BUCKETS, ahead=True, events=events, failure=failure) as fetcher:
         fetcher.start()
         for number, bucket in BUCKETS:
@@ -77,7 +77,7 @@ def test_the_next_bucket_is_fetched_while_one_is_broadcast_also_if_both_are_of_t
 
 
 def test_while_all_halves_are_on_their_way_who_fetches_waits_for_one_and_who_broadcasts_gets_none():
-    halves = Halves(Link(), 2, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
+    halves = LinkBuffers(Link(), 2, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
     assert [halves.try_take(), halves.try_take()] == [0, 1]
     assert halves.try_take() is None
     with ThreadPoolExecutor(1) as pool:
@@ -89,7 +89,7 @@ def test_while_all_halves_are_on_their_way_who_fetches_waits_for_one_and_who_bro
 
 
 def test_who_broadcasts_leaves_the_half_that_is_reserved_for_who_fetches():
-    halves = Halves(Link(), 3, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
+    halves = LinkBuffers(Link(), 3, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
     halves.reserve()
     assert [halves.try_take(), halves.try_take(), halves.try_take()] == [1, 2, None]
     assert halves.take_reserved() == 0
@@ -99,7 +99,7 @@ def test_who_broadcasts_leaves_the_half_that_is_reserved_for_who_fetches():
 
 def test_waiting_for_a_half_ends_with_the_first_failure():
     failure = FirstFailure()
-    halves = Halves(Link(), 1, Deadline(20.0), failure)  # type: ignore[arg-type]
+    halves = LinkBuffers(Link(), 1, Deadline(20.0), failure)  # type: ignore[arg-type]
     halves.take()
     failure.set(TransportError("rank 3 has died"))
     with pytest.raises(TransportError, match="rank 3 has died"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.rdma import (
+from verl.checkpoint_engine.links.rdma import (
     choose_wire,
     get_my_rdma_device,
     get_rdma_devices,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.parameter_server.roster import Roster
 
 

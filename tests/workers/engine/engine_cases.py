@@ -159,7 +159,7 @@ def shown_by(source: WeightSource) -> list[tuple]:
 
 
 def weights_during_a_step(engine: TrainEngine, data: DataProto, limits: MicroBatchLimits) -> dict[str, bool]:
-    """When a source that was made before a step has other weights than before it; see `TrainEngine.before_step`."""
+    """When a source that was made before a step has other weights than before it; see `TrainEngineFactory`."""
     source = engine.weight_source("float32")
     before = shown_by(source)
     changed = {"after a forward pass": False}  # only the last stage of a pipeline gets to see its end
@@ -173,7 +173,7 @@ def weights_during_a_step(engine: TrainEngine, data: DataProto, limits: MicroBat
         look("after a forward pass")
         return weighted_loss(log_prob, entropy, micro_batch, totals)
 
-    engine.before_step = lambda: look("when asked")
+    engine._before_step = lambda: look("when asked")
     engine.train_mini_batch(data, loss, temperature=1.0, limits=limits)
     look("after the step")
     return changed

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 from verl.workers.hf.checkpoint import HFCheckpoint

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import make_plan
-from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.fsdp1 import FSDP1Sharding
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding

@@ -21,7 +21,7 @@ from tests.workers.engine.engine_cases import (
     reference_log_probs,
     weighted_loss,
 )
-from verl.checkpoint_engine.types import Box, Shard
+from verl.checkpoint_engine.plan.types import Box, Shard
 from verl.utils.config import ConfigError, from_mapping
 from verl.workers.config import HFModelConfig
 from verl.workers.config.model import LoRAConfig

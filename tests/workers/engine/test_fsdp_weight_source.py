@@ -19,7 +19,7 @@ from tests.workers.engine.engine_cases import (
     weighted_loss,
 )
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.types import Box, Shard
+from verl.checkpoint_engine.plan.types import Box, Shard
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import MicroBatchLimits

@@ -9,9 +9,9 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import make_plan
-from verl.checkpoint_engine.shards import ShardTable
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.megatron.architectures import ARCHITECTURES
 from verl.workers.engine.megatron.held import held_tensors

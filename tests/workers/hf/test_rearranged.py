@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.hf.rearranged import NotARearrangement, Rearranged
 
 SOURCES = {"a": (4, 6), "b": (4, 6), "c": (4, 6, 2)}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.reward_model import head
 from verl.trainer.config.loader import load_config
-from verl.trainer.ppo.reward_models import num_engines, reward_function
+from verl.trainer.fleet.reward_models import num_engines, reward_function
 from verl.utils.config import ConfigError
 from verl.utils.reward_score.served import AskedFunction, RewardModelError, ScoredByModel, next_address
 from verl.workers.config.reward_model import RewardRolloutConfig

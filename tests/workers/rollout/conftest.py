@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint_engine.arena import NodeArena, SlotView
-from verl.checkpoint_engine.digest import Manifest, digest_pieces
-from verl.checkpoint_engine.layout import Layout
-from verl.checkpoint_engine.plan import make_plan
-from verl.checkpoint_engine.shards import ShardTable
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import make_plan
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.utils.builtin.tiny import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions, TokenOutput

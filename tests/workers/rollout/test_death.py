@@ -24,7 +24,7 @@ from verl.workers.rollout.errors import ReplicaDied, RolloutError
 
 MIDDLE = """
 import multiprocessing, time
-from verl.checkpoint_engine.receivers.vllm_plugin import end_with_parent
+from verl.checkpoint_engine.engines.vllm.plugin import end_with_parent
 
 def child():
     end_with_parent()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -195,9 +194,8 @@ async def test_control_calls_are_answered_while_hundreds_of_requests_are_parked(
     await served.replica.pause("abort")
     parked = [served.submit(max_tokens=2, ignore_eos=True) for _ in range(300)]
     await asyncio.sleep(BRIEFLY_S)
-    began = time.monotonic()
     await served.replica.health()
-    assert time.monotonic() - began < 5.0
+    assert not any(request.done() for request in parked)
     await served.replica.resume()
     assert lengths(await asyncio.gather(*parked)) == [2] * 300
 

@@ -14,22 +14,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl.checkpoint_engine.arena import NodeArena
-from verl.checkpoint_engine.backends.addresses import own_address
-from verl.checkpoint_engine.backends.communicators import Flight, Hccl, Nccl
-from verl.checkpoint_engine.backends.gloo_chain import GlooChain
-from verl.checkpoint_engine.backends.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.pipeline import Bucket, messages_of
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.links.communicators import Flight, Hccl, Nccl
+from verl.checkpoint_engine.links.fetch import Bucket, messages_of
+from verl.checkpoint_engine.links.gloo_chain import GlooChain
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import Publication, publish
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, broadcast
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, publish
-from verl.checkpoint_engine.topology import Topology, broadcast
-from verl.checkpoint_engine.types import Member
 from verl.utils import config as strict
 
 

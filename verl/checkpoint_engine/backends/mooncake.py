@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint_engine.backends.addresses import reached_at
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire, within
 from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.links.network import reached_at
+from verl.checkpoint_engine.links.wire import UInt8s, Wire, within
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.utils import config as strict
 from verl.utils.admission import OWN_USER, Admission, Doorkeeper, Unguarded
 

@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.arena import NodeArena, SlotView
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, across_hosts
+from verl.checkpoint_engine.plan.types import Member, Shard
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, SlotPieces, publish
-from verl.checkpoint_engine.topology import Topology, across_hosts
-from verl.checkpoint_engine.types import Member, Shard
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.backends.host_relay import HostRelay
+    from verl.checkpoint_engine.links.host_relay import HostRelay
 
 
 class NaiveEngine(CheckpointEngineWithCache):
@@ -48,7 +48,7 @@ class NaiveEngine(CheckpointEngineWithCache):
             return str(arena.directory)
         if plan.num_owners == 1:
             return ""
-        from verl.checkpoint_engine.backends.host_relay import HostRelay
+        from verl.checkpoint_engine.links.host_relay import HostRelay
 
         self._relay = HostRelay(member=self.member, config=self.config, stop=self._stop)
         return self._relay.prepare(plan)

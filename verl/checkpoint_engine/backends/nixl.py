@@ -20,12 +20,12 @@ from typing import Any
 
 import nixl
 
-from verl.checkpoint_engine.backends import ucx
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.config import CheckpointEngineConfig, NixlOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportError
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.links import ucx
+from verl.checkpoint_engine.links.wire import UInt8s, Wire
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.utils import config as strict
 from verl.utils.admission import OWN_USER, Admission, Doorkeeper
 

@@ -20,32 +20,39 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.arena import NodeArena
-from verl.checkpoint_engine.backends.chain import ChainLink, part_nbytes_for, publication_of
-from verl.checkpoint_engine.backends.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
-from verl.checkpoint_engine.backends.wires import OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.digest import PieceDigests
-from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.layout import align
-from verl.checkpoint_engine.packed import PackedRegion
-from verl.checkpoint_engine.pipeline import (
+from verl.checkpoint_engine.links.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
+from verl.checkpoint_engine.links.fetch import (
+    STOPPED_S,
     Bucket,
     FetchLoop,
     RangeReader,
     bounce_nbytes,
     messages_of,
+    pieces_again,
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.plan import SyncPlan
+from verl.checkpoint_engine.links.holder import (
+    IN_FLIGHT,
+    NodeHolder,
+    part_nbytes_for,
+    publication_of,
+)
+from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.digest import PieceDigests
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import Publication, publish
+from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.encoded import parsed
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, direct
+from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.publishing import Publication, publish
-from verl.checkpoint_engine.threads import memory_threads
-from verl.checkpoint_engine.topology import Topology, direct
-from verl.checkpoint_engine.types import Member
 from verl.utils.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0
@@ -62,7 +69,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
         late_nodes=True,
-        topologies=("direct", "chain"),
+        topologies=("direct", "chain", "tree", "p2p_broadcast"),
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20
     """At most this many bytes per transfer, however large the buckets: failures are noticed in between."""
@@ -87,8 +94,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
         """Of the buckets, where the wire copies."""
         self._arrived: tuple[int, PieceDigests] | None = None
         """The version that was received last, with the digests of what was digested as it arrived."""
-        self._link: ChainLink | None = None
-        """On nodes, in a chain."""
+        self._holder: NodeHolder | None = None
+        """On nodes that pass a version on."""
         self._abandoned: list[Wire] = []
         """Wires with reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
 
@@ -122,14 +129,32 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def _prepare_node(self, plan: SyncPlan) -> str:
         """Decide in which buckets bytes arrive; the address under which other nodes reach this one, if they do."""
-        nbytes = min(self.config.bucket_nbytes, self.transfer_nbytes)
-        if self.config.topology != "chain":
-            self._expect(self._messages(nbytes))
+        if not self.passes_on:
+            self._expect(self._messages(self.most_nbytes))
             return ""
-        nbytes = part_nbytes_for(plan.layout.nbytes, nbytes)
-        self._link = ChainLink(plan, self.open_wire(None), nbytes)
-        self._expect(self._link.in_order(self._messages(nbytes)))
-        return self._link.address
+        nbytes = part_nbytes_for(plan.layout.nbytes, self.most_nbytes)
+        self._holder = NodeHolder(plan, self.open_wire(None), nbytes, in_flight=self.passed_at_once)
+        return self._holder.address
+
+    @property
+    def most_nbytes(self) -> int:
+        """Of a bucket, or of a part that nodes pass on: the same on every node."""
+        return min(self.config.bucket_nbytes, self.transfer_nbytes)
+
+    @property
+    def passed_at_once(self) -> int:
+        """Buckets from owners, and parts from another node, that are under way where nodes pass a version on."""
+        return IN_FLIGHT
+
+    def bounce_room(self) -> int:
+        """Most bytes that scattered pieces may take on their way, where nodes pass a version on."""
+        return self.passed_at_once * self.most_nbytes
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether nodes serve other nodes, in the topology that is configured."""
+        asked = self.config.topology
+        return (self.capabilities.topologies[0] if asked == "auto" else asked) != "direct"
 
     def _messages(self, nbytes: int) -> list[Bucket]:
         assert self._plan is not None
@@ -157,18 +182,20 @@ class OneSidedEngine(CheckpointEngineWithCache):
             if self._wire is not None:
                 self._wire.admit(Admission(addresses=topology.host_addresses))
             return
-        if self._link is not None:
-            self._link.join(topology, self.member)
-        self._wire = self.open_wire(self._link.read_from(topology) if self._link else topology)
-        if self._link is None:
+        if self._holder is not None:
+            places = self.passed_at_once
+            buckets = self._holder.join(topology, self.member, self.bounce_room() // places)
+            self._expect(spread_over_bounce(buckets, places))
+        self._wire = self.open_wire(self._read_from(topology))
+        if self._holder is None:
             self._open_helpers(self._wire, topology)
         for wire in self._wires:
             wire.register(self._bounce)
-        if self._link is not None:
-            self._link.connect(self._wire, _before(self.config.deadlines.prepare_s))
-        needed = self._owners_to_read()
+        if self._holder is not None:
+            self._holder.connect(self._wire, _before(self.config.deadlines.prepare_s))
+        assert self._plan is not None
         for trainer in topology.trainers:
-            if trainer.index in needed:
+            if self._plan.pieces_of(trainer.index):  # their stamps are read, also by who gets the bytes from a node
                 owner = parsed(trainer.address, OwnerAddress, "the address of a trainer rank")
                 try:
                     for wire in self._wires:
@@ -178,13 +205,18 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
 
+    def _read_from(self, topology: Topology) -> Topology:
+        """`topology` with everybody whom this node reads in place of the trainer ranks."""
+        before = self._holder.upstream if self._holder is not None else None
+        return replace(topology, trainers=(*topology.trainers, *([before] if before else [])))
+
     def _open_helpers(self, wire: Wire, topology: Topology) -> None:
         """Decide which threads read. What they copy they take piece by piece."""
         assert self._plan is not None
         readers = self.num_readers(wire)
         if wire.copies:
             even = bucket_nbytes_for(self._plan.layout.payload_nbytes, readers)
-            self._expect(self._messages(min(self.config.bucket_nbytes, self.transfer_nbytes, even)))
+            self._expect(self._messages(min(self.most_nbytes, even)))
             self._steps = steps_of(self._plan, self._buckets)
         if readers > 1:
             self._expect(spread_over_bounce(self._buckets, readers))
@@ -194,9 +226,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
     @property
     def _wires(self) -> list[Wire]:
         return [self._wire, *self._helpers] if self._wire is not None else []
-
-    def _owners_to_read(self) -> set[int]:
-        return {bucket.owner for bucket in self._buckets}
 
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         assert self._plan is not None  # the manager prepares every member before it publishes
@@ -227,9 +256,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
-        if self._link is not None:
+        if self._holder is not None:
             loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
-            return self._link.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
+            return self._holder.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
         loops = [self._reading_loop(replace(reader, wire=wire), deadline) for wire in self._wires]
         if len(loops) == 1:
             return loops[0].run(self._buckets)
@@ -249,6 +278,31 @@ class OneSidedEngine(CheckpointEngineWithCache):
         assert self._plan is not None
         reader = CopyingReader(pulls, self._plan, self._steps, self._arrived[1])
         return replace(self._loop(reader, pulls, deadline), on_bucket=reader.digest_scattered)
+
+    def repair_weights(self, version: int, arena: NodeArena, pieces: Sequence[int]) -> bool:
+        """Reads them from their owners, whoever they came from."""
+        assert self._plan is not None
+        if self._wire is None:
+            raise TransportError("not connected", version=version, phase="verify", member=self.member.name)
+        deadline = time.monotonic() + _before(self.config.deadlines.verify_s)
+        buckets = pieces_again(self._plan, pieces)
+        bounce = np.zeros(max(bounce_nbytes(buckets), 1), np.uint8)
+        try:
+            self._wire.register(bounce)
+            stamps_reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
+            reader = replace(stamps_reader, bounce=bounce)
+            before = self._stamps(stamps_reader, deadline)
+            replace(self._loop(reader, reader, deadline), bounce=bounce, max_in_flight=1).run(buckets)
+            self._raise_if_changed(stamps_reader, before, self._stamps(stamps_reader, deadline))
+            self._wire.deregister(bounce)
+        except BaseException:
+            self._abandon()
+            raise
+        if self._arrived is not None:
+            self._arrived[1].known[list(pieces)] = False
+        if not self._wire.keeps:
+            self._let_go_of_slots()
+        return True
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
         if self._arrived is None or self._arrived[0] != version:
@@ -278,7 +332,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         deadline = time.monotonic() + CLOSING_S
         while self._abandoned and time.monotonic() < deadline:
             self.let_go()
-            time.sleep(FetchLoop.poll_s)
+            time.sleep(LOOK_S)
         for wire in self._abandoned:
             wire.close()
         self._abandoned.clear()
@@ -286,9 +340,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _release(self) -> None:
         self._abandon()
         self.let_go()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
         self._region, self._stamp, self._arena, self._plan = None, None, None, None
         self._encoded_plan, self._address = b"", ""
         self._buckets, self._bounce, self._steps = [], np.zeros(0, np.uint8), {}
@@ -333,7 +387,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
                 names = ", ".join(f"trainer-{owner}" for owner in sorted(waiting))
                 raise TransportTimeout(f"{names} cannot be read", version=reader.version, phase="stage")
             if waiting:
-                time.sleep(FetchLoop.poll_s)
+                reader.wait(STOPPED_S)
         stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, 3)
         for (owner, address), (incarnation, _, version) in zip(self._owners.items(), stamps.tolist(), strict=True):
             if (incarnation, version) != (address.incarnation, reader.version):

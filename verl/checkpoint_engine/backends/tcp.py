@@ -14,30 +14,37 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import xxhash
 
-from verl.checkpoint_engine.backends.addresses import reached_at
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.backends.wires import UInt8s, Wire
 from verl.checkpoint_engine.config import CheckpointEngineConfig, TcpOptions
-from verl.checkpoint_engine.encoded import parsed
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.links.network import reached_at
+from verl.checkpoint_engine.links.wire import UInt8s, Wire
+from verl.checkpoint_engine.plan.encoded import parsed
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.utils import config as strict
 from verl.utils.admission import Admission
 
 KEY_NBYTES: Final = 32
-REQUEST = struct.Struct("<QQ")
-"""Where the bytes begin in the process that is asked, and how many there are."""
+REQUEST = struct.Struct("<QQ?Q")
+"""Where the bytes begin in the process that is asked, how many there are, and whether to wait until their digest is
+another than the one that follows."""
 ANSWER = struct.Struct("<Q")
 """How many bytes follow: those that were asked for, or none if they are not registered."""
 BACKLOG = 1024
 AGAIN_S = 5.0
 """How long a further connection may take to a member that has been reached: a read begins with it."""
+REFUSED_S = 0.02
+"""Until a connection that was refused is tried again."""
+WATCHED_S = 1.0
+"""After so long a watch is answered, changed or not: who asked may be gone."""
 HANDSHAKE_S = 10.0
 """Who has not shown the key by then is nobody of this job."""
 
@@ -60,12 +67,14 @@ class TcpWire(Wire):
     """Answers peers that read, if it `listens`, and reads from peers over several connections to each."""
 
     keeps = False  # registering is an entry in a table
+    tells = True
 
     def __init__(self, host: str, num_connections: int, *, listens: bool = True) -> None:
         self._host, self._num_connections = host, num_connections
         self._registered: dict[int, UInt8s] = {}
         self._listener = _Listener(host, self._registered) if listens else None
         self._peers: dict[int, _Peer] = {}
+        self._landed = threading.Event()
 
     def register(self, memory: UInt8s) -> None:
         self._registered[memory.ctypes.data] = memory
@@ -88,12 +97,25 @@ class TcpWire(Wire):
                 return
             known.close()
         place = (LOOPBACK, endpoint.local_port) if endpoint.host == self._host else (endpoint.host, endpoint.port)
-        self._peers[owner] = _Peer(endpoint, place, self._num_connections, timeout_s)
+        self._peers[owner] = _Peer(endpoint, place, self._num_connections, self._landed, timeout_s)
 
     def read(self, owner: int, source: int, target: int, nbytes: int) -> _Read:
         reading = _Read(source, (ctypes.c_ubyte * nbytes).from_address(target))
         self._peers[owner].begin(reading)
         return reading
+
+    def watch(self, owner: int, source: int, target: int, nbytes: int) -> _Read:
+        reading = _Read(source, (ctypes.c_ubyte * nbytes).from_address(target), is_watch=True)
+        self._peers[owner].begin(reading)
+        return reading
+
+    def changed(self) -> None:
+        if self._listener is not None:
+            self._listener.changed()
+
+    def wait(self, timeout_s: float) -> None:
+        self._landed.wait(timeout_s)
+        self._landed.clear()
 
     def is_done(self, transfer: _Read) -> bool:
         if transfer.failure is not None:
@@ -113,38 +135,63 @@ class TcpWire(Wire):
 class _Read:
     source: int
     target: ctypes.Array[ctypes.c_ubyte]
+    is_watch: bool = False
     is_done: bool = False
     failure: str | None = None
+
+    def request(self) -> bytes:
+        known = digest_of(memoryview(self.target)) if self.is_watch else 0
+        return REQUEST.pack(self.source, len(self.target), self.is_watch, known)
 
 
 class _Peer:
     """One member that is read. Connections are made as reads overlap, up to a number."""
 
-    def __init__(self, endpoint: Endpoint, place: tuple[str, int], num_connections: int, timeout_s: float) -> None:
-        """Raises TransportError if it cannot be reached at `place`."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        place: tuple[str, int],
+        num_connections: int,
+        landed: threading.Event,
+        timeout_s: float,
+    ) -> None:
+        """Raises TransportError if it cannot be reached at `place`. `landed` is set with each answer."""
         self.endpoint = endpoint
-        self._place, self._num_connections = place, num_connections
-        self._connections = [_Connection(place, endpoint.key, timeout_s)]
+        self._place, self._num_connections, self._landed = place, num_connections, landed
+        self._connections = [self._connect(timeout_s)]
+        self._watching: _Connection | None = None
+        """Of its own: answers come in order, and that to a watch may take long."""
+
+    def _connect(self, timeout_s: float) -> _Connection:
+        return _Connection(self._place, self.endpoint.key, self._landed, timeout_s)
 
     def begin(self, reading: _Read) -> None:
+        if reading.is_watch:
+            if self._watching is None:
+                self._watching = self._connect(AGAIN_S)
+            self._watching.begin(reading)
+            return
         connection = min(self._connections, key=lambda one: one.num_waiting)
         if connection.num_waiting and len(self._connections) < self._num_connections:
-            connection = _Connection(self._place, self.endpoint.key, AGAIN_S)
+            connection = self._connect(AGAIN_S)
             self._connections.append(connection)
         connection.begin(reading)
 
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
+        if self._watching is not None:
+            self._watching.close()
 
 
 class _Connection:
     """Reads that are answered in order, by a thread that puts the bytes in their places."""
 
-    def __init__(self, place: tuple[str, int], key: bytes, timeout_s: float) -> None:
+    def __init__(self, place: tuple[str, int], key: bytes, landed: threading.Event, timeout_s: float) -> None:
+        self._landed = landed
         self._name = f"{place[0]}:{place[1]}"
         try:
-            self._socket = socket.create_connection(place, timeout_s)
+            self._socket = _connected(place, timeout_s)
             self._socket.sendall(key)
             self._socket.settimeout(None)
         except OSError as exc:
@@ -159,7 +206,7 @@ class _Connection:
         self.num_waiting += 1
         self._waiting.put(reading)
         try:
-            self._socket.sendall(REQUEST.pack(reading.source, len(reading.target)))
+            self._socket.sendall(reading.request())
         except OSError as exc:
             raise TransportError(f"{self._name} is gone: {exc}") from exc
 
@@ -175,6 +222,7 @@ class _Connection:
             except OSError as exc:
                 reading.failure = f"a read of {len(reading.target)} bytes from {self._name} failed: {exc}"
             self.num_waiting -= 1
+            self._landed.set()
 
     def close(self) -> None:
         """Nothing is written to the targets of reads any more."""
@@ -191,6 +239,7 @@ class _Listener:
         """`registered` memory is served, by where it begins; inside this host, until it is opened to others."""
         self._registered = registered
         self._lock = threading.Lock()
+        self._change = threading.Condition()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._accepting: dict[socket.socket, threading.Thread] = {}
         self._closed = False
@@ -235,7 +284,10 @@ class _Listener:
             connection.settimeout(None)
             while True:
                 _receive_into(connection, memoryview(request))
-                wanted = self._find(*REQUEST.unpack(request))
+                source, nbytes, is_watch, known = REQUEST.unpack(request)
+                wanted = self._find(source, nbytes)
+                if is_watch:
+                    self._wait_for_change(wanted, known)
                 connection.sendall(ANSWER.pack(len(wanted)))
                 connection.sendall(wanted)
         except OSError:  # the peer is gone, or this wire is closed
@@ -244,6 +296,14 @@ class _Listener:
             with self._lock:
                 self._threads.pop(connection, None)
             connection.close()
+
+    def _wait_for_change(self, memory: memoryview, known: int) -> None:
+        with self._change:
+            self._change.wait_for(lambda: self._closed or digest_of(memory) != known, WATCHED_S)
+
+    def changed(self) -> None:
+        with self._change:
+            self._change.notify_all()
 
     def _find(self, source: int, nbytes: int) -> memoryview:
         """The bytes, or none."""
@@ -258,11 +318,16 @@ class _Listener:
             threads = dict(self._threads)
             for connection in threads:
                 _end(connection)
+        self.changed()
         for sock in (self._local, self._outer):
             _end(sock)
             sock.close()
         for thread in (*self._accepting.values(), *threads.values()):
             thread.join()
+
+
+def digest_of(memory: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(memory)
 
 
 def _receive_into(connection: socket.socket, target: memoryview) -> None:
@@ -272,6 +337,18 @@ def _receive_into(connection: socket.socket, target: memoryview) -> None:
         if received == 0:
             raise ConnectionError("it closed the connection")
         target = target[received:]
+
+
+def _connected(place: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Raises OSError. A peer opens to other hosts when it has learnt of them, perhaps later than this member."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection(place, max(deadline - time.monotonic(), REFUSED_S))
+        except ConnectionRefusedError:
+            if time.monotonic() + REFUSED_S > deadline:
+                raise
+            time.sleep(REFUSED_S)
 
 
 def _end(connection: socket.socket) -> None:

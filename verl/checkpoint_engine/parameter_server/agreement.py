@@ -16,9 +16,9 @@ from verl.checkpoint_engine.parameter_server.buckets import (
     largest_nbytes,
     order_of,
 )
+from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCall
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
 
 
 class _Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class _Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agree(
-    together: Undertaking,
+    together: CollectiveCall,
     *,
     name: str,
     device: Device,

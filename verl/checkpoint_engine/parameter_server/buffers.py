@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.layout import align
-from verl.checkpoint_engine.parameter_server.host_memory import (
+from verl.checkpoint_engine.memory.host_memory import (
     SharedMemory,
     free_host_nbytes,
     pinned_memory,
@@ -24,7 +23,8 @@ from verl.checkpoint_engine.parameter_server.host_memory import (
 )
 from verl.checkpoint_engine.parameter_server.records import PackedTensor
 from verl.checkpoint_engine.parameter_server.safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
-from verl.checkpoint_engine.types import ITEMSIZE
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.utils.console import is_live
 from verl.utils.device import resolve_device
 

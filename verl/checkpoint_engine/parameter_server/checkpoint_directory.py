@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.layout import listed
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.checkpoint_engine.plan.encoded import UNREADABLE
+from verl.checkpoint_engine.plan.layout import listed
 from verl.utils.files import read_regular
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,9 @@ from typing import Self
 
 import torch
 
-from verl.checkpoint_engine.backends.rendezvous import Deadline
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
@@ -21,7 +22,6 @@ from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.publishing import copy_values
 
 STAMP_NBYTES = 8
 POLL_S = 0.2
@@ -104,7 +104,7 @@ class Sources:
             )
 
 
-class Halves:
+class LinkBuffers:
     """The halves of a link, for whoever fills the next one, in the order in which the engine lets go of them.
 
     One thread broadcasts, and offers them to the engine; another may fetch into one at a time, and has precedence:
@@ -182,7 +182,7 @@ class Fetcher:
     def __init__(
         self,
         sources: Sources,
-        halves: Halves,
+        halves: LinkBuffers,
         buckets: Sequence[tuple[int, Bucket]],
         *,
         ahead: bool,
@@ -241,7 +241,7 @@ class Fetcher:
     def try_take(self, number: int) -> int | None:
         """The half in which the next of this rank's buckets is, if it is there."""
         with self._changed:
-            return self._let_go() if self._ready is not None and self._ready[0] == number else None
+            return self._hand_over() if self._ready is not None and self._ready[0] == number else None
 
     def take(self, number: int, bucket: Bucket) -> int:
         """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
@@ -259,9 +259,9 @@ class Fetcher:
                         f"{self._sources.deadline.timeout_s:.1f} s"
                     )
                 self._changed.wait(POLL_S)
-            return self._let_go()
+            return self._hand_over()
 
-    def _let_go(self) -> int:
+    def _hand_over(self) -> int:
         """The half that is ready; the next bucket is fetched while this one is broadcast."""
         assert self._ready is not None
         number, half = self._ready

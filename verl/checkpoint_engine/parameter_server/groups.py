@@ -17,11 +17,11 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from verl import envs
-from verl.checkpoint_engine.backends.communicators import Gloo, GroupMaker, Hccl, Nccl
-from verl.checkpoint_engine.backends.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
-from verl.checkpoint_engine.topology import Lane
+from verl.checkpoint_engine.links.communicators import Gloo, GroupMaker, Hccl, Nccl
+from verl.checkpoint_engine.links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
+from verl.checkpoint_engine.plan.topology import Lane
 from verl.utils.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20
@@ -231,7 +231,7 @@ class Group:
             group.abort()  # of nccl and hccl; gloo's does nothing
 
         works = deque(message.work for message in flying)
-        threading.Thread(target=_let_go, args=([group], works), name="parameter-server-given-up", daemon=True).start()
+        threading.Thread(target=_release, args=([group], works), name="parameter-server-given-up", daemon=True).start()
 
     def _all_gather(
         self, parts: list[torch.Tensor], own: torch.Tensor, what: str, deadline: Deadline, check: Callable[[], None]
@@ -273,7 +273,7 @@ def _timeout(deadline: Deadline) -> timedelta:
     return timedelta(seconds=deadline.remaining_s + LATER_S)
 
 
-def _let_go(group: list[Any], flying: deque[Any]) -> None:
+def _release(group: list[Any], flying: deque[Any]) -> None:
     """Give the only reference to a group up when nothing is in flight: it does not end before that."""
     while flying:
         if flying[0].is_completed():

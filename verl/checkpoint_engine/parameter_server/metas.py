@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.records import RankMetas
+from verl.checkpoint_engine.plan.encoded import unpacked
 from verl.utils.files import read_regular, write_private
 
 FORMAT = 1

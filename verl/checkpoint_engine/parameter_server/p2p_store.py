@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint_engine.backends.addresses import own_address
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, TransportError, TransportTimeout
-from verl.checkpoint_engine.types import Range
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.plan.types import Range
 from verl.utils.admission import ANY_HOST, NOBODY, OWN_USER
 
 if TYPE_CHECKING:

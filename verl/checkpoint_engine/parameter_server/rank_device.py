@@ -9,9 +9,9 @@ import torch
 
 from verl import envs
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.packed import private_memory
+from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
+from verl.checkpoint_engine.memory.packed import private_memory
 from verl.checkpoint_engine.parameter_server.devices import device_id
-from verl.checkpoint_engine.parameter_server.host_memory import free_host_nbytes
 from verl.utils.device import local_device, resolve_device
 
 CPU_BUCKET_NBYTES = 2**28

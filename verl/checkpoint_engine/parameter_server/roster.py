@@ -1,7 +1,7 @@
 """The ranks that do something together: who is there, what each says, and who has failed.
 
-Ranks meet in a torch.distributed store. For every undertaking they agree on a session that is new, so that nothing of
-one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
+Ranks meet in a torch.distributed store. For every collective call they agree on a session that is new, so that nothing
+of one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from verl.checkpoint_engine import errors
-from verl.checkpoint_engine.backends.rendezvous import Deadline
-from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.plan.encoded import unpacked
 
 PULSE_S = 0.2
 HASTE_S = 0.005
@@ -126,7 +126,7 @@ class Roster:
         self._raise_failure()
 
     def fail(self, error: CheckpointEngineError, *, origin: bool) -> CheckpointEngineError:
-        """Tell everybody. Returns the error that this undertaking ends with: the same on all ranks, where it can be.
+        """Tell everybody. Returns the error that this call ends with: the same on all ranks, where it can be.
 
         `origin`: it began at this rank, which is not merely the one that saw a connection break.
         """

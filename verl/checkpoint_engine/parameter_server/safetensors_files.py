@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from verl.checkpoint_engine.encoded import UNREADABLE
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.layout import MAX_DIMS
-from verl.checkpoint_engine.types import ITEMSIZE
+from verl.checkpoint_engine.plan.encoded import UNREADABLE
+from verl.checkpoint_engine.plan.layout import MAX_DIMS
+from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.utils.files import open_regular, real
 
 DTYPES = {

@@ -19,18 +19,18 @@ import msgspec
 import torch
 
 from verl import envs
-from verl.checkpoint_engine.encoded import unpacked
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.links.rdma import choose_wire
+from verl.checkpoint_engine.memory.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
+from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCalls
 from verl.checkpoint_engine.parameter_server.fetching import Sources
 from verl.checkpoint_engine.parameter_server.holdings import Holdings
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
 from verl.checkpoint_engine.parameter_server.rank_device import Device
-from verl.checkpoint_engine.parameter_server.rdma import choose_wire
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
-from verl.checkpoint_engine.parameter_server.undertakings import Undertakings
+from verl.checkpoint_engine.plan.encoded import unpacked
 
 DEFAULT_MEM_FRACTION = 0.9
 DEFAULT_TIMEOUT_S = 600.0
@@ -80,7 +80,7 @@ class ParameterServer:
             protocol=protocol,
             rdma_device=rdma_device,
         )
-        self._undertakings = Undertakings(
+        self._calls = CollectiveCalls(
             rank=self.rank,
             world_size=self.world_size,
             device=self._device.torch_device,
@@ -125,7 +125,7 @@ class ParameterServer:
         """
         own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
         self._device.make_current()
-        with self._undertakings.begin(tuple(range(self.world_size))) as together:
+        with self._calls.begin(tuple(range(self.world_size))) as together:
             answers = [own]
             if together.group is not None:
                 device, check = self._device.torch_device, together.failure.check
@@ -170,7 +170,7 @@ class ParameterServer:
         events, stop = Events(self.rank), threading.Event()
         self._events = events
         self._device.make_current()
-        with self._undertakings.begin(receivers) as together:
+        with self._calls.begin(receivers) as together:
             together.failure.then(lambda _: stop.set())
             size, order = agree(
                 together,
@@ -223,14 +223,14 @@ class ParameterServer:
         receivers = self._receivers(ranks)
         if self.rank in receivers:
             self._device.make_current()
-            with self._undertakings.begin(receivers, keep=True) as together:
+            with self._calls.begin(receivers, keep=True) as together:
                 together.roster.exchange("connecting", None, together.deadline)
 
     def close(self) -> None:
         """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
-        self._undertakings.close()
+        self._calls.close()
         self._holdings.close()
-        self._kept.let_go()
+        self._kept.release()
         self._metas, self._metas_name = {}, None
 
     def __enter__(self) -> Self:

@@ -21,12 +21,12 @@ from functools import cached_property, partial
 import torch
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportTimeout
+from verl.checkpoint_engine.memory.host_memory import KeptMemory
 from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
+from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCall
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.fetching import Fetcher, Halves, Sources
-from verl.checkpoint_engine.parameter_server.host_memory import KeptMemory
+from verl.checkpoint_engine.parameter_server.fetching import Fetcher, LinkBuffers, Sources
 from verl.checkpoint_engine.parameter_server.progress import Events
-from verl.checkpoint_engine.parameter_server.undertakings import Undertaking
 
 REQUEST_POLL_S = 0.05
 
@@ -43,7 +43,7 @@ class Transfer:
     size: BucketSize
     order: Sequence[tuple[int, Bucket]]
     """(rank that fetches and broadcasts, bucket)."""
-    together: Undertaking
+    together: CollectiveCall
     request: Request
     events: Events
     kept: KeptMemory
@@ -94,7 +94,7 @@ class Transfer:
         own = [(number, bucket) for number, (root, bucket) in enumerate(self.order) if root == self.rank]
         fetched = [(number, bucket) for number, bucket in own if not self.sources.is_lent(bucket)]
         failure = self.together.failure
-        halves = Halves(link, self._num_halves, self.together.own_deadline, failure)
+        halves = LinkBuffers(link, self._num_halves, self.together.own_deadline, failure)
         with Fetcher(
             self.sources, halves, fetched, ahead=self.size.staged, events=self.events, failure=failure
         ) as fetcher:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from verl.experimental.fully_async_policy.budget import StalenessBudget
 from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.protocol import DataProto
-from verl.trainer.ppo.plain_state import from_plain, to_plain
+from verl.trainer.plain_state import from_plain, to_plain
 from verl.utils.config import ConfigError
 from verl.utils.dataset import build_dataloader
 from verl.utils.lifetime import begin_actor

@@ -26,11 +26,11 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, Sample, options_of_actor
 from verl.experimental.fully_async_policy.rollouter import Rollouter, RollouterState
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.ppo.cluster import FAILED_SYNCS
+from verl.trainer.fleet.cluster import FAILED_SYNCS
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Step, TrainingResult
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
-from verl.trainer.ppo.cluster import make_replicas
+from verl.trainer.fleet.cluster import make_replicas
+from verl.trainer.fleet.placement import num_replicas
+from verl.trainer.fleet.reward_models import num_engines, reward_function
 from verl.trainer.ppo.data import build_dataloaders
-from verl.trainer.ppo.placement import num_replicas
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_critic, needs_reference
-from verl.trainer.ppo.reward_models import num_engines, reward_function
 from verl.trainer.ppo.run import (
     _adapter_shapes,
     _agent_loop_manager_class,

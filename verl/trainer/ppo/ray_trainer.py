@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.types import SyncReport
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
+from verl.trainer.fleet.cluster import Cluster, sync_report_path
+from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.checkpoints import CheckpointDirectory, TrainerState
-from verl.trainer.ppo.cluster import Cluster, sync_report_path
 from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
@@ -34,7 +35,6 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
-from verl.trainer.ppo.wanted_replicas import WantedReplicas
 from verl.utils import records
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards

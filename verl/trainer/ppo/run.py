@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl import envs
-from verl.checkpoint_engine.arena import require_free_bytes
-from verl.checkpoint_engine.layout import align
+from verl.checkpoint_engine.memory.arena import require_free_bytes
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.types import ITEMSIZE
-from verl.trainer.ppo.checkpoints import CheckpointDirectory, warn_of_lacking_contents
-from verl.trainer.ppo.cluster import Cluster, make_replicas
+from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
+from verl.trainer.fleet.cluster import Cluster, make_replicas
+from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels, reward_function
+from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
-from verl.trainer.ppo.ray_session import check_arguments, starts_locally
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
-from verl.trainer.ppo.reward_models import AwakeForScoring, RewardModels, reward_function
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
 from verl.utils.chat_template import turns_of

@@ -41,10 +41,6 @@ class TrainEngine(Protocol):
     Every method except `weight_source` is a collective: all ranks call it, in the same order.
     """
 
-    before_step: Callable[[], None]
-    """Given by the worker; called by the thread that trains, last thing before an optimizer step changes weights. It
-    returns when nothing is being copied out of them. An engine without it is not trained until then."""
-
     def build(self) -> None:
         """Load the model from its Hugging Face directory, shard it, make the optimizer."""
 
@@ -103,5 +99,10 @@ class TrainEngineFactory(Protocol):
         grad_clip: float = 1.0,
         device: torch.device | None = None,
         seed: int = 1,
+        before_step: Callable[[], None] = lambda: None,
     ) -> TrainEngine:
-        """An engine on `device`. Without `optim_config` it is frozen: a reference policy."""
+        """An engine on `device`. Without `optim_config` it is frozen: a reference policy.
+
+        The thread that trains calls `before_step` last thing before an optimizer step changes weights. It returns when
+        nothing is being copied out of them.
+        """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.utils.config import ConfigError
 
 SINGLE_FILE = "model.safetensors"

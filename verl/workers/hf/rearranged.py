@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 
 
 class NotARearrangement(AttributeError):

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
-from verl.checkpoint_engine.types import EngineCheckResult
+from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from verl.checkpoint_engine.types import EngineCheckResult
+from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.records import SamplingOptions, TokenOutput

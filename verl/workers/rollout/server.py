@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import ray
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
-from verl.checkpoint_engine.types import EngineCheckResult
+from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.lifetime import begin_actor
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.participants import RolloutNode
-from verl.checkpoint_engine.topology import Topology
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.sync.participants import NodePort, RolloutNode, methods_of
 from verl.utils.lifetime import begin_actor
 
 NODE_CPUS = 0.05
@@ -20,7 +19,7 @@ NODE_CPUS = 0.05
 
 
 class CheckpointEngineWorker:
-    """One per rollout node, on that node. It stages, verifies and commits versions, and keeps the previous one.
+    """A `NodePort`, one per rollout node, on that node: stages, verifies and commits versions, keeps the previous one.
 
     Called by the manager on the driver through `RayRolloutNode`. The arena goes when the actor does, however it ends.
     """
@@ -39,38 +38,16 @@ class CheckpointEngineWorker:
     async def ping(self) -> None:
         """Answers as long as the process lives."""
 
-    async def check(self, arena_nbytes: int, arenas: int) -> None:
-        await self._node.check(arena_nbytes, arenas)
 
-    async def prepare(self, plan: bytes) -> Member:
-        return await self._node.prepare(plan)
+def _delegating(method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(self: CheckpointEngineWorker, *arguments: Any) -> Any:
+        return await getattr(self._node, method)(*arguments)
 
-    async def connect(self, topology: Topology) -> None:
-        await self._node.connect(topology)
+    return call
 
-    async def begin(self, version: int) -> str:
-        return await self._node.begin(version)
 
-    async def stage(self, version: int) -> int:
-        return await self._node.stage(version)
-
-    async def verify(self, version: int, digests: bytes) -> None:
-        await self._node.verify(version, digests)
-
-    async def commit(self, version: int, digests: bytes) -> None:
-        await self._node.commit(version, digests)
-
-    async def drop(self) -> None:
-        await self._node.drop()
-
-    async def rollback(self, version: int) -> int | None:
-        return await self._node.rollback(version)
-
-    async def reverify(self, version: int) -> None:
-        await self._node.reverify(version)
-
-    async def close(self) -> None:
-        await self._node.close()
+for name in methods_of(NodePort):
+    setattr(CheckpointEngineWorker, name, _delegating(name))
 
 
 def start_node(

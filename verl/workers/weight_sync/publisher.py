@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.participants import Holding, Published, TrainerRank
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.topology import Topology
+from verl.checkpoint_engine.sync.participants import Holding, Published, TrainerRank
 from verl.single_controller import Worker
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -12,9 +12,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
-from verl.checkpoint_engine.participants import Holding, Published
-from verl.checkpoint_engine.topology import Topology
-from verl.checkpoint_engine.types import Member
+from verl.checkpoint_engine.sync.participants import Holding, NodePort, TrainerPort, methods_of
+
+T = TypeVar("T")
 
 
 class _RayMember:
@@ -40,7 +40,40 @@ class _RayMember:
             raise
 
 
-class RayTrainerRank(_RayMember):
+def _calling(method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(self: _RayMember, *arguments: Any) -> Any:
+        return await self._call(method, *arguments)
+
+    call.__name__ = method
+    return call
+
+
+def remote(port: type, names: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
+    """Class decorator for a `_RayMember`: each method of `port` calls the actor's, by its name or that in `names`.
+
+    What the class defines itself stays.
+    """
+
+    def add(cls: type[T]) -> type[T]:
+        for method in methods_of(port) - vars(cls).keys():
+            setattr(cls, method, _calling((names or {}).get(method, method)))
+        return cls
+
+    return add
+
+
+@remote(
+    TrainerPort,
+    {
+        "prepare": "prepare_weight_sync",
+        "connect": "connect_weight_sync",
+        "publish": "sync_rollout_weights_by_checkpoint",
+        "published": "published_weight_sync",
+        "serve": "serve_weight_sync",
+        "close": "close_weight_sync",
+    },
+)
+class RayTrainerRank(_RayMember, TrainerPort):
     """A trainer rank in an actor worker; see `WeightPublisher` in `publisher.py` for the other end."""
 
     def __init__(self, rank: int, handle: ActorHandle[Any], config: CheckpointEngineConfig) -> None:
@@ -51,29 +84,9 @@ class RayTrainerRank(_RayMember):
         result: Holding = await self._call("describe_weights", self._config)
         return result
 
-    async def prepare(self, plan: bytes) -> str:
-        result: str = await self._call("prepare_weight_sync", plan)
-        return result
 
-    async def connect(self, topology: Topology) -> None:
-        await self._call("connect_weight_sync", topology)
-
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None:
-        await self._call("sync_rollout_weights_by_checkpoint", version, dict(slots), waits)
-
-    async def published(self, version: int) -> Published:
-        result: Published = await self._call("published_weight_sync", version)
-        return result
-
-    async def serve(self, version: int) -> int:
-        result: int = await self._call("serve_weight_sync", version)
-        return result
-
-    async def close(self) -> None:
-        await self._call("close_weight_sync")
-
-
-class RayRolloutNode(_RayMember):
+@remote(NodePort)
+class RayRolloutNode(_RayMember, NodePort):
     """A rollout node in a `CheckpointEngineWorker`."""
 
     def __init__(self, index: int, start: Callable[[], ActorHandle[Any]]) -> None:
@@ -97,40 +110,3 @@ class RayRolloutNode(_RayMember):
         except (TransportError, TimeoutError):
             return False
         return True
-
-    async def check(self, arena_nbytes: int, arenas: int) -> None:
-        await self._call("check", arena_nbytes, arenas)
-
-    async def prepare(self, plan: bytes) -> Member:
-        result: Member = await self._call("prepare", plan)
-        return result
-
-    async def connect(self, topology: Topology) -> None:
-        await self._call("connect", topology)
-
-    async def begin(self, version: int) -> str:
-        result: str = await self._call("begin", version)
-        return result
-
-    async def stage(self, version: int) -> int:
-        result: int = await self._call("stage", version)
-        return result
-
-    async def verify(self, version: int, digests: bytes) -> None:
-        await self._call("verify", version, digests)
-
-    async def commit(self, version: int, digests: bytes) -> None:
-        await self._call("commit", version, digests)
-
-    async def drop(self) -> None:
-        await self._call("drop")
-
-    async def rollback(self, version: int) -> int | None:
-        result: int | None = await self._call("rollback", version)
-        return result
-
-    async def reverify(self, version: int) -> None:
-        await self._call("reverify", version)
-
-    async def close(self) -> None:
-        await self._call("close")

@@ -56,6 +56,7 @@ class FSDPEngine:
         grad_clip: float = 1.0,
         device: torch.device | None = None,
         seed: int = 1,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._model_config = model_config
         self._fsdp_config = fsdp_config
@@ -70,7 +71,7 @@ class FSDPEngine:
         self._built_model: BuiltModel | None = None
         self._packs = False
         """Whether the sequences of a micro-batch go through the model in one row."""
-        self.before_step: Callable[[], None] = lambda: None
+        self._before_step = before_step
 
     def build(self) -> None:
         trainable = self._optim_config is not None
@@ -155,7 +156,7 @@ class FSDPEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self._lr_step, self._optim_config)
             self._move_optimizer_state(self.device)
-            self.before_step()
+            self._before_step()
             self.optimizer.step()
             if self._fsdp_config.optimizer_offload:
                 self._move_optimizer_state(torch.device("cpu"))

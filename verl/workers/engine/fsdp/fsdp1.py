@@ -17,7 +17,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
-from verl.checkpoint_engine.shards import flat_range_boxes
+from verl.checkpoint_engine.plan.shards import flat_range_boxes
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads

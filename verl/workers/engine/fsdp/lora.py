@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.utils.config import ConfigError
 from verl.utils.disk import full_disk_told
 from verl.utils.files import sync_to_disk

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.rearranged import Piece
 

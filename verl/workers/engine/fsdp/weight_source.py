@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.publishing import copy_values
-from verl.checkpoint_engine.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.memory.publishing import copy_values
+from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
 DELTA_NUMEL = 2**16

@@ -75,6 +75,7 @@ class MegatronEngine:
         grad_clip: float = 1.0,
         device: torch.device | None = None,
         seed: int = 1,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._model_config, self._config, self._optim_config = model_config, megatron_config, optim_config
         self._grad_clip, self._seed = grad_clip, seed
@@ -82,7 +83,7 @@ class MegatronEngine:
         self.device = device or torch.device("cpu")
         self.model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
-        self.before_step: Callable[[], None] = lambda: None
+        self._before_step = before_step
 
     def build(self) -> None:
         """Raises ConfigError for a model and layout that do not fit each other, PlanError as for every engine."""
@@ -199,7 +200,7 @@ class MegatronEngine:
             temperature=temperature,
             forward_only=False,
         )
-        grad_norm = self._optimizer.step(self._lr_step, self.before_step)
+        grad_norm = self._optimizer.step(self._lr_step, self._before_step)
         skipped = not math.isfinite(grad_norm)
         if skipped:
             logger.warning("gradient norm is %s: optimizer step skipped", grad_norm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from verl.checkpoint_engine.types import Box
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.megatron.architectures import (
     HEAD,
     TIED_HEAD,

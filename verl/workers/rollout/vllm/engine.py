@@ -20,11 +20,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl.checkpoint_engine.arena import open_to_activate
-from verl.checkpoint_engine.receivers.engine_reports import take_names_kept_wide, take_reports
-from verl.checkpoint_engine.receivers.vllm_leftovers import Leftovers
-from verl.checkpoint_engine.receivers.vllm_plugin import ENGINE_NAME
-from verl.checkpoint_engine.types import EngineCheckResult
+from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
+from verl.checkpoint_engine.engines.vllm.reports import take_names_kept_wide, take_reports
+from verl.checkpoint_engine.memory.arena import open_to_activate
+from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (

@@ -1,0 +1,71 @@
+"""Which tests `make check` leaves out, and what becomes of one that should be left out and is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiers
+
+ROOT = Path(__file__).parents[1]
+
+SPIN = "import time\nend = time.process_time() + 0.06\nwhile time.process_time() < end: pass\n"
+CONFIG = """
+[pytest]
+asyncio_default_fixture_loop_scope = function
+markers =
+    job: see tests/tiers.py
+    vllm: needs an engine
+"""
+
+
+@pytest.fixture
+def check(pytester, monkeypatch):
+    """Runs a file of tests as `make check` does, with a small budget."""
+    monkeypatch.setattr(tiers, "FILE_CPU_S", 0.1)
+
+    def run(text: str, *options: str):
+        pytester.makepyfile(text)
+        pytester.makeini(CONFIG)
+        return pytester.runpytest_inprocess("-p", "tests.tiers", "-m", "not job", *options)
+
+    return run
+
+
+def spinning(*names: str) -> str:
+    return "\n".join(f"def test_{name}():\n    " + SPIN.replace("\n", "\n    ") for name in names)
+
+
+def test_what_needs_an_engine_ray_or_ranks_is_left_out(check):
+    fixtures = "".join(f"@pytest.fixture\ndef {name}(): ...\n" for name in sorted(tiers.FIXTURES))
+    tests = "".join(f"def test_{name}({name}): ...\n" for name in sorted(tiers.FIXTURES))
+    marked = "@pytest.mark.vllm\ndef test_engine(): ...\ndef test_quick(): ...\n"
+    result = check(f"import pytest\n{fixtures}{tests}{marked}")
+    result.assert_outcomes(passed=1, deselected=len(tiers.FIXTURES) + 1)
+
+
+def test_a_file_that_takes_more_than_its_processor_time_fails_and_says_how_to_mark_it(check):
+    result = check(spinning("first", "second", "third"))
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        ["*`make check` gives a file 0. Mark its long tests with pytest.mark.job, or add it to PLACES*"]
+    )
+
+
+def test_every_place_that_is_left_out_exists():
+    assert [place for place in tiers.PLACES if not (ROOT / place).exists()] == []
+
+
+def test_a_test_that_connects_to_ray_fails(check):
+    result = check(
+        "import sys, types\n"
+        "def test_a(monkeypatch):\n"
+        "    monkeypatch.setitem(sys.modules, 'ray', types.SimpleNamespace(is_initialized=lambda: True))\n"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*without the marker `job`: use the fixture ray_cluster*"])
+
+
+def test_the_whole_suite_has_no_budget(check):
+    check(spinning("first", "second", "third"), "-m", "").assert_outcomes(passed=3)

@@ -1,0 +1,182 @@
+"""How a run starts its Ray. Mostly with a stand-in: what Ray does on a machine that is busy cannot be had at will."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import ray
+from ray._private import auto_init_hook
+from ray._private.node import Node
+
+from tests.checkpoint_engine.fakes import soon
+from verl.trainer.fleet.session import MARK, RaySession, check_arguments
+from verl.utils.config import ConfigError
+
+SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
+
+
+STARTS = {name: getattr(Node, name) for name in ("start_monitor", "start_log_monitor", "start_api_server")}
+
+
+class Starting:
+    """Stands for `ray.init`: fails as often as it is told to, and leaves a process behind then."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+        self.session_dir = None
+        self.left = []
+        self.calls = 0
+        self.started = set()
+
+    def __call__(self, **arguments):
+        self.calls += 1
+        self.started = {name for name, start in STARTS.items() if getattr(Node, name) is start}
+        if self.errors:
+            self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+            raise self.errors.pop(0)
+        return SimpleNamespace(address_info={"session_dir": self.session_dir})
+
+    def close(self):
+        for process in self.left:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    made = []
+
+    def fail_with(*errors):
+        made.append(Starting(*errors))
+        monkeypatch.setattr(ray, "init", made[-1])
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)  # the Ray that other tests share goes on
+        return made[-1]
+
+    yield fail_with
+    for one in made:
+        one.close()
+
+
+def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
+    init = starting(SLOW)
+    RaySession().start({})
+    assert init.calls == 2
+    (left,) = init.left
+    assert left.wait(10) != 0
+    assert not psutil.pid_exists(left.pid)
+
+
+def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypatch):
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
+    init = starting()
+    session = RaySession()
+    session.start({})
+    session.close()
+    auto_init_hook.wrap_auto_init(lambda: None)()  # as Ray wraps `ray.wait` and others
+    assert init.calls == 1
+
+
+ORPHAN = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL).pid)
+"""
+
+
+def test_an_interrupt_while_ray_starts_ends_also_what_has_lost_its_parent(monkeypatch):
+    orphans = []
+
+    def interrupted(**arguments):
+        said = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
+        orphans.append(psutil.Process(int(said)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RaySession().start({})
+    assert soon(lambda: not orphans[0].is_running() or orphans[0].status() == psutil.STATUS_ZOMBIE)
+    assert MARK not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("errors", "arguments", "calls"),
+    [([SLOW, SLOW], {}, 2), ([SLOW], {"address": "auto"}, 1), ([ValueError("no such argument")], {}, 1)],
+)
+def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
+    init = starting(*errors)
+    with pytest.raises(type(errors[-1]), match=str(errors[-1])[:20]):
+        RaySession().start(arguments)
+    assert init.calls == calls
+
+
+@pytest.mark.parametrize(("address", "told"), [("10.0.0.1:6379", True), ("local", False)])
+def test_a_ray_that_cannot_be_joined_may_want_a_token(starting, address, told):
+    starting(ConnectionError("Failed to connect"))
+    with pytest.raises(ConfigError, match="Failed to connect") as raised:
+        RaySession().start({"address": address})
+    assert ("RAY_AUTH_TOKEN" in str(raised.value)) == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_cpu": 2}, "ray_kwargs.ray_init.num_cpu: ray.init does not take it. Did you mean 'num_cpus'?"),
+        ({"kwargs": 2}, "ray_kwargs.ray_init.kwargs: ray.init does not take it"),
+        ({"address": "127.0.0.1:1"}, "ray_init.address=127.0.0.1:1: no Ray can be reached there: .*refused"),
+        ({"address": "ray://127.0.0.1:1"}, "ray_init.address=ray://127.0.0.1:1: no Ray can be reached there"),
+    ],
+)
+def test_what_ray_would_refuse_or_wait_for_is_told_at_once(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(arguments)
+
+
+def test_what_ray_takes_is_let_through():
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        check_arguments({"num_cpus": 2, "_temp_dir": "/tmp/ray", "address": f"127.0.0.1:{somebody.getsockname()[1]}"})
+    check_arguments({"address": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        ({}, set()),
+        ({"include_dashboard": True}, {"start_api_server"}),
+        ({"log_to_driver": True}, {"start_log_monitor"}),
+        ({"address": "auto"}, set(STARTS)),
+    ],
+)
+def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, arguments, started):
+    init = starting()
+    RaySession().start(arguments)
+    assert init.started == started
+    assert {name: getattr(Node, name) for name in STARTS} == STARTS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's agents are left to Ray")
+@pytest.mark.parametrize("has_taken_its_title", [False, True])
+def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_path, has_taken_its_title):
+    init = starting()
+    init.session_dir = str(tmp_path / "session_1")
+    (tmp_path / "session_1").mkdir()
+    with (tmp_path / "session_1" / "log").open("w") as log:
+        title = ["ray::Agent"] if has_taken_its_title else ["agent", f"--session-dir={init.session_dir}"]
+        program = [title[0], "-c", "input()", *title[1:]]
+        agent = subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE, stdout=log)
+    init.left.append(agent)
+    session = RaySession()
+    session.start({})
+    session.close()
+    assert agent.wait(10) == -signal.SIGKILL
+
+
+def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert any("raylet" in command for command in commands)
+    assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]

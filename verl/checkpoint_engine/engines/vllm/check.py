@@ -1,0 +1,213 @@
+"""Whether a vLLM worker computes with the version that it was told to load, and with nothing from before.
+
+At a worker's first activation (`first`) a second model is loaded from the arena as vLLM loads from disk. Every tensor
+of it that loading writes is overwritten with NaNs of a recognisable pattern in the live model before the reload, and
+has to be equal, bit for bit, afterwards. The pattern matters where both versions are the same: a tensor that nobody
+refreshes would be right then, and wrong from the next version on.
+
+At the later ones (`always`) the first and last rows of those tensors get the pattern, which has to be gone afterwards,
+and what is packed has to have been packed anew. That needs no second model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import xxhash
+from vllm.config import VllmConfig
+
+from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
+from verl.checkpoint_engine.engines.vllm.live import LiveTensor, Packed, as_integers, differences, live_tensors
+from verl.checkpoint_engine.errors import IntegrityError
+from verl.checkpoint_engine.plan.types import EngineCheckResult
+
+logger = logging.getLogger(__name__)
+
+MODES = ("first", "always", "off")
+PATTERNS = {torch.float32: 0x7FC5A5A5, torch.bfloat16: 0x7FDA, torch.float16: 0x7F5A, torch.float64: 0x7FF8A5A5A5A5A5A5}
+"""NaNs that no arithmetic makes."""
+MOST_NAMES = 8
+MARGIN = 1.2
+"""Of memory: packing needs some besides the tensors themselves."""
+
+
+class EngineCheck:
+    """One per vLLM worker. `before` a version is loaded, `after` it was."""
+
+    def __init__(
+        self,
+        mode: str,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        free: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        """`free` says how many bytes of a device are. Raises ValueError for a mode that is none."""
+        if mode not in MODES:
+            raise ValueError(f"check_engine must be one of {', '.join(MODES)}, not {mode!r}")
+        self._mode = mode
+        self._vllm_config = vllm_config
+        self._device = device
+        self._free = free or free_nbytes
+        self._passed = mode == "off"
+        self._written: frozenset[str] | None = None
+        """Names of what loading writes, known from a model that was watched while it was loaded."""
+        self._fresh: torch.nn.Module | None = None
+        self._marked: dict[str, LiveTensor] = {}
+        self._seconds = 0.0
+        self._compared = False
+        self._why_not = ""
+        """Why there is no second model to compare with; empty if there was one."""
+        self.result: EngineCheckResult | None = None
+        """Of the version that was loaded last; None if nothing was looked at."""
+
+    def before(
+        self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
+    ) -> None:
+        """`weights` makes those of the version; None if they come only once. `agree` says whether all ranks say so."""
+        began = time.perf_counter()
+        self.result = None
+        if not self._passed:
+            whole = weights is not None and agree(self._fits(model))
+            if weights is not None and whole:
+                self._build(weights)
+            else:
+                self._why_not = self._reason(model, weights)
+            names = self._written if self._written is not None else frozenset(dict(model.named_parameters()))
+            self._marked = _mark(model, names, whole=True)
+        elif self._mode == "always":
+            names = self._written if self._written is not None else frozenset(dict(model.named_parameters()))
+            self._marked = _mark(model, names, whole=False)
+        self._seconds = time.perf_counter() - began
+
+    def after(self, model: torch.nn.Module, version: int | None) -> None:
+        """Raises IntegrityError that names what is not as it has to be."""
+        if not self._marked and self._fresh is None:
+            return
+        began = time.perf_counter()
+        found = live_tensors(model)
+        wrong = {
+            name: "has values from before" for name, old in self._marked.items() if _is_stale(found.get(name), old)
+        }
+        self._compared = self._fresh is not None
+        if self._fresh is not None:
+            expected = live_tensors(self._fresh)
+            # A forward pass may have added some, which a model that was never used does not have.
+            wrong = differences({name: found[name] for name in found.keys() & expected.keys()}, expected) | wrong
+            wrong |= dict.fromkeys(expected.keys() - found.keys(), "is not there")
+        text = self._text(len(found))
+        self._fresh, self._marked = None, {}
+        if wrong:
+            named = "; ".join(f"{name} {text}" for name, text in list(wrong.items())[:MOST_NAMES])
+            more = f"; and {len(wrong) - MOST_NAMES} more" if len(wrong) > MOST_NAMES else ""
+            raise IntegrityError(
+                f"{len(wrong)} tensors of {type(model).__name__} are not what vLLM would have loaded from disk: "
+                f"{named}{more}",
+                version=version,
+                phase="activate",
+            )
+        self._passed = True
+        self.result = EngineCheckResult(seconds=self._seconds + time.perf_counter() - began, found=text)
+        logger.info("version %s: %s (%.3f s)", version, text, self.result.seconds)
+
+    def _text(self, num_live: int) -> str:
+        if self._compared:
+            return f"{num_live} live tensors equal a load from disk"
+        written = f"{len(self._marked)} of {num_live} live tensors were written anew"
+        why_not, self._why_not = self._why_not, ""
+        return f"{written}; not compared with a load from disk: {why_not}" if why_not else written
+
+    def forget(self) -> None:
+        """What was prepared for a version that could not be loaded."""
+        self._fresh, self._marked = None, {}
+
+    def release(self) -> None:
+        """Give up the second model: the live one is about to be loaded in the same way, and needs the memory."""
+        self._fresh = None
+
+    def _build(self, weights: Callable[[], Weights]) -> None:
+        before: dict[str, int] = {}
+
+        def watch(built: torch.nn.Module) -> None:
+            before.update({name: _digest(tensor) for name, tensor in live_tensors(built).items()})
+
+        self._fresh = load_as_from_disk(self._vllm_config, weights(), watch)
+        after = live_tensors(self._fresh)
+        self._written = frozenset(name for name, tensor in after.items() if before.get(name) != _digest(tensor))
+
+    def _fits(self, model: torch.nn.Module) -> bool:
+        return needed_nbytes(model) < self._free(self._device)
+
+    def _reason(self, model: torch.nn.Module, weights: Callable[[], Weights] | None) -> str:
+        if weights is None:
+            reason = "the weights come only once"
+        else:
+            needed, free = (nbytes / 2**30 for nbytes in (needed_nbytes(model), self._free(self._device)))
+            reason = f"a second model needs {needed:.3g} GiB on {self._device}, where {free:.3g} GiB are free"
+        logger.warning(
+            "the live model is not compared with a load from disk (%s): only that every parameter is written anew is "
+            "checked; `python -m verl.checkpoint_engine.certify` checks all of it",
+            reason,
+        )
+        return reason
+
+
+def needed_nbytes(model: torch.nn.Module) -> int:
+    """Memory for a second model like `model`."""
+    storages: dict[int, int] = {}
+    for tensor in live_tensors(model).values():
+        if isinstance(tensor, Packed):
+            storages[id(tensor.multiply)] = tensor.nbytes
+        elif not tensor.is_meta:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return int(sum(storages.values()) * MARGIN)
+
+
+def free_nbytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+@torch.inference_mode()
+def _mark(model: torch.nn.Module, names: frozenset[str], *, whole: bool) -> dict[str, LiveTensor]:
+    """Put the pattern into those of the live tensors that have `names` and floating-point elements; what is packed is
+    remembered instead. Returns them."""
+    marked: dict[str, LiveTensor] = {}
+    for name, tensor in live_tensors(model).items():
+        if name not in names:
+            continue
+        if isinstance(tensor, Packed):
+            marked[name] = tensor
+        elif tensor.dtype in PATTERNS and tensor.numel() and not tensor.is_meta:
+            for part in (tensor,) if whole or tensor.dim() == 0 else (tensor[0], tensor[-1]):
+                part.copy_(_pattern(tensor.dtype, tensor.device).expand(part.shape))
+            marked[name] = tensor
+    return marked
+
+
+def _pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return torch.tensor(PATTERNS[dtype], dtype=width, device=device).view(dtype)
+
+
+def _is_stale(found: LiveTensor | None, before: LiveTensor) -> bool:
+    """`found` is what the live model has now under the name of `before`."""
+    if isinstance(before, Packed):
+        return isinstance(found, Packed) and found.source is before.source
+    if not isinstance(found, torch.Tensor) or found.dtype not in PATTERNS or found.is_meta:
+        return False
+    return bool((as_integers(found) == PATTERNS[found.dtype]).any())
+
+
+def _digest(tensor: LiveTensor) -> Any:
+    """Differs for what loading has changed; None for what has no values to look at."""
+    if isinstance(tensor, Packed):
+        return id(tensor.source)
+    if tensor.is_meta:
+        return None
+    return tensor.dtype, tuple(tensor.shape), xxhash.xxh3_64_intdigest(as_integers(tensor).cpu().numpy().data)

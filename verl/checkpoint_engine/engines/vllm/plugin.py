@@ -1,0 +1,30 @@
+"""The function that vLLM calls in each of its processes, through the entry-point group `vllm.general_plugins`."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.utils.lifetime import end_with
+
+
+def register() -> None:
+    """Make `ENGINE_NAME` known to vLLM. Idempotent: vLLM may load its plugins more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            ENGINE_NAME, "verl.checkpoint_engine.engines.vllm.receiver", "ArenaWeightTransferEngine"
+        )
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the process that started it is gone. Does nothing in vLLM's client process.
+
+    vLLM's workers watch the engine core, but the engine core does not watch its client: after a SIGKILL of the client,
+    all of them would stay, with the memory of the model, and nobody could reach them.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)

@@ -1,0 +1,245 @@
+"""The vLLM side of a sync: a weight-transfer engine that loads a version from a node arena or a ParameterServer.
+
+Runs inside every vLLM worker (one per tensor-parallel rank), with or without a trainer of ours. The update request is
+`{"arena_path": str, "version": int}`, the bytes being on this host already, or `{"socket_paths": {device id: path}}`,
+where a ParameterServer hands them over bucket by bucket. Each rank maps the memory and feeds views of it to the model's
+own `load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a tensor, and vLLM's post-processing
+of fused, packed and quantised layouts runs as for a checkpoint from disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
+from verl.checkpoint_engine.engines.vllm.check import EngineCheck, free_nbytes, needed_nbytes
+from verl.checkpoint_engine.engines.vllm.fit import names_kept_wide, require_fit
+from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, require_exchangeable, take_over
+from verl.checkpoint_engine.engines.vllm.reports import write_names_kept_wide, write_report
+from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
+from verl.checkpoint_engine.memory.arena import open_to_activate
+from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
+from verl.checkpoint_engine.parameter_server.devices import device_id
+from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
+from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
+from verl.checkpoint_engine.plan.types import EngineCheckResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ArenaInitInfo(WeightTransferInitInfo):
+    """What is agreed on beforehand. Every update names its source."""
+
+    tensors: dict[str, tuple[str, list[int]]] | None = None
+    """If given: dtype and shape of every tensor that an update will bring, to be refused now if they do not fit."""
+    check_engine: str = "first"
+    """When the live model is held against the version: see `vllm_check`."""
+    report_directory: str | None = None
+    """Where each worker writes which tensors of the model's directory it keeps in float32."""
+
+
+@dataclass
+class ArenaUpdateInfo(WeightTransferUpdateInfo):
+    """Which version of which arena to load, or where ParameterServers have it ready, one for each worker."""
+
+    arena_path: str | None = None
+    version: int | None = None
+    socket_paths: dict[str, str] | None = None
+    """By device id. On accelerators a worker takes that of its device, on CPU the one at its rank's place."""
+    report_directory: str | None = None
+    """Where each worker writes what it found when it looked whether it computes with the version."""
+    timeout_s: float = 600.0
+    """For each wait for the ParameterServer."""
+
+    def __post_init__(self) -> None:
+        if (self.arena_path is None) == (self.socket_paths is None) or (self.arena_path and self.version is None):
+            raise ValueError("an update names arena_path and version, or socket_paths")
+
+
+class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateInfo]):
+    """One per vLLM worker. Called by vLLM on its worker thread: start, receive once, finish."""
+
+    init_info_cls = ArenaInitInfo
+    update_info_cls = ArenaUpdateInfo
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._check = EngineCheck("first", self.vllm_config, self.device)
+        self._why_whole = ""
+        """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
+
+    def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
+        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode.
+
+        ConfigError if the weights in the model's directory cannot be read for a report.
+        """
+        self._check = EngineCheck(init_info.check_engine, self.vllm_config, self.device)
+        # One rank speaks for all, whose models are alike; the last one, for the reason that `_raise_on_last` gives.
+        if init_info.tensors is not None and self._rank == self.parallel_config.world_size - 1:
+            require_fit(self.vllm_config, init_info.tensors)
+        if init_info.report_directory is not None:
+            files = checkpoint_files(Path(self.vllm_config.model_config.model))
+            tensors = {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in read_checkpoint(files)}
+            wide = names_kept_wide(self.vllm_config, tensors)
+            write_names_kept_wide(Path(init_info.report_directory), self._rank, wide)
+
+    def start_weight_update(self) -> None:
+        """Nothing happens before it is known what is loaded."""
+
+    def receive_weights(self, update_info: ArenaUpdateInfo) -> None:
+        """Load every weight of the version, all of it here: nothing is left for `finish_weight_update`.
+
+        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, the
+        version has tensors that the model does not know, the model cannot be loaded right, or the arena's committed
+        version is another; IntegrityError if the model then computes with anything else than that version, naming the
+        tensors; TransportError if the ParameterServer is gone, silent or gave up.
+        """
+        failure: Exception | None = None
+        try:
+            self._receive(update_info)
+        except Exception as exc:  # noqa: BLE001 - raised below, on one of the ranks
+            failure = exc
+        finally:
+            self._check.forget()
+        if update_info.report_directory is not None:
+            write_report(Path(update_info.report_directory), self._rank, self.checked, failure)
+        self._raise_on_last(failure)
+
+    def _receive(self, update_info: ArenaUpdateInfo) -> None:
+        if update_info.socket_paths is not None:
+            path = self._own_socket(update_info.socket_paths)
+            with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
+                self.load_once(incoming.tensors())
+        elif update_info.arena_path is not None and update_info.version is not None:
+            with open_to_activate(update_info.arena_path, update_info.version) as (_, slot):
+                self.load(slot.tensors, update_info.version)
+
+    def load(self, weights: Callable[[], Weights], version: int | None) -> None:
+        """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names."""
+        self._check.before(self.model, weights, self._all_agree)
+        if not self._why_whole:
+            self._note_unreached(self._reload(weights(), version))
+        if self._why_whole:
+            self._check.release()
+            self._load_whole(weights(), version)
+        self._check.after(self.model, version)
+
+    @property
+    def checked(self) -> EngineCheckResult | None:
+        """What was found out about the version that was loaded last."""
+        result = self._check.result
+        if not self._why_whole:
+            return result
+        return EngineCheckResult(seconds=result.seconds if result is not None else 0.0, found=self._why_whole)
+
+    def load_once(self, weights: Weights) -> None:
+        """What comes bucket by bucket, and only once."""
+        if self._why_whole:
+            self._load_whole(weights, None)
+            return
+        self._check.before(self.model, None, self._all_agree)
+        self._note_unreached(self._reload(weights, None))
+        if self._why_whole:
+            raise ActivationError(
+                f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
+            )
+        self._check.after(self.model, None)
+
+    def _reload(self, weights: Weights, version: int | None) -> set[str]:
+        """What the reload does not reach. It is ended even when loading fails, so that another can begin."""
+        reload = Reload(self.model, self.vllm_config)
+        try:
+            return reload.load(iter(weights), version)
+        finally:
+            reload.end()
+
+    def _note_unreached(self, unreached: set[str]) -> None:
+        if unreached:
+            named = ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else "")
+            self._why_whole = (
+                f"vLLM's reload does not reach {len(unreached)} parameters of {type(self.model).__name__} ({named}): "
+                "every version is loaded as from disk, into a second model, which takes longer and needs its memory"
+            )
+            logger.warning(self._why_whole)
+
+    def _load_whole(self, weights: Weights, version: int | None) -> None:
+        kind = type(self.model).__name__
+        require_exchangeable(self.vllm_config, f"vLLM's reload does not reach all of {kind}")
+        needed, free = needed_nbytes(self.model), free_nbytes(self.device)
+        if not self._all_agree(needed < free):
+            raise ActivationError(
+                f"vLLM's reload does not reach all of {kind}, and a second one needs {needed} bytes on {self.device}, "
+                f"where {free} are free",
+                version=version,
+                phase="activate",
+            )
+        try:
+            fresh = load_as_from_disk(self.vllm_config, weights)
+        except REFUSALS as exc:
+            raise ActivationError(
+                f"{kind} cannot load the version: {type(exc).__name__}: {exc}", version=version, phase="activate"
+            ) from exc
+        take_over(self.model, fresh)
+
+    def _all_agree(self, mine: bool) -> bool:
+        world = get_world_group()
+        if world.world_size == 1:
+            return mine
+        answers: list[bool | None] = [None] * world.world_size
+        torch.distributed.all_gather_object(answers, mine, group=world.cpu_group)
+        return all(answers)
+
+    @property
+    def _rank(self) -> int:
+        """Of this worker in its engine."""
+        return self.parallel_config.rank
+
+    def _own_socket(self, socket_paths: dict[str, str]) -> str:
+        """Device ids of CPU ranks count over all engines; a caller names each engine those that feed it, in order."""
+        key = device_id(self.device, self._rank)
+        if self.device.type == "cpu":
+            key = next(islice(socket_paths, self._rank, None), key)
+        if key not in socket_paths:
+            raise TransportError(
+                f"no ParameterServer feeds worker {self._rank} on {self.device}: there are {', '.join(socket_paths)}"
+            )
+        return socket_paths[key]
+
+    def _raise_on_last(self, failure: Exception | None) -> None:
+        """Raise what failed on any rank, on the last one alone.
+
+        vLLM's executor reads the ranks' answers in order and stops at an error: the unread answers of later ranks would
+        be taken for those to its next call, and so on for ever.
+        """
+        world = get_world_group()
+        if world.world_size == 1:
+            if failure is not None:
+                raise failure
+            return
+        failures: list[str | None] = [None] * world.world_size
+        mine = f"{type(failure).__name__}: {failure}" if failure is not None else None
+        torch.distributed.all_gather_object(failures, mine, group=world.cpu_group)
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+        if told and world.rank_in_group == world.world_size - 1:
+            differs = any(text.startswith(f"{IntegrityError.__name__}: ") for text in failures if text is not None)
+            raise (IntegrityError if differs else ActivationError)("; ".join(told)) from failure
+
+    def finish_weight_update(self) -> None:
+        """Everything has been done by now. Called after a failure, too: of several ranks, one raises."""
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""

@@ -1,0 +1,242 @@
+"""How a version gets into the live model: through vLLM's layerwise reload, or, for some models, as a second model.
+
+The reload goes through the loaders of parameters. A model that writes into a parameter past its loader writes into
+nothing: the reload has put a tensor without memory in its place. Such a model is loaded whole: vLLM builds a second one
+as it does from disk, whose layers take the places of the present ones. That is right, and slower, and needs the memory
+of a second model meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from verl.checkpoint_engine.engines.vllm.live import STATE
+from verl.checkpoint_engine.errors import ActivationError
+
+NOTING = "notes_loading"
+REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
+"""How vLLM's loaders refuse a tensor."""
+
+
+class Reload:
+    """One layerwise reload of `model`. Use `load` once, then `end`, also when loading has failed."""
+
+    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._written: set[str] = set()
+        # Before the reload takes the parameters apart, a tied one is one object: named once, shared by two layers.
+        self._expected = {name for name, _ in model.named_parameters()} & set(_checkpoint_parameters(model))
+        self._tied = tied_layers(model)
+        self._expert_kernels = _forget_expert_kernels(model) if vllm_config.device_config.device_type == "cpu" else []
+        _name_loaders(model)
+        initialize_layerwise_reload(model)
+        for prefix, layer in model.named_modules():
+            for name, parameter in layer._parameters.items():
+                if parameter is not None:
+                    self._note_loading(f"{prefix}.{name}" if prefix else name, parameter)
+
+    def _note_loading(self, name: str, parameter: Any) -> None:
+        loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
+
+        @functools.wraps(loader)  # its name, too: by that, vLLM takes off what the reload has put around loaders
+        def noting(*arguments: Any, **named: Any) -> Any:
+            self._written.add(name)
+            return loader(*arguments, **named)
+
+        setattr(noting, NOTING, True)
+        parameter.weight_loader = noting
+
+    @contextmanager
+    def _late_parameters(self) -> Iterator[set[str]]:
+        """Names of those that the model gives itself in the block, when the checkpoint turns out to have them: the
+        reload takes them away again."""
+        late: set[str] = set()
+        known: dict[torch.nn.Module, tuple[str, set[str]]] = {}
+        for prefix, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            kernel_tensors = info.kernel_tensors[0] if info.kernel_tensors else {}
+            known[layer] = prefix, {*_set_parameters(layer), *kernel_tensors, *info.restore_metadata[0]}
+
+        def note(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+            if layer in known and parameter is not None and name not in known[layer][1]:
+                late.add(f"{known[layer][0]}.{name}")
+
+        handle = register_module_parameter_registration_hook(note)
+        try:
+            yield late
+        finally:
+            handle.remove()
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int | None) -> set[str]:
+        """Parameters that the model says it has loaded, past the reload: their layers still compute with what they had.
+        `weights` stay as they are until `end`.
+
+        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, or the
+        version has tensors that the model does not know.
+        """
+        model = self._model
+        try:
+            with self._late_parameters() as late:
+                loaded: set[str] | None = model.load_weights(weights)
+        except REFUSALS as exc:
+            raise self._refused(f"cannot load the version: {type(exc).__name__}: {exc}", version) from exc
+        if partial := [name for name, layer in model.named_modules() if _has_more_to_load(layer)]:
+            raise self._refused(f"does not find some experts among the weights: {', '.join(partial)}", version)
+        # Loaders that do not report what they loaded return None; quantised models add parameters of their own.
+        if self._vllm_config.model_config.quantization is not None:
+            return set()
+        if loaded is not None and (missing := self._not_among(loaded)):
+            raise self._refused(
+                f"has {len(missing)} parameters that are not among the weights: {', '.join(missing)}", version
+            )
+        return self._expected - self._written | late
+
+    def _not_among(self, loaded: set[str]) -> list[str]:
+        """Expected parameters that are not loaded. A layer that others hold, too, has several names."""
+        missing = sorted(self._expected - loaded)
+        if not missing:
+            return []
+        known = {name for name, _ in self._model.named_modules()}
+        found = {self._place(name) for name in loaded if name.rpartition(".")[0] not in known}
+        return [name for name in missing if self._place(name) not in found]
+
+    def _place(self, name: str) -> tuple[int, str] | None:
+        """The layer of a parameter, and its name there. None if the model has no such layer."""
+        prefix, _, own_name = name.rpartition(".")
+        try:
+            return id(self._model.get_submodule(prefix)), own_name
+        except AttributeError:
+            return None
+
+    def _refused(self, text: str, version: int | None) -> ActivationError:
+        return ActivationError(f"{type(self._model).__name__} {text}", version=version, phase="activate")
+
+    def end(self) -> None:
+        finish: Callable[..., None] = finalize_layerwise_reload
+        finish(self._model, self._vllm_config.model_config)
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:  # nothing was loaded into the layer: it has the weights that it had
+                method.moe_kernel = kernel
+        for layer in self._tied:
+            # The reload processes the layer that a tensor is loaded into. What the other one derived from the shared
+            # parameter (on CPU: a packed copy for its matrix product) would keep the previous version's values.
+            quant_method = getattr(layer, "quant_method", None)
+            if isinstance(quant_method, QuantizeMethodBase):
+                quant_method.process_weights_after_loading(layer)
+        for parameter in self._model.parameters():
+            loader: Any = getattr(parameter, "weight_loader", None)
+            if hasattr(loader, NOTING):
+                parameter.weight_loader = loader.__wrapped__
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """vLLM's reload asks loaders for their names, which partial functions have not."""
+    for layer in model.modules():
+        for tensor in (*layer._parameters.values(), *get_layerwise_info(layer).restore_metadata[0].values()):
+            loader: Any = getattr(tensor, "weight_loader", None)
+            if loader is not None and not hasattr(loader, "__name__"):
+                tensor.weight_loader = _named(loader)  # type: ignore[union-attr]
+
+
+def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
+    def weight_loader(*arguments: Any, **named: Any) -> Any:
+        return loader(*arguments, **named)
+
+    weight_loader.__signature__ = inspect.signature(loader)  # type: ignore[attr-defined]  # by that, arguments are told
+    return weight_loader
+
+
+def _set_parameters(layer: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in layer._parameters.items() if parameter is not None}
+
+
+def _checkpoint_parameters(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the parameters that the model was built with. What layers derive from them after loading is not in a
+    checkpoint."""
+    for prefix, layer in model.named_modules():
+        built = get_layerwise_info(layer).restore_metadata[0].keys() | SKIP_TENSORS
+        yield from (f"{prefix}.{name}" if prefix else name for name in _set_parameters(layer) & built)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Have vLLM prepare experts for its CPU kernel again, which it does for a layer that has no kernel yet.
+
+    For one that has, it only copies what was loaded: right on accelerators, whose graphs hold addresses. On CPU the
+    kernel reads a packed form, and packing is a part of making it.
+    """
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(method, method.moe_kernel) for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    return kernels
+
+
+def _has_more_to_load(layer: torch.nn.Module) -> bool:
+    """Some of its experts' matrices have come, and some have not; what `load_weights` reports has one name for all."""
+    if not isinstance(layer, RoutedExperts):
+        return False
+    info = get_layerwise_info(layer)
+    return info.can_load() and info.load_numel > 0
+
+
+def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers with a parameter that an earlier layer of `model` has, too: an output projection tied to embeddings."""
+    owned: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        parameters = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if parameters & owned:
+            tied.append(layer)
+        owned |= parameters
+    return tied
+
+
+def require_exchangeable(vllm_config: VllmConfig, why: str) -> None:
+    """Raises ActivationError if layers of the live model cannot be exchanged: compiled code holds their addresses."""
+    compilation = vllm_config.compilation_config
+    if compilation.mode not in (None, CompilationMode.NONE) or compilation.cudagraph_mode:
+        raise ActivationError(
+            f"{why}; such a model is loaded as a second one that takes the first one's place, which does not reach "
+            "compiled code or graphs: set rollout.enforce_eager=true (vLLM: --enforce-eager)"
+        )
+
+
+def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
+    """Have `model` be `fresh`, which is given up: layers stay the same objects to all who hold them, with the state of
+    their counterparts, but for the sequences that attention remembers and for what the engine gave a layer after it was
+    loaded (on CPU the kernel of each attention). Tensors that a layer has made of its weights meanwhile are forgotten.
+
+    Raises ActivationError if the two are not built alike.
+    """
+    live, new = dict(model.named_modules()), dict(fresh.named_modules())
+    mine = {id(new[name]): layer for name, layer in live.items() if name in new}
+    children = (child for layer in new.values() for child in layer._modules.values() if child is not None)
+    if live.keys() != new.keys() or not all(id(child) in mine for child in children):
+        raise ActivationError(f"a second {type(model).__name__} is built of other layers than the first")
+    for name, layer in live.items():
+        attends = isinstance(layer, AttentionLayerBase)
+        for attribute, value in vars(layer).items():
+            given = attribute not in vars(new[name]) and (attends or not isinstance(value, torch.Tensor))
+            if given or (attends and attribute == STATE):
+                new[name].__dict__[attribute] = value
+        for key, child in new[name]._modules.items():  # or the next version would be given to `fresh`'s alone
+            new[name]._modules[key] = None if child is None else mine[id(child)]
+    for name, layer in live.items():
+        object.__setattr__(layer, "__dict__", vars(new[name]))  # shared: whoever holds either sees the same

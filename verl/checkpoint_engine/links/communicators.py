@@ -1,0 +1,196 @@
+"""`gloo`, `nccl`, `hccl`: how each makes a group over a store of our own, and broadcasts that can be polled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions, Store
+
+from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.plan.topology import Lane
+from verl.utils.admission import Doorkeeper
+
+
+class Flight(Protocol):
+    """One broadcast under way."""
+
+    def is_done(self) -> bool:
+        """Whether the bytes have left, or arrived. Raises RuntimeError if they will not."""
+
+
+class GroupMaker(Protocol):
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        """Where groups that are made from now on listen, and who guards that."""
+
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
+        """A group of `size` members; its operations give up after `timeout_s`. Raises RuntimeError."""
+
+
+class Communicator(GroupMaker, Protocol):
+    """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
+
+    def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
+        """Begin to send `memory` (host, uint8), or to receive into it, from rank 0 of `group`. Borrowed until done."""
+
+    def leave(self, group: Any) -> None:
+        """Let go of `group`, which is not used any more. May return only when its last operation has ended."""
+
+    def max_in_flight(self, per_owner: int, owners: int) -> int:
+        """How many broadcasts a node has under way in all its groups together."""
+
+    def release(self) -> None:
+        """Let go of what groups share. They keep what they have of it."""
+
+
+def post(group: Any, memory: torch.Tensor) -> dist.Work:
+    """Begin a broadcast from rank 0."""
+    options = BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    work: dist.Work = group.broadcast([memory], options)
+    return work
+
+
+class Gloo:
+    """torch's own gloo groups over TCP. For broadcasts see `gloo_chain.py`."""
+
+    def __init__(self, options: GlooOptions) -> None:
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise BackendUnavailable("checkpoint_engine.backend=gloo needs a torch that is built with gloo")
+        self._address = own_address(options.interface)
+        self._doors: Doorkeeper | None = None
+        self._devices: dict[int, Any] = {}
+
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        self._address, self._doors = host, doors
+
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [self._device(lane.device)]
+        options._threads = lane.threads
+        options._timeout = timedelta(seconds=timeout_s)
+        return gloo(store, rank, size, options)
+
+    def _device(self, number: int | None) -> Any:
+        if number is None:
+            # Pairs connect when they are first used: of all pairs a broadcast needs few.
+            return self._new_device(lazy_init=True)
+        # With `lazy_init`, groups that share a device take each other's connections for their own and hang.
+        if number not in self._devices:
+            self._devices[number] = self._new_device(lazy_init=False)
+        return self._devices[number]
+
+    def _new_device(self, *, lazy_init: bool) -> Any:
+        """It listens from the beginning."""
+        gloo: Any = dist.ProcessGroupGloo
+        with self._doors.guarding() if self._doors else nullcontext():
+            return gloo.create_device(hostname=self._address, lazy_init=lazy_init)
+
+
+@dataclass
+class _DeviceFlight:
+    communicator: _OverDevice
+    work: dist.Work
+    memory: torch.Tensor
+    staging: torch.Tensor
+    sending: bool
+
+    def is_done(self) -> bool:
+        if not self.work.is_completed():
+            return False
+        with self.communicator.stream():
+            self.work.wait()
+            if not self.sending:
+                self.memory.copy_(self.staging[: len(self.memory)])  # blocks until it is there: host memory is pageable
+        self.communicator.free.append(self.staging)
+        return True
+
+
+class _OverDevice:
+    """Host memory to a bucket in device memory, broadcast from device to device, and back. On a stream of its own."""
+
+    def __init__(self, options: NcclOptions, kind: str) -> None:
+        self._module: Any = torch.get_device_module(kind)
+        self._device = torch.device(kind, self._module.current_device())
+        self._stream = self._module.Stream(self._device)
+        self._bucket_nbytes = options.bucket_megabytes * 2**20
+        self.free: deque[torch.Tensor] = deque()
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Run on the stream of the sync, never on the one on which the trainer computes."""
+        with self._module.device(self._device), self._module.stream(self._stream):
+            yield
+
+    def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
+        with self.stream():
+            staging = self._staging(len(memory))
+            if sending:
+                staging[: len(memory)].copy_(memory)
+            return _DeviceFlight(self, post(group, staging[: len(memory)]), memory, staging, sending)
+
+    def listen_at(self, host: str, doors: Doorkeeper) -> None:
+        """NCCL and HCCL choose by themselves, and know each other by a secret that travels through the store."""
+
+    def leave(self, group: Any) -> None:
+        """It goes with its last reference."""
+
+    def max_in_flight(self, per_owner: int, owners: int) -> int:
+        """Each has a bucket in device memory. Nodes post in the same order, so that groups do not wait crosswise."""
+        return per_owner
+
+    def release(self) -> None:
+        self.free.clear()
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        if self.free and len(self.free[0]) >= nbytes:
+            return self.free.popleft()
+        return torch.empty(max(nbytes, self._bucket_nbytes), dtype=torch.uint8, device=self._device)
+
+
+class Nccl(_OverDevice):
+    def __init__(self, options: NcclOptions) -> None:
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise BackendUnavailable(
+                "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
+                "rollout node: pip install 'verl-sync[cuda]'; without a device use checkpoint_engine.backend=gloo"
+            )
+        super().__init__(options, "cuda")
+
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        # NCCL's watchdog ends the process when an operation times out: ours has to come first.
+        options._timeout = timedelta(seconds=2 * timeout_s)
+        return nccl(store, rank, size, options)
+
+
+class Hccl(_OverDevice):
+    def __init__(self, options: HcclOptions) -> None:
+        try:
+            import torch_npu
+        except ModuleNotFoundError as exc:
+            raise BackendUnavailable(
+                "checkpoint_engine.backend=hccl needs the package 'torch_npu': pip install 'verl-sync[npu]'"
+            ) from exc
+        if not torch_npu.npu.is_available():
+            raise BackendUnavailable(
+                "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
+                "without a device use checkpoint_engine.backend=gloo"
+            )
+        self._group_class: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        super().__init__(options, "npu")
+
+    def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
+        options = self._group_class.Options()
+        options._timeout = timedelta(seconds=2 * timeout_s)
+        return self._group_class(store, rank, size, options)

@@ -1,0 +1,134 @@
+"""Reads that are copies made by the thread that asks for them: what has arrived is digested while the cache has it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.links.fetch import Bucket
+from verl.checkpoint_engine.links.wire import WireReader
+from verl.checkpoint_engine.memory.digest import CACHED_NBYTES, PieceDigests, digest_pieces
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.shards import extents_of
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.types import Range
+
+BUCKETS_PER_THREAD = 16
+"""Threads end at most one bucket apart, and notice between two of them that they are to stop."""
+LEAST_NBYTES = 4 * 2**20
+"""Of a bucket: the next one takes some 90 microseconds of Python out of a cold cache."""
+
+
+def bucket_nbytes_for(payload_nbytes: int, threads: int) -> int:
+    """How large the buckets may be that `threads` share. Pure."""
+    return max(payload_nbytes // (BUCKETS_PER_THREAD * threads), LEAST_NBYTES)
+
+
+class Step(NamedTuple):
+    """A part of a bucket that is read at once, and then digested."""
+
+    src_offset: int
+    dst_offset: int
+    nbytes: int
+    pieces: Sequence[tuple[int, int, int]]
+    """Those that are complete then: row of the plan, offset in the slot, bytes."""
+
+
+def steps_of(plan: SyncPlan, buckets: Iterable[Bucket]) -> dict[tuple[int, int], list[Step]]:
+    """The steps of every bucket of `messages_of` that goes straight to a slot, by owner and place in its region. Pure.
+
+    A step is at most `CACHED_NBYTES` long, or one piece. A piece that is larger than a bucket is complete in no step.
+    """
+    packed: dict[int, _Packed] = {}
+    steps: dict[tuple[int, int], list[Step]] = {}
+    for bucket in buckets:
+        if not bucket.scatter:
+            if bucket.owner not in packed:
+                packed[bucket.owner] = _Packed(Packing.of(plan, bucket.owner))
+            (message,) = bucket.ranges
+            steps[bucket.owner, message.src_offset] = list(packed[bucket.owner].steps(message))
+    return steps
+
+
+class _Packed:
+    """An owner's pieces in the order in which they lie in its region."""
+
+    def __init__(self, packing: Packing) -> None:
+        rows = np.argsort(packing.offset, kind="stable")
+        self._pieces, self._start = rows + packing.first, packing.offset[rows]
+        self._end = self._start + packing.nbytes[rows]
+
+    def steps(self, message: Range) -> Iterator[Step]:
+        shift, stop = message.dst_offset - message.src_offset, message.src_offset + message.nbytes
+        begin = end = message.src_offset
+        complete: list[tuple[int, int, int]] = []
+        touched = slice(np.searchsorted(self._end, begin, side="right"), np.searchsorted(self._start, stop))
+        columns = (column[touched].tolist() for column in (self._pieces, self._start, self._end))
+        for piece, piece_start, piece_end in zip(*columns, strict=True):
+            if end > begin and min(piece_end, stop) - begin > CACHED_NBYTES:
+                yield Step(begin, begin + shift, end - begin, complete)
+                begin, complete = end, []
+            if piece_start >= message.src_offset and piece_end <= stop:
+                complete.append((piece, piece_start + shift, piece_end - piece_start))
+            end = min(piece_end, stop)
+        yield Step(begin, begin + shift, stop - begin, complete)
+
+
+@dataclass(frozen=True)
+class CopyingReader:
+    """The `RangeReader` over a wire that `copies`. It copies inside `is_done`, one step at a time.
+
+    Two threads take turns in Python: what runs between a copy and its digest, and the next copy, is kept short.
+    """
+
+    reader: WireReader
+    plan: SyncPlan
+    steps: Mapping[tuple[int, int], Sequence[Step]]
+    arrived: PieceDigests
+    """Filled in as pieces arrive."""
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> Any:
+        if bounce:
+            return self.reader.start(owner, ranges, bounce=True)
+        (message,) = ranges
+        return self._copy(owner, self.steps[owner, message.src_offset])
+
+    def is_done(self, transfer: Any) -> bool:
+        if isinstance(transfer, Generator):
+            return next(transfer, True)
+        return self.reader.is_done(transfer)
+
+    def _copy(self, owner: int, steps: Sequence[Step]) -> Generator[bool]:
+        """Yields False while the copy of a step is not done."""
+        wire, slot, digest = self.reader.wire, self.reader.slot.data, xxhash.xxh3_64_intdigest
+        source, target = self.reader.owners[owner].region, self.reader.slot.ctypes.data
+        values, known = self.arrived.values, self.arrived.known
+        try:
+            for src_offset, dst_offset, step_nbytes, pieces in steps:
+                reading = wire.read(owner, source + src_offset, target + dst_offset, step_nbytes)
+                while not wire.is_done(reading):
+                    yield False
+                for piece, offset, nbytes in pieces:
+                    values[piece] = digest(slot[offset : offset + nbytes])
+                    known[piece] = True
+        except TransportError as exc:
+            raise self.reader.located(exc, owner) from exc
+
+    def digest_scattered(self, bucket: Bucket) -> None:
+        """Digest the pieces of `bucket` in their rows, to which they have just been copied; does nothing for others."""
+        if bucket.scatter:
+            pieces = np.asarray(bucket.scatter)
+            extents = extents_of(self.plan.layout, self.plan.boxes.take(pieces))
+            self.arrived.values[pieces] = digest_pieces(self.reader.slot, extents)
+            self.arrived.known[pieces] = True
+
+    def wait(self, timeout_s: float) -> None:
+        self.reader.wait(timeout_s)
+
+    def cancel(self, transfer: Any) -> None:
+        """The engine closes the wire after every failure; that ends this transfer with all others."""

@@ -1,0 +1,386 @@
+"""The loop that fetches, and the buckets that it fetches. Backends bring wires, never loops of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.memory.packed import Packing
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.shards import extents_of
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.types import Range
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A batch of ranges from one owner's packed region into the slot or, for strided pieces, into a bounce buffer."""
+
+    owner: int
+    ranges: tuple[Range, ...]
+    nbytes: int
+    scatter: Sequence[int] = ()
+    """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
+
+
+def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int, within: Range | None = None) -> list[Bucket]:
+    """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
+
+    Long runs go straight to the slot, cut between pieces, or inside one larger than `bucket_nbytes`. The tail of
+    the packed region, in parts of at most `bucket_nbytes` (or one piece), goes through the bounce buffer.
+    `within`: only the pieces that belong into this part of the slot, which begins and ends between pieces.
+    """
+    packing = Packing.of(plan, owner)
+    inside = np.ones(len(packing.offset), bool)
+    if within is not None:
+        places = packing.extents.offset
+        inside = (places >= within.dst_offset) & (places < within.dst_offset + within.nbytes)
+    buckets = [Bucket(owner, (part,), part.nbytes) for part in _straight_parts(packing, inside, bucket_nbytes)]
+    rows = np.flatnonzero(inside & (packing.offset >= packing.tail_offset))
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    starts = packing.offset[rows]
+    ends = starts + packing.nbytes[rows]
+    first = 0
+    while first < len(rows):
+        start = int(starts[first])
+        last = max(int(np.searchsorted(ends, start + bucket_nbytes, side="right")), first + 1)
+        pieces = rows[first:last]
+        whole = Range(start, 0, int(ends[last - 1]) - start)
+        payload = int(packing.nbytes[pieces].sum())
+        # An array of machine integers: a node has a bucket for every piece of the model.
+        buckets.append(Bucket(owner, (whole,), payload, array("q", (pieces + packing.first).tobytes())))
+        first = last
+    return buckets
+
+
+def pieces_again(plan: SyncPlan, pieces: Sequence[int]) -> list[Bucket]:
+    """A bucket for each of `pieces`, as `messages_of` makes them. Pure."""
+    packings: dict[int, Packing] = {}
+    buckets = []
+    for piece in pieces:
+        owner = plan.owner_of(piece)
+        if owner not in packings:
+            packings[owner] = Packing.of(plan, owner)
+        packing = packings[owner]
+        row = piece - packing.first
+        source, nbytes = int(packing.offset[row]), int(packing.nbytes[row])
+        if int(packing.extents.rows[row]) == 1:
+            straight = Range(source, int(packing.extents.offset[row]), nbytes)
+            buckets.append(Bucket(owner, (straight,), nbytes))
+        else:
+            buckets.append(Bucket(owner, (Range(source, 0, nbytes),), nbytes, array("q", [piece])))
+    return buckets
+
+
+def spread_over_bounce(buckets: Sequence[Bucket], parts: int) -> list[Bucket]:
+    """`buckets` of `messages_of`, those that are scattered in turn at one of `parts` places of the bounce buffer. Pure.
+
+    Up to `parts` of them can then be under way at the same time.
+    """
+    stride = align(max((bucket.ranges[0].nbytes for bucket in buckets if bucket.scatter), default=0))
+    spread, turn = [], 0
+    for bucket in buckets:
+        if bucket.scatter:
+            (part,) = bucket.ranges
+            bucket = replace(bucket, ranges=(Range(part.src_offset, turn % parts * stride, part.nbytes),))
+            turn += 1
+        spread.append(bucket)
+    return spread
+
+
+def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
+    """The size of the bounce buffer that `buckets` need."""
+    scattered = (bucket.ranges[0] for bucket in buckets if bucket.scatter)
+    return max((part.dst_offset + part.nbytes for part in scattered), default=0)
+
+
+def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes: int) -> Iterator[Range]:
+    """The head of the packed region in parts, those pieces that are `inside`: where each belongs in the slot."""
+    rows = np.flatnonzero(inside & (packing.offset < packing.tail_offset))
+    if not len(rows):
+        return
+    rows = rows[np.argsort(packing.offset[rows], kind="stable")]
+    source, nbytes = packing.offset[rows], packing.nbytes[rows]
+    target, ends = packing.extents.offset[rows], source + nbytes
+    follows = (source[1:] == ends[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    last = np.append(first[1:], len(rows)) - 1
+    runs = (column.tolist() for column in (source[first], ends[last], target[first] - source[first]))
+    for start, end, shift in zip(*runs, strict=True):
+        while start < end:
+            limit = min(start + most_nbytes, end)
+            fitting = int(np.searchsorted(ends, limit, side="right"))
+            cut = int(ends[fitting - 1]) if fitting else start
+            if cut <= start:
+                cut = limit
+            yield Range(start, start + shift, cut - start)
+            start = cut
+
+
+class Detour:
+    """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
+
+    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8]) -> None:
+        self._plan = plan
+        self._bounce = bounce
+        self._packings: dict[int, Packing] = {}
+
+    def scatter(self, bucket: Bucket, slot: npt.NDArray[np.uint8]) -> None:
+        """Copy the pieces of `bucket` from the bounce buffer to their rows."""
+        for arrived, rows in self._places(bucket, slot):
+            rows[:] = arrived
+
+    def gather(self, bucket: Bucket, slot: npt.NDArray[np.uint8]) -> None:
+        """Copy the pieces of `bucket` from their rows to the bounce buffer."""
+        for leaving, rows in self._places(bucket, slot):
+            leaving[:] = rows
+
+    def _places(
+        self, bucket: Bucket, slot: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Each scattered piece of `bucket`: its bytes in the bounce buffer, and its rows in the slot."""
+        if not bucket.scatter:
+            return
+        if bucket.owner not in self._packings:
+            self._packings[bucket.owner] = Packing.of(self._plan, bucket.owner)
+        packing = self._packings[bucket.owner]
+        pieces = np.asarray(bucket.scatter)
+        extents = extents_of(self._plan.layout, self._plan.boxes.take(pieces))
+        message = bucket.ranges[0]
+        positions = packing.offset[pieces - packing.first] - message.src_offset + message.dst_offset
+        columns = (positions, *vars(extents).values())
+        for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
+            part = self._bounce[position : position + rows * run_nbytes]
+            if rows == 1:
+                yield part, slot[offset : offset + run_nbytes]
+            else:
+                target = np.lib.stride_tricks.as_strided(slot[offset:], (rows, run_nbytes), (stride, 1))
+                yield part.reshape(rows, run_nbytes), target
+
+
+STALLED_S = 0.5
+"""Without a bucket: worth saying whom a loop waits for."""
+STOPPED_S = 0.01
+"""After so long at most a loop that waits notices that it is to stop, or that its time is over."""
+
+
+class RangeReader(Protocol):
+    """One-sided reads from the packed regions of trainer ranks. Called from one thread.
+
+    A transfer belongs to the version for which it was started; a reader never reports one of another version as done.
+    """
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> Any:
+        """Begin to read `ranges` of the owner's region, to the slot or to `bounce`. Raises TransportError."""
+
+    def is_done(self, transfer: Any) -> bool:
+        """Whether every byte has arrived. Raises TransportError if they will not."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a transfer may be done, or after `timeout_s`; perhaps earlier."""
+
+    def cancel(self, transfer: Any) -> None:
+        """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
+
+
+class Stop(Protocol):
+    def is_set(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _AnyOf:
+    stops: tuple[Stop, ...]
+
+    def is_set(self) -> bool:
+        return any(stop.is_set() for stop in self.stops)
+
+
+@dataclass
+class _Flight:
+    bucket: Bucket
+    transfer: Any
+
+
+class Waiting(Protocol):
+    """Buckets that are still to be fetched, and which of them is next."""
+
+    def next(self, flying: Collection[Bucket]) -> Bucket | None:
+        """What may be started beside those that are under way; None while nothing may."""
+
+    def remove(self, bucket: Bucket) -> None:
+        """`bucket`, which was next, is under way."""
+
+    def __iter__(self) -> Iterator[Bucket]: ...
+
+    def __len__(self) -> int: ...
+
+
+class InOrder:
+    """Never in another order: members of collectives that start them differently wait for each other for ever."""
+
+    def __init__(self, buckets: Iterable[Bucket], max_in_flight: int) -> None:
+        self._buckets = deque(buckets)
+        self._max_in_flight = max_in_flight
+
+    def next(self, flying: Collection[Bucket]) -> Bucket | None:
+        return self._buckets[0] if self._buckets and len(flying) < self._max_in_flight else None
+
+    def remove(self, bucket: Bucket) -> None:
+        self._buckets.popleft()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+
+@dataclass
+class FetchLoop:
+    """Fetches buckets of one version, several in flight, at most `bucket_nbytes` per owner at a time."""
+
+    reader: RangeReader
+    plan: SyncPlan
+    region: npt.NDArray[np.uint8]
+    """The slot."""
+    bounce: npt.NDArray[np.uint8]
+    """Where strided buckets arrive: at the `dst_offset` of their range, one at a time at each."""
+    version: int
+    timeout_s: float
+    """From now on, for all that it is given."""
+    stop: Stop = field(default_factory=threading.Event)
+    """Set from another thread: give up."""
+    max_in_flight: int = 8
+    interleave: bool = True
+    """Over the owners. Otherwise buckets are in the order in which they shall travel."""
+    on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
+    on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
+    """Called again and again, with the owners that are waited for, while nothing arrives."""
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout_s
+
+    def run(self, buckets: Sequence[Bucket]) -> int:
+        """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
+        reader's TransportError; nothing is in flight then."""
+        return self.fetch(InOrder(_interleaved(buckets) if self.interleave else buckets, self.max_in_flight))
+
+    def fetch(self, waiting: Waiting) -> int:
+        """As `run`, in the order of `waiting`."""
+        detour = Detour(self.plan, self.bounce)
+        flying: list[_Flight] = []
+        landed_s = time.monotonic()
+        done: dict[int, int] = {bucket.owner: 0 for bucket in waiting}
+        try:
+            while waiting or flying:
+                self._raise_if_stopped()
+                self._take_off(waiting, flying)
+                landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
+                for flight in landed:
+                    flying.remove(flight)
+                    detour.scatter(flight.bucket, self.region)
+                    done[flight.bucket.owner] += flight.bucket.nbytes
+                    self.on_bucket(flight.bucket)
+                if landed:
+                    landed_s = time.monotonic()
+                else:
+                    if time.monotonic() - landed_s > STALLED_S:
+                        self.on_stall(_awaited(flying, waiting))
+                    self._check_deadline(flying, waiting, done)
+                    self.reader.wait(STOPPED_S)
+        except BaseException:
+            for flight in flying:
+                self.reader.cancel(flight.transfer)
+            raise
+        return sum(done.values())
+
+    def _take_off(self, waiting: Waiting, flying: list[_Flight]) -> None:
+        """Start what may be started: no two strided buckets fly to the same place of the bounce buffer."""
+        taken = {flight.bucket.ranges[0].dst_offset for flight in flying if flight.bucket.scatter}
+        while (bucket := waiting.next([flight.bucket for flight in flying])) is not None:
+            if bucket.scatter:
+                if bucket.ranges[0].dst_offset in taken:
+                    return
+                taken.add(bucket.ranges[0].dst_offset)
+            waiting.remove(bucket)
+            transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
+            flying.append(_Flight(bucket, transfer))
+
+    def _raise_if_stopped(self) -> None:
+        if self.stop.is_set():
+            raise TransportError("given up by the manager", version=self.version, phase="stage")
+
+    def _check_deadline(self, flying: Sequence[_Flight], waiting: Iterable[Bucket], done: dict[int, int]) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        late = _awaited(flying, waiting)
+        behind = {bucket.owner for bucket in waiting} - late
+        message = f"bytes of {self._names(late)} not here within {self.timeout_s:.1f} s"
+        if behind:
+            message += f"; held up behind them: {self._names(behind)}"
+        raise TransportTimeout(
+            f"{message}; done: {self._names(done.keys() - late - behind)}", version=self.version, phase="stage"
+        )
+
+    def _names(self, owners: Collection[int]) -> str:
+        return ", ".join(map(self.name_of, sorted(owners))) or "none"
+
+
+def run_together(loops: Sequence[FetchLoop], buckets: Sequence[Bucket]) -> int:
+    """Fetch `buckets` with all loops, each on a thread of its own; the bytes that all of them fetched.
+
+    Those that are scattered must be spread over as many places of the bounce buffer as there are loops: each loop has a
+    place for itself. The others are taken by whoever is free. When one loop fails the others give up. Raises what the
+    first to fail raised; nothing is in flight then.
+    """
+    scattered = [bucket for bucket in buckets if bucket.scatter]
+    straight = sorted((bucket for bucket in buckets if not bucket.scatter), key=lambda bucket: -bucket.nbytes)
+    left, failed = iter(straight), threading.Event()
+
+    def work(loop: FetchLoop, share: Sequence[Bucket]) -> int:
+        return loop.run(share) + sum(loop.run([bucket]) for bucket in left)
+
+    moved = 0
+    with ThreadPoolExecutor(len(loops), thread_name_prefix="weight-sync-fetch") as pool:
+        for loop in loops:
+            loop.stop = _AnyOf((loop.stop, failed))
+        running = [pool.submit(work, loop, scattered[turn :: len(loops)]) for turn, loop in enumerate(loops)]
+        ended: Future[int] | None = None
+        try:
+            for ended in as_completed(running):
+                moved += ended.result()
+        except BaseException:
+            failed.set()
+            raise
+        finally:  # an error that its own traceback refers to keeps the slot mapped until a garbage collection
+            running.clear()
+            ended = None
+    return moved
+
+
+def _awaited(flying: Sequence[_Flight], waiting: Iterable[Bucket]) -> set[int]:
+    """The owners that are waited for: of what is under way, or of what may not even be started."""
+    return {flight.bucket.owner for flight in flying} or {bucket.owner for bucket in waiting}
+
+
+def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    """Round-robin over the owners, so that every sender is busy from the start."""
+    queues: dict[int, deque[Bucket]] = {}
+    for bucket in buckets:
+        queues.setdefault(bucket.owner, deque()).append(bucket)
+    while queues:
+        for owner in list(queues):
+            yield queues[owner].popleft()
+            if not queues[owner]:
+                del queues[owner]

@@ -1,0 +1,115 @@
+"""The part of `naive` that crosses hosts, on one trainer rank: pieces travel once to every other host.
+
+    host 1   owner --writes--> slot ----+
+                                        | broadcast in the owner's group, slot to slot
+    host 2                     relay <--+--> slot, and from there the other slots of that host
+
+A rank's own pieces are in a slot of its host when it has published, so they are sent from there: the trainer is free,
+and no second copy is held. A relay receives straight into its host's slot. Only short and strided pieces take a detour,
+at both ends, through one buffer per rank of at most a bucket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
+from verl.checkpoint_engine.links.communicators import Flight
+from verl.checkpoint_engine.links.fetch import Bucket, Detour, messages_of
+from verl.checkpoint_engine.links.gloo_chain import GlooChain
+from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
+from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.memory.arena import SlotView
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology
+from verl.checkpoint_engine.plan.types import Member, Range
+from verl.utils import config as strict
+
+
+class HostRelay:
+    """Called on the thread of the sync. `stop`, set from another one, ends every wait."""
+
+    def __init__(self, *, member: Member, config: CheckpointEngineConfig, stop: threading.Event) -> None:
+        options = strict.from_mapping(
+            NaiveOptions, config.engine_kwargs.get("naive", {}), "checkpoint_engine.engine_kwargs.naive"
+        )
+        self._member = member
+        self._deadlines = config.deadlines
+        self._bucket_nbytes = min(config.bucket_nbytes, options.bucket_megabytes * 2**20)
+        self._groups = OwnerGroups(
+            member=member, config=config, options=options, communicator=GlooChain(options), stop=stop
+        )
+        self._bounce = torch.empty(0, dtype=torch.uint8)
+        self._plan: SyncPlan | None = None
+
+    def prepare(self, plan: SyncPlan) -> str:
+        """The address at which the ranks meet, from rank 0; empty on the others."""
+        self._plan = plan
+        return self._groups.host_store() if self._member.index == 0 else ""
+
+    def connect(self, topology: Topology) -> None:
+        """On every rank, whether or not it has anything to send or to relay. Raises TransportError."""
+        assert self._plan is not None  # the manager prepares every member first
+        ranks = Topology(topology.trainers, (), topology.audience)
+        messages = {
+            trainer.index: messages_of(self._plan, trainer.index, self._bucket_nbytes)
+            for trainer in topology.trainers
+            if self._plan.pieces_of(trainer.index) and self._member.name in ranks.group_of(trainer.name)
+        }
+        self._groups.expect(self._plan, messages)
+        self._bounce = bounce_for(messages)
+        self._groups.connect(ranks)
+
+    def exchange(self, version: int, slots: Sequence[SlotView]) -> int:
+        """Send this rank's pieces, which are in every one of `slots`, and write into them what comes from other hosts.
+
+        `slots` are those of this host, at least one. Returns the bytes written. Raises TransportError; what then
+        still arrives lands in slots that are given up.
+        """
+        assert self._plan is not None
+        plan, messages = self._plan, self._groups.messages
+        first, *others = (slot.bytes for slot in slots)
+        detour = Detour(plan, self._bounce.numpy())
+        deadline = Deadline(self._deadlines.stage_s * OWN_SHARE)
+
+        def copy_to_others(bucket: Bucket) -> None:
+            for other in others:
+                if bucket.scatter:
+                    detour.scatter(bucket, other.numpy())
+                else:
+                    (message,) = bucket.ranges
+                    part = slice(message.dst_offset, message.dst_offset + message.nbytes)
+                    other[part].copy_(first[part])
+
+        with self._groups.transfer(version):
+            self._groups.exchange_headers(version, deadline)
+            own = {bucket.ranges[0]: bucket for bucket in messages.get(self._member.index, ()) if bucket.scatter}
+            reader = _SlotToSlot(self._groups, first, self._bounce, version, detour=detour, own=own)
+            self._groups.fetch(reader, plan, deadline, copy_to_others)
+        received = (bucket for owner, buckets in messages.items() if owner != self._member.index for bucket in buckets)
+        return len(slots) * sum(bucket.nbytes for bucket in received)
+
+    def close(self) -> None:
+        self._groups.release()
+
+
+@dataclass
+class _SlotToSlot(Broadcasts):
+    """Both directions: a message lies at the same place of the slot at both ends.
+
+    One loop drives them, in one order over all owners, so that ranks which wait for each other's messages never wait
+    in a circle.
+    """
+
+    detour: Detour
+    own: dict[Range, Bucket]
+    """Of the messages that this rank sends: those that are gathered first."""
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Flight]:
+        if bounce and self.groups.is_sender(owner):
+            self.detour.gather(self.own[ranges[0]], self.slot.numpy())
+        return super().start(owner, ranges, bounce=bounce)

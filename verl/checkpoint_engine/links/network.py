@@ -1,0 +1,59 @@
+"""Under which address this host is reached. For backends whose library does not find out by itself."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+import psutil
+
+from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+
+
+def reached_at(host: str | None, interface: str | None) -> str:
+    """`host` if it is given and an address of this host, else `own_address`. Raises ConfigError, BackendUnavailable."""
+    if host is None:
+        return own_address(interface)
+    if not _is_here(host):
+        addresses = (f"{address} ({name})" for _, name in socket.if_nameindex() if (address := _address_of(name)))
+        raise ConfigError(
+            f"host={host} is no address of {socket.gethostname()}; there are: {', '.join(addresses)}. "
+            "Where members are on several hosts, choose a network interface instead"
+        )
+    return host
+
+
+def own_address(interface: str | None) -> str:
+    """The IPv4 address under which other hosts reach this one. Raises BackendUnavailable that lists the interfaces."""
+    if interface is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
+            except OSError:
+                return "127.0.0.1"  # no route to anywhere: members can only be on this host
+            return str(probe.getsockname()[0])
+    address = _address_of(interface)
+    if address is None:
+        present = ", ".join(name for _, name in socket.if_nameindex())
+        raise BackendUnavailable(
+            f"network interface {interface!r} has no IPv4 address on {socket.gethostname()}; there are: {present}"
+        )
+    return address
+
+
+def _address_of(interface: str) -> str | None:
+    addresses = psutil.net_if_addrs().get(interface, [])
+    return next((one.address for one in addresses if one.family == socket.AF_INET), None)
+
+
+def _is_here(host: str) -> bool:
+    """Whether a server could listen there."""
+    try:
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return True
+    return False

@@ -1,0 +1,332 @@
+"""Broadcasts by the owners of pieces, each in a process group of its own, as one member of some of them sees it.
+
+The groups are built straight over a store of their own (hosted by trainer 0, on a free port, under a name that is new
+with every `prepare`), so that nothing global of torch.distributed is touched and several engines fit into one process.
+
+Every transfer begins with a header broadcast in each group: version, layout and size. Who is sent anything but the
+version that was asked for refuses it before a byte of weights lands. A group whose transfer failed is never used again,
+for what is left in its connections cannot be told apart from what comes next: the manager prepares anew.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.links.communicators import Communicator, Flight
+from verl.checkpoint_engine.links.fetch import Bucket, FetchLoop
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.links.rendezvous import (
+    LOOPBACK,
+    POLL_S,
+    PULSE_S,
+    QUIET_S,
+    Attempt,
+    Deadline,
+    MeetingPlace,
+    Members,
+    failures,
+)
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import Topology, lane_of
+from verl.checkpoint_engine.plan.types import Member, Range
+from verl.utils.admission import Admission, Doorkeeper
+
+T = TypeVar("T")
+
+OWN_SHARE = 0.9
+"""Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
+HEADER = struct.Struct("<qqq16s")
+"""Version, number of messages, bytes of weights, digest of the layout."""
+
+
+class OwnerGroups:
+    """Used from one thread. `stop`, set from another one, ends every wait."""
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        config: CheckpointEngineConfig,
+        options: GlooOptions,
+        communicator: Communicator,
+        stop: threading.Event,
+        role: str = "trainer",
+    ) -> None:
+        """`role` is that of the owners: of trainer ranks, or of nodes that pass on what they have."""
+        self.messages: dict[int, list[Bucket]] = {}
+        """What each owner whose group this member is in broadcasts, in order."""
+        self._member = member
+        self._deadlines = config.deadlines
+        self._options = options
+        self._communicator = communicator
+        self._stop = stop
+        self._role = role
+        self._layout_digest = b""
+        self._place: MeetingPlace | None = None
+        self._server: TCPStore | None = None
+        self._doors: Doorkeeper | None = None
+        self._groups: dict[int, Any] = {}
+        self._members: Members | None = None
+
+    def host_store(self) -> str:
+        """Where all members meet, on this one. It listens from `connect` on. On one member, before anybody connects."""
+        host = own_address(self._options.interface)
+        try:
+            self._place = MeetingPlace(host)
+        except OSError as exc:
+            raise TransportError(f"no free port of {host}: {exc}", phase="prepare") from exc
+        return f"{host}:{self._place.port}/{uuid.uuid4().hex}"
+
+    def expect(self, plan: SyncPlan, messages: Mapping[int, list[Bucket]]) -> None:
+        """What will be broadcast in the groups of this member."""
+        self._layout_digest = bytes.fromhex(plan.layout.digest)
+        self.messages = dict(messages)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._members is not None
+
+    def connect(self, topology: Topology, timeout_s: float | None = None) -> None:
+        """Every member of `topology` calls it; they meet at the first one. Raises TransportError naming who is absent.
+
+        `timeout_s`: by default what preparing may take.
+        """
+        self._members, self._groups = self._meet(
+            topology, timeout_s, lambda members: self._make_groups(members.store, topology)
+        )
+
+    def leave_together(self, topology: Topology, timeout_s: float) -> None:
+        """Leave all groups when every member of `topology` has come here: what is on its way would be lost before."""
+        self._meet(topology, timeout_s, lambda members: None)
+        self.leave()
+
+    def _meet(self, topology: Topology, timeout_s: float | None, work: Callable[[Members], T]) -> tuple[Members, T]:
+        """Do `work` when everybody has come."""
+        deadline = Deadline(timeout_s or self._deadlines.prepare_s * OWN_SHARE)
+        inside = topology.is_on_one_host and self._options.interface is None
+        with failures("listening", None, "prepare"):
+            self._listen(topology, inside)
+        names = [member.name for member in (*topology.trainers, *topology.nodes)]
+        members = Members(self._member.name, names)
+
+        def join() -> T:
+            host = topology.trainers[0]
+            _, _, port = host.address.rpartition(":")
+            address = f"{LOOPBACK}:{port}" if inside else host.address
+            with failures(f"connecting to {host.name} at {address}", None, "prepare"):
+                members.join(self._server, address, deadline, self._stop)
+                return work(members)
+
+        # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
+        connecting = Attempt(join)
+        while not connecting.done.wait(POLL_S):
+            if self._stop.is_set() or deadline.passed:
+                raise members.not_connected(deadline)
+        return members, connecting.result()
+
+    def _listen(self, topology: Topology, inside: bool) -> None:
+        """`inside`: all members are on this host, and nobody needs to be reached from another one."""
+        admission = Admission(addresses=topology.host_addresses)
+        if self._doors is None:
+            self._doors = Doorkeeper(admission)
+        self._doors.admit(admission)
+        host = LOOPBACK if inside else own_address(self._options.interface)
+        self._communicator.listen_at(host, self._doors)
+        if self._place is not None:
+            place, self._place = self._place, None
+            self._server = place.open(host, self._doors, self._deadlines.prepare_s)
+
+    def _make_groups(self, store: Store, topology: Topology) -> dict[int, Any]:
+        """One group per owner that has anything to send to this member, or that this member is; all in use once."""
+        groups: dict[int, Any] = {}
+        try:
+            for owner in sorted(self.messages):
+                names = topology.group_of(self.name_of(owner))
+                own = PrefixStore(names[0], store)
+                lane = lane_of(owner, num_owners=len(topology.trainers))
+                rank = names.index(self._member.name)
+                groups[owner] = self._communicator.group(own, rank, len(names), lane, self._deadlines.stage_s)
+            # Connections are made on first use; a stage should find them made.
+            greetings = [
+                self._communicator.broadcast(group, torch.zeros(1, dtype=torch.uint8), sending=self.is_sender(owner))
+                for owner, group in groups.items()
+            ]
+            while not all(greeting.is_done() for greeting in greetings):
+                time.sleep(POLL_S)
+        except BaseException:
+            self._give_up(groups)
+            raise
+        return groups
+
+    def is_sender(self, owner: int) -> bool:
+        return self.name_of(owner) == self._member.name
+
+    def name_of(self, owner: int) -> str:
+        return f"{self._role}-{owner}"
+
+    def broadcast(self, owner: int, memory: torch.Tensor) -> Flight:
+        """Begin to send `memory` (host, uint8) to the owner's group, or to receive into it. Borrowed until done."""
+        return self._communicator.broadcast(self._groups[owner], memory, sending=self.is_sender(owner))
+
+    def leave(self) -> None:
+        """Leave all groups. Idempotent."""
+        self._let_go_of(self._groups)
+        self._communicator.release()
+        self._members = None
+
+    def release(self) -> None:
+        """Leave all groups; close the store if this member hosts it. Idempotent."""
+        self.leave()
+        self.close_store()
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
+
+    def close_store(self) -> None:
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+        self._server = None
+
+    @contextmanager
+    def transfer(self, version: int) -> Iterator[None]:
+        """Around everything that is broadcast for `version`. Whatever goes wrong inside, the groups are given up."""
+        if self._members is None or self.messages.keys() - self._groups.keys():
+            raise TransportError("not connected, or no longer after a failure", version=version, phase="stage")
+        try:
+            with self._members.taking_part(), self._blaming(self._members), failures("a broadcast", version):
+                yield
+        except BaseException:
+            given_up, self._groups = self._groups, {}
+            self._give_up(given_up)
+            raise
+
+    def _give_up(self, groups: dict[int, Any]) -> None:
+        """Leave `groups`, of which one is broken: it is gone only when its last operation has ended, at the latest
+        after the stage's deadline. Nobody waits for that here."""
+        threading.Thread(target=self._let_go_of, args=(groups,), name="weight-sync-given-up", daemon=True).start()
+
+    def _let_go_of(self, groups: dict[int, Any]) -> None:
+        while groups:
+            self._communicator.leave(groups.popitem()[1])
+
+    @contextmanager
+    def _blaming(self, members: Members) -> Iterator[None]:
+        """Complete errors of the network with the members that are not there."""
+        try:
+            yield
+        except TransportTimeout as exc:
+            exc.message += members.missing()
+            raise
+        except TransportError as exc:
+            # A broken connection tells nothing about who is gone: that shows when its pulse stays away. The manager,
+            # which may know, interrupts.
+            if isinstance(exc.__cause__, RuntimeError):
+                self._stop.wait(QUIET_S + PULSE_S)
+                exc.message += members.missing()
+            raise
+
+    def header(self, version: int, owner: int) -> torch.Tensor:
+        messages = self.messages[owner]
+        fields = (version, len(messages), sum(bucket.nbytes for bucket in messages))
+        return torch.frombuffer(bytearray(HEADER.pack(*fields, self._layout_digest)), dtype=torch.uint8)
+
+    def exchange_headers(self, version: int, deadline: Deadline) -> None:
+        """Send the header of this member's own group, and compare those of the others with what it expects of them.
+
+        Raises TransportError if they differ.
+        """
+        headers = {
+            owner: self.header(version, owner) if self.is_sender(owner) else torch.zeros(HEADER.size, dtype=torch.uint8)
+            for owner in self.messages
+        }
+        self.wait({owner: self.broadcast(owner, header) for owner, header in headers.items()}, version, deadline)
+        for owner, header in headers.items():
+            if not torch.equal(header, self.header(version, owner)):
+                sent = HEADER.unpack(header.numpy().tobytes())[0]
+                what = f"version {sent}" if sent != version else "another layout or other buckets"
+                message = f"{self.name_of(owner)} sends {what} where version {version} is expected"
+                raise TransportError(message, version=version, phase="stage")
+
+    def wait(self, flights: Mapping[int, Flight], version: int, deadline: Deadline) -> None:
+        """Until all have landed. `flights` are by owner."""
+        waiting = dict(flights)
+        while True:
+            for owner, flight in list(waiting.items()):
+                with failures(f"the broadcast of {self.name_of(owner)}", version):
+                    if flight.is_done():
+                        del waiting[owner]
+            if not waiting:
+                return
+            if self._stop.is_set():
+                raise TransportError("given up by the manager", version=version, phase="stage")
+            if deadline.passed:
+                owners = ", ".join(map(self.name_of, waiting))
+                message = f"the broadcast of {owners} not done within {deadline.timeout_s:.1f} s"
+                raise TransportTimeout(message, version=version, phase="stage")
+            time.sleep(POLL_S)
+
+    def fetch(
+        self,
+        reader: Broadcasts,
+        plan: SyncPlan,
+        deadline: Deadline,
+        on_bucket: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> int:
+        """Everything that is broadcast in this member's groups, several messages at a time; the bytes."""
+        loop = FetchLoop(
+            reader=reader,
+            plan=plan,
+            region=reader.slot.numpy(),
+            bounce=reader.bounce.numpy(),
+            version=reader.version,
+            timeout_s=deadline.remaining_s,
+            stop=self._stop,
+            max_in_flight=self._communicator.max_in_flight(self._options.in_flight, len(self.messages)),
+            on_bucket=on_bucket,
+        )
+        return loop.run([bucket for owner in sorted(self.messages) for bucket in self.messages[owner]])
+
+
+@dataclass
+class Broadcasts:
+    """A `RangeReader` over the owners' groups: a message is received where its range belongs."""
+
+    groups: OwnerGroups
+    slot: torch.Tensor
+    bounce: torch.Tensor
+    version: int
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Flight]:
+        (message,) = ranges
+        memory = (self.bounce if bounce else self.slot)[message.dst_offset : message.dst_offset + message.nbytes]
+        return owner, self.groups.broadcast(owner, memory)
+
+    def is_done(self, transfer: tuple[int, Flight]) -> bool:
+        owner, flight = transfer
+        with failures(f"the broadcast of {self.groups.name_of(owner)}", self.version):
+            return flight.is_done()
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, POLL_S))
+
+    def cancel(self, transfer: tuple[int, Flight]) -> None:
+        """A broadcast cannot be taken back: it keeps its memory, and the arena gives that slot up."""
+
+
+def bounce_for(messages: Mapping[int, Sequence[Bucket]]) -> torch.Tensor:
+    """Memory for the largest of `messages` that does not go straight to the slot."""
+    sizes = (bucket.ranges[0].nbytes for buckets in messages.values() for bucket in buckets if bucket.scatter)
+    return torch.zeros(max(sizes, default=0), dtype=torch.uint8)

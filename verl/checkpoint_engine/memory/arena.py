@@ -1,0 +1,395 @@
+"""A node's arena: versions of the weights in POSIX shared memory, in one or two slots.
+
+    <shm>/verl-<job>-<node>/         0700, one per rollout node and job
+        lock                         flock'ed by the owner as long as it lives
+        slot-0.3                     the bytes of one version (0600); `.3` is the generation of the file
+        slot-0.3.manifest            layout, plan and digests of the version that the slot holds, once committed
+        current                      the committed version; replaced by rename, so it is either old or new
+
+The owner (one process per rollout node) creates the arena and decides which slot is current. Trainer ranks of the same
+host write into the spare slot; engines map the current one read-only. Control state never shares bytes with weights.
+
+A slot file is replaced, not reused, when somebody who should be gone may still hold it: a trainer that was given up on
+but wakes up later, a reader that hangs. What it then writes or reads is an orphan, not the next version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import shutil
+import socket
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
+from verl.checkpoint_engine.memory.digest import Manifest, verify
+from verl.checkpoint_engine.memory.janitor import Janitor, await_removal, sweep
+from verl.checkpoint_engine.plan.encoded import unpacked
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.utils.files import read_regular, write_private
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.plan.types import TensorSpec
+
+ARENA_PREFIX = "verl-"
+MAX_JOB_NAME = 64
+MOST_CURRENT_NBYTES = 2**12
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_JOB_NAME}}}", re.ASCII)
+_FILE = re.compile(r"slot-\d{1,9}\.\d{1,18}(\.manifest)?", re.ASCII)
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What the file `current` holds."""
+
+    version: int
+    slot: str
+    manifest: str
+
+
+class SlotView:
+    """One slot mapped into this process. The mapping, and every tensor made from it, lives until `close`."""
+
+    def __init__(self, path: Path, layout: Layout, *, writable: bool) -> None:
+        import torch
+
+        self.path = path
+        self.layout = layout
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        with path.open("r+b" if writable else "rb") as file:
+            self._memory = mmap.mmap(
+                file.fileno(), max(layout.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access
+            )
+        with warnings.catch_warnings():  # torch warns that it cannot mark a read-only buffer; nobody writes to these
+            warnings.simplefilter("ignore", UserWarning)
+            # Through numpy, whose array locks the mapping: torch.frombuffer would let `close` unmap a tensor in use.
+            self.bytes: torch.Tensor = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor `spec` in this slot, borrowed. Writing to one from a read-only view ends the process."""
+        import torch
+
+        offset = self.layout.offsets[self.layout.index[spec.name]]
+        return self.bytes[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self.layout.specs:
+            yield spec.name, self.tensor(spec)
+
+    def close(self) -> None:
+        """Unmap. Tensors that still borrow the memory keep it mapped until they are gone."""
+        del self.bytes
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+@dataclass
+class _Slot:
+    path: Path
+    version: int | None = None
+    """The committed version that it holds; None while it is spare or being written."""
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.manifest")
+
+
+class NodeArena:
+    """The owner's side. One per rollout node, used from one thread at a time.
+
+    Use as a context manager, or call `close`; a janitor process removes the directory if the owner is killed.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, slots: list[_Slot], lock_fd: int, janitor: Janitor) -> None:
+        self.directory = directory
+        self.layout = layout
+        self._slots = slots
+        self._current: _Slot | None = None
+        self._writing: _Slot | None = None
+        self._generation = len(slots)
+        self._lock_fd = lock_fd
+        self._janitor = janitor
+        self._views: dict[Path, SlotView] = {}
+        self._writable: dict[Path, SlotView] = {}
+
+    @classmethod
+    def create(cls, *, shm_dir: Path, job: str, node: str, layout: Layout, slots: int) -> NodeArena:
+        """Reserve and pre-fault `slots` x `layout.nbytes` of shared memory.
+
+        Raises ConfigError, before anything is allocated, if the memory is not there (says needed and free bytes) or the
+        arena of the same job and node exists and is in use.
+        """
+        for key, name in (("job", job), ("node", node)):
+            require_name(key, name)
+        sweep(shm_dir, ARENA_PREFIX)
+        directory = shm_dir / f"{ARENA_PREFIX}{job}-{node}"
+        await_removal(directory)  # of a node that was killed and is now replaced
+        require_free_bytes(shm_dir, slots * layout.nbytes)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError as exc:
+            raise ConfigError(f"the arena {directory} is in use by another process of this job") from exc
+        lock_fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at once, or after somebody who only looks whether it is locked
+        janitor = Janitor(directory)
+        try:
+            made = [_Slot(directory / f"slot-{index}.{index}") for index in range(slots)]
+            for slot in made:
+                _allocate(slot.path, layout.nbytes)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            janitor.close()
+            os.close(lock_fd)
+            raise
+        return cls(directory, layout, made, lock_fd, janitor)
+
+    @property
+    def version(self) -> int | None:
+        """The committed version."""
+        return self._current.version if self._current else None
+
+    @property
+    def previous_version(self) -> int | None:
+        """The version that `rollback` would make current again; None with one slot or before the second commit."""
+        spare = self._spare()
+        return spare.version if spare is not self._current else None
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that the arena occupies."""
+        return len(self._slots) * self.layout.nbytes
+
+    def begin(self, version: int) -> Path:
+        """Open the spare slot for `version` and return its path for the writers.
+
+        The version that the slot held is given up. With one slot that is the committed one: until `commit`, nothing is.
+        """
+        if self._writing is not None:
+            self.drop()
+        slot = self._spare()
+        if slot is self._current:
+            (self.directory / "current").unlink(missing_ok=True)
+            self._current = None
+        self._forget(slot)
+        if not slot.path.exists() or _is_read_by_someone(slot.path):
+            self._replace(slot)
+        self._writing = slot
+        return slot.path
+
+    def slot_view(self) -> SlotView:
+        """The slot opened by `begin`, mapped read-only into the owner; kept mapped from sync to sync."""
+        if self._writing is None:
+            raise IntegrityError("no slot is open for writing")
+        return self._view(self._writing.path)
+
+    def writable_view(self) -> SlotView:
+        """The slot opened by `begin`, mapped for backends whose nodes receive; kept mapped from sync to sync."""
+        if self._writing is None:
+            raise IntegrityError("no slot is open for writing")
+        path = self._writing.path
+        if path not in self._writable:
+            self._writable[path] = SlotView(path, self.layout, writable=True)
+        return self._writable[path]
+
+    def commit(self, version: int, manifest: Manifest) -> None:
+        """Make the slot opened by `begin` current, at once for every reader that comes after."""
+        slot = self._writing
+        if slot is None or manifest.version != version:
+            raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
+        write_private(slot.manifest_path, manifest.encode())
+        slot.version = version
+        self._point_at(slot)
+        self._writing = None
+
+    def drop(self) -> None:
+        """Give up what `begin` opened. Its writers may still be alive, so the file goes with it."""
+        if self._writing is not None:
+            self._replace(self._writing)
+            self._writing = None
+
+    def rollback(self) -> int:
+        """Make the previous version current again and return it. Raises IntegrityError if there is none."""
+        previous = self.previous_version
+        if previous is None:
+            raise IntegrityError("there is no previous version to return to", version=self.version, phase="activate")
+        failed = self._current
+        self._point_at(self._spare())
+        if failed is not None:
+            self._forget(failed)
+        return previous
+
+    def reverify(self, version: int, *, threads: int = 1) -> None:
+        """Digest the committed `version` again. Raises IntegrityError that names what differs."""
+        with open_committed(self.directory, version) as (manifest, view):
+            verify(view.bytes.numpy(), manifest, threads=threads)
+
+    def close(self) -> None:
+        """Unmap and remove everything. Idempotent."""
+        for view in (*self._views.values(), *self._writable.values()):
+            view.close()
+        self._views.clear()
+        self._writable.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._janitor.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> NodeArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spare(self) -> _Slot:
+        """The slot that is not current; with one slot, that one."""
+        return next((slot for slot in self._slots if slot is not self._current), self._slots[0])
+
+    def _view(self, path: Path) -> SlotView:
+        if path not in self._views:
+            self._views[path] = SlotView(path, self.layout, writable=False)
+        return self._views[path]
+
+    @staticmethod
+    def _forget(slot: _Slot) -> None:
+        slot.version = None
+        slot.manifest_path.unlink(missing_ok=True)
+
+    def _replace(self, slot: _Slot) -> None:
+        for views in (self._views, self._writable):
+            if view := views.pop(slot.path, None):
+                view.close()
+        slot.path.unlink(missing_ok=True)
+        stem = slot.path.name.partition(".")[0]
+        slot.path = self.directory / f"{stem}.{self._generation}"
+        self._generation += 1
+        _allocate(slot.path, self.layout.nbytes)
+
+    def _point_at(self, slot: _Slot) -> None:
+        assert slot.version is not None  # callers have just set or checked it
+        committed = Committed(slot.version, slot.path.name, slot.manifest_path.name)
+        fresh = self.directory / "current.new"
+        write_private(fresh, msgspec.msgpack.encode(committed))
+        fresh.rename(self.directory / "current")
+        self._current = slot
+
+
+def require_name(key: str, name: str) -> None:
+    """Raises ConfigError unless `name` can be a part of a directory's name."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{key}={name[: 2 * MAX_JOB_NAME]!r} must be 1 to {MAX_JOB_NAME} letters, digits, dots, dashes and "
+            "underscores: it names a directory in shared memory"
+        )
+
+
+def committed_version(arena_path: str | Path) -> int | None:
+    """The version that readers of this arena would get; None if nothing is committed."""
+    committed = _read_current(Path(arena_path))
+    return committed.version if committed else None
+
+
+def _read_current(directory: Path) -> Committed | None:
+    try:
+        data = read_regular(directory / "current", MOST_CURRENT_NBYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise IntegrityError(f"{directory / 'current'} cannot be read: {exc.strerror}") from exc
+    committed = unpacked(data, Committed, f"what an arena writes into {directory / 'current'}", IntegrityError)
+    if not (_FILE.fullmatch(committed.slot) and _FILE.fullmatch(committed.manifest)):
+        raise IntegrityError(f"{directory / 'current'} names {committed.slot[:40]!r}, which is no slot of an arena")
+    return committed
+
+
+def _require_committed(directory: Path, version: int) -> Committed:
+    committed = _read_current(directory)
+    if committed is None or committed.version != version:
+        state = "holds nothing" if committed is None else f"holds version {committed.version}"
+        raise IntegrityError(f"{directory} {state}; version {version} was asked for", version=version, phase="activate")
+    return committed
+
+
+@contextlib.contextmanager
+def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+    """Map the committed `version` read-only, for engines on the same host. Tensors are borrowed until the block ends.
+
+    Raises IntegrityError if the arena is gone or its committed version is another one.
+    """
+    directory = Path(arena_path)
+    with contextlib.ExitStack() as stack:
+        try:
+            committed = _require_committed(directory, version)
+            held = stack.enter_context((directory / committed.slot).open("rb"))
+            fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
+            _require_committed(directory, version)  # it may have been given up between the look and the lock
+            manifest = Manifest.decode((directory / committed.manifest).read_bytes())
+            view = SlotView(directory / committed.slot, manifest.plan.layout, writable=False)
+        except FileNotFoundError as exc:
+            raise IntegrityError(
+                f"version {version} was given up while it was being opened: {exc}", version=version, phase="activate"
+            ) from exc
+        stack.callback(view.close)
+        yield manifest, view
+
+
+@contextlib.contextmanager
+def open_to_activate(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+    """`open_committed` for an engine that was told to load `version`. Raises ActivationError if it is not there."""
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(open_committed(arena_path, version))
+        except IntegrityError as exc:
+            raise ActivationError(exc.message, version=version, phase="activate") from exc
+        yield opened
+
+
+def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (Hugging Face name, tensor) of the committed `version`. A tensor is borrowed until the iterator ends."""
+    with open_committed(arena_path, version) as (_, view):
+        yield from view.tensors()
+
+
+def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> None:
+    """Raises ConfigError unless this host has shared memory for `arenas` of `arena_nbytes` each."""
+    stats = os.statvfs(shm_dir)
+    free, needed = stats.f_bavail * stats.f_frsize, arenas * arena_nbytes
+    if needed > free:
+        who = "the node arena needs" if arenas == 1 else f"{arenas} node arenas on one host need"
+        raise ConfigError(
+            f"{who} {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir} on {socket.gethostname()}, "
+            f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free some, enlarge the file system, "
+            "or set checkpoint_engine.slots=1 to halve the need"
+        )
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    """A file whose pages exist: running out of memory is an error here, not a SIGBUS in a writer later."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, max(nbytes, 1))
+    except OSError as exc:
+        path.unlink()
+        raise ConfigError(f"cannot reserve {nbytes} bytes of shared memory at {path}: {exc.strerror}") from exc
+    finally:
+        os.close(fd)
+
+
+def _is_read_by_someone(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

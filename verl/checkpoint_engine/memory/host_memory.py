@@ -1,0 +1,93 @@
+"""Host memory that other processes or devices can reach without a copy."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from verl.checkpoint_engine.errors import ConfigError
+
+
+def free_host_nbytes() -> int:
+    """Memory that this process can still get: of the host, or of its control group if that has less."""
+    free: int = psutil.virtual_memory().available
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
+    except OSError:  # no control groups of version 2 here, or no limit to see
+        return free
+    return free if limit == "max" else max(min(free, int(limit) - used + int(cached)), 0)
+
+
+def pinned_memory(nbytes: int) -> torch.Tensor:
+    """For processes that have an accelerator."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Without a name: nothing stays behind when the last process that maps it ends, however it ends.
+
+    It lives as long as `memory` or a view of it does, the file descriptor as long as this object.
+    """
+
+    memory: torch.Tensor
+    """uint8, one dimension."""
+    fd: int
+    """With which another process can map it."""
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd)
+
+
+def shared_memory(nbytes: int) -> SharedMemory:
+    """Raises ConfigError if there is not so much."""
+    fd = os.memfd_create("verl-parameter-server", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # the pages exist: running out is an error here, not a SIGBUS later
+        memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as exc:
+        os.close(fd)
+        raise ConfigError(f"cannot reserve {nbytes} bytes of host memory: {exc.strerror}") from exc
+    return SharedMemory(torch.from_numpy(np.frombuffer(memory, np.uint8)), fd)
+
+
+class KeptMemory:
+    """Shared memory that is kept from one use to the next, because making some takes longer than filling it.
+
+    Used from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[SharedMemory] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Kept, and not taken."""
+        return sum(piece.memory.nbytes for piece in self._kept)
+
+    def take(self, nbytes: int, count: int) -> list[SharedMemory]:
+        """`count` pieces of `nbytes`; what is in them is of no use. Lets go of what has another size.
+
+        Raises ConfigError if there is not so much.
+        """
+        fitting = [piece for piece in self._kept if piece.memory.nbytes == nbytes]
+        self._kept = fitting[count:]
+        return fitting[:count] + [shared_memory(nbytes) for _ in range(count - len(fitting))]
+
+    def keep(self, pieces: Sequence[SharedMemory]) -> None:
+        """For whoever takes next. Nobody writes to `pieces`, or wants what is in them, any more."""
+        self._kept += pieces
+
+    def release(self) -> None:
+        self._kept.clear()

@@ -1,0 +1,93 @@
+"""Shared memory does not go away with the process that made it. Two things see to it that it does.
+
+`Janitor` is a small process that outlives its owner by a few removals. `sweep` removes what is left if both were
+killed: directories whose lock nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from verl.utils.cleanup_process import CleanupProcess
+from verl.utils.files import open_regular
+
+_REMOVE = """
+import shutil
+for path in [sys.argv[1], *lines]:
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        pass
+"""
+
+YOUNG_S = 10.0
+"""A directory younger than this may not have been locked by its creator yet."""
+
+
+class Janitor(CleanupProcess):
+    """Removes `directory`, and what `watch` adds to it, when this process ends, however it ends, or on `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(_REMOVE, str(directory))
+
+    def watch(self, path: Path) -> None:
+        """Remove `path`, a file or a directory, too."""
+        self.send(str(path))
+
+
+def sweep(shm_dir: Path, prefix: str) -> list[Path]:
+    """Remove this user's directories of jobs whose processes are all gone, and return them."""
+    removed = []
+    for directory in shm_dir.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # gone by now, or not ours: whatever it is, it is no reason not to start
+            if _is_abandoned(directory):
+                shutil.rmtree(directory)
+                removed.append(directory)
+    return removed
+
+
+def await_removal(directory: Path) -> None:
+    """Wait while `directory` is there without an owner: the janitor of a process that was killed is about to act."""
+    deadline = time.monotonic() + YOUNG_S
+    while directory.exists() and not _is_locked(directory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    """Raises OSError for what nobody but a stranger has made: a link, a lock that is a directory or a FIFO."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return False
+    if time.time() - found.st_mtime < YOUNG_S or not (directory / "lock").exists():
+        return False
+    return not _is_held(directory / "lock")
+
+
+def _is_locked(directory: Path) -> bool:
+    """Also if what is there in a lock's place is none."""
+    try:
+        return _is_held(directory / "lock")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _is_held(lock: Path) -> bool:
+    """Raises OSError for what is no file of ours."""
+    handle = open_regular(lock, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,208 @@
+"""The loop that copies weights out of a trainer, and digests them on the way. Backends bring the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from verl.checkpoint_engine.memory.digest import CACHED_NBYTES, PieceDigests
+from verl.checkpoint_engine.plan.shards import Extents
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.types import Box, Shard
+from verl.checkpoint_engine.ports import ViewableSource, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint_engine.memory.arena import SlotView
+
+COPY_NBYTES = 16 * 2**20
+"""At most so many bytes, or one piece, are asked of a source at once."""
+PAST_CACHE_NBYTES = 2**18
+"""Copies from this size on write past the cache."""
+
+
+def publisher_environment() -> dict[str, str]:
+    """What a process that publishes needs in its environment when it begins, beside what this one has there.
+
+    memcpy then writes past the cache: it need not read first what it overwrites, and several ranks of a host share its
+    memory's speed. glibc by itself does so from some hundred MiB on (https://sourceware.org/glibc/manual, tunables).
+    """
+    name, given = "glibc.cpu.x86_non_temporal_threshold", os.environ.get("GLIBC_TUNABLES", "")
+    if name in given:
+        return {}
+    return {"GLIBC_TUNABLES": f"{given}:{name}={PAST_CACHE_NBYTES}".removeprefix(":")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run of neighbouring pieces belongs. All of it lies in one of the source's shards."""
+
+    shard: Shard
+    tensor: torch.Tensor
+    """Shape of the shard's box, dtype of the spec; borrowed. Strided only if it is a single piece."""
+    pieces: range
+    """Rows of `PieceMemory.extents`."""
+    sizes: Sequence[int]
+    """Bytes of each of them, one after the other."""
+
+
+class PieceMemory(Protocol):
+    """Memory that has a place for every piece of one owner."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, uint8."""
+
+    def places(self, held: Sequence[Shard]) -> Sequence[Place]:
+        """What publishing copies and where to. `held` is what the source says that it holds."""
+
+    @property
+    def extents(self) -> Extents:
+        """Where each piece lies in `bytes`, in the order of `SyncPlan.pieces_of`."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What one trainer rank did: where its pieces are now, the bytes that it wrote, how long the copy took.
+
+    `memory` is borrowed from the backend until its next `send_weights` or `finalize`.
+    """
+
+    memory: PieceMemory
+    nbytes: int
+    seconds: float
+    digests: PieceDigests
+    """Of what the trainer had. Those that are missing are taken from the copy."""
+
+
+def publish(source: WeightSource, memory: PieceMemory) -> Publication:
+    """Copy every piece of an owner out of `source`, converted to the dtype of its spec. Called on the owner's rank.
+
+    Nobody may change the weights meanwhile. What can be done with the copy comes later: other slots, wires, and the
+    digests of pieces that the source could not show.
+    """
+    start_s = time.perf_counter()
+    nbytes, viewable = memory.extents.nbytes, source if isinstance(source, ViewableSource) else None
+    digests = PieceDigests.none_of(len(nbytes))
+    for place in memory.places(source.shards()):
+        values = viewable.view(place.shard) if viewable is not None else None
+        if values is None or not place.tensor.is_contiguous():
+            source.copy(place.shard, place.tensor)
+        else:
+            rows = slice(place.pieces.start, place.pieces.stop)
+            digests.values[rows] = _copy_and_digest(values, place)
+            digests.known[rows] = True
+    seconds = time.perf_counter() - start_s
+    return Publication(memory, int(nbytes.sum()), seconds, digests)
+
+
+def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:
+    """The digests of the pieces of `place`, as `digest_piece` would find them in it, of what the cache has.
+
+    Neither the copy nor the digest holds Python's global lock: the rank may be training meanwhile.
+    """
+    import torch
+
+    readable = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    source, target, found, start = values.data_ptr(), place.tensor.data_ptr(), [], 0
+    for nbytes in place.sizes:
+        end = start + nbytes
+        if nbytes <= CACHED_NBYTES:  # by default all are; in one go the digest takes a tenth less
+            ctypes.memmove(target + start, source + start, nbytes)
+            found.append(xxhash.xxh3_64_intdigest(readable[start:end]))
+        else:
+            hasher = xxhash.xxh3_64()
+            for low in range(start, end, CACHED_NBYTES):
+                high = min(low + CACHED_NBYTES, end)
+                ctypes.memmove(target + low, source + low, high - low)
+                hasher.update(readable[low:high])
+            found.append(hasher.intdigest())
+        start = end
+    return found
+
+
+def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
+    """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
+
+    Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
+    torch's own copies never do.
+    """
+    plain = (
+        values.dtype == destination.dtype
+        and values.device.type == destination.device.type == "cpu"
+        and values.is_contiguous()
+        and destination.is_contiguous()
+    )
+    if plain:
+        ctypes.memmove(destination.data_ptr(), values.data_ptr(), values.nbytes)
+    else:
+        destination.copy_(values)
+
+
+def joined_pieces(
+    plan: SyncPlan, owner: int, extents: Extents, held: Sequence[Shard]
+) -> Iterator[tuple[int, Shard, range]]:
+    """What lies back to back at `extents` and makes one box inside one of `held`, as one: (offset, shard, pieces).
+
+    In order. Asking a source costs tens of microseconds of Python, however much it is asked for. There is a limit all
+    the same, for sources that need memory for what they copy. Pure.
+    """
+    boxes: dict[str, list[Box]] = {}
+    for shard in held:
+        boxes.setdefault(shard.name, []).append(shard.box)
+    pending: tuple[int, int, Shard, int] | None = None
+    places = extents.of(range(len(extents)))
+    for piece, ((offset, run_nbytes, rows, _), shard) in enumerate(zip(places, plan.shards_of(owner), strict=True)):
+        if pending is not None:
+            start, end, before, first = pending
+            if rows == 1 and offset == end and end + run_nbytes - start <= COPY_NBYTES and _continues(before, shard):
+                box = Box(before.box.start, (shard.box.stop[0], *before.box.stop[1:]))
+                if any(whole.contains(box) for whole in boxes[shard.name]):
+                    pending = start, end + run_nbytes, Shard(shard.name, box), first
+                    continue
+            yield start, before, range(first, piece)
+        pending = offset, offset + run_nbytes if rows == 1 else -1, shard, piece
+    if pending is not None:
+        yield pending[0], pending[2], range(pending[3], len(extents))
+
+
+def _continues(before: Shard, shard: Shard) -> bool:
+    """Whether the rows of `shard` are the next ones."""
+    first, then = before.box, shard.box
+    return (
+        shard.name == before.name
+        and first.stop[:1] == then.start[:1] != ()
+        and (first.start[1:], first.stop[1:]) == (then.start[1:], then.stop[1:])
+    )
+
+
+class SlotPieces:
+    """The places of one owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
+
+    def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
+        self.bytes = slot.bytes
+        self.extents = plan.extents_of(owner)
+        self._slot, self._plan, self._owner = slot, plan, owner
+        self._places: list[Place] | None = None
+
+    def places(self, held: Sequence[Shard]) -> Sequence[Place]:
+        if self._places is None:
+            specs = {spec.name: spec for spec in self._slot.layout.specs}
+            sizes = self.extents.nbytes.tolist()
+            self._places = [
+                Place(
+                    shard,
+                    self._slot.tensor(specs[shard.name])[tuple(map(slice, shard.box.start, shard.box.stop))],
+                    pieces,
+                    sizes[pieces.start : pieces.stop],
+                )
+                for _, shard, pieces in joined_pieces(self._plan, self._owner, self.extents, held)
+            ]
+        return self._places

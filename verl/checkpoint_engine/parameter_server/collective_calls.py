@@ -1,0 +1,176 @@
+"""A call that several ranks make together: they meet, have a process group, hear of each other's failures, and part."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from verl.checkpoint_engine.links.communicators import GroupMaker
+from verl.checkpoint_engine.links.network import own_address
+from verl.checkpoint_engine.links.rendezvous import LOOPBACK, Deadline
+from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
+from verl.checkpoint_engine.parameter_server.progress import FirstFailure
+from verl.checkpoint_engine.parameter_server.roster import Roster
+from verl.utils.admission import ANY_HOST, OWN_USER, Doorkeeper
+
+CLOSING_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCall:
+    roster: Roster
+    group: Group | None
+    """None if there is only one rank."""
+    failure: FirstFailure
+    """Here, or on another rank."""
+    deadline: Deadline
+    own_deadline: Deadline
+    """For what a rank waits for by itself, its engine or a peer's memory: a little earlier than when ranks wait for
+    each other, so that the error is that of the one which knows what was missing."""
+
+
+class CollectiveCalls:
+    """One rank's store and groups, for one collective call after the other. Connects when it is first needed."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        master: str | None,
+        keep_groups: bool,
+        timeout_s: float,
+    ) -> None:
+        """`keep_groups`: keep the group of each set of ranks until something of theirs fails."""
+        self._rank, self._world_size = rank, world_size
+        self._device = device
+        self._master = master
+        self._keep_groups = keep_groups
+        self._timeout_s = timeout_s
+        self._store: Store | None = None
+        self._communicator: GroupMaker | None = None
+        self._doors: Doorkeeper | None = None
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._failed = False
+
+    @contextmanager
+    def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[CollectiveCall]:
+        """All of `ranks` call it. What goes wrong inside, on any of them, ends it on all with the first error.
+
+        `keep`: keep the group in any case.
+        """
+        if self._failed:  # its error may have been in a cycle, and with it the memory for buckets
+            gc.collect()
+            self._failed = False
+        deadline, failure = Deadline(self._timeout_s), FirstFailure()
+        own_deadline = Deadline(self._timeout_s - min(CLOSING_S, self._timeout_s / 8))
+        roster = Roster(self._meeting_place(), self._rank, ranks, on_failure=failure.set)
+        try:
+            roster.meet(deadline)
+            group = self._group(roster, ranks, deadline, failure)
+            yield CollectiveCall(
+                roster=roster, group=group, failure=failure, deadline=deadline, own_deadline=own_deadline
+            )
+            failure.check()
+            roster.part()
+        except BaseException as exc:  # noqa: BLE001 - raised again, or as the error that was first
+            self._failed = True
+            self._drop(ranks)
+            failure.set(exc if isinstance(exc, Exception) else TransportError("interrupted"))
+            first = failure.error
+            assert first is not None
+            error = roster.fail(first, origin=not (_is_echo(first) or roster.has_told(first)))
+            release_frames(exc, first)
+            try:
+                if error is exc or not isinstance(exc, Exception):
+                    raise
+                raise error from exc
+            finally:
+                del first, error  # their tracebacks lead back here
+        finally:
+            roster.leave()
+            failure.forget()
+            roster.forget()
+            if not (self._keep_groups or keep):
+                self._drop(ranks)
+
+    def close(self) -> None:
+        for ranks in list(self._groups):
+            self._drop(ranks)
+        self._communicator = None
+        self._store = None
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
+
+    def _meeting_place(self) -> Store:
+        if self._store is None:
+            alone = self._world_size == 1
+            self._store = HashStore() if alone else self._open_store()
+        return self._store
+
+    def _open_store(self) -> Store:
+        host, _ = meeting_place(self._master)
+        self._doors = Doorkeeper(OWN_USER if is_inside(host) else ANY_HOST)
+        return open_store(self._rank, self._master, self._timeout_s, self._doors)
+
+    def _new_communicator(self) -> GroupMaker:
+        made = communicator_for(self._device.type)
+        if self._doors is not None:
+            host, _ = meeting_place(self._master)
+            made.listen_at(LOOPBACK if is_inside(host) else own_address(None), self._doors)
+        return made
+
+    def _group(self, roster: Roster, ranks: tuple[int, ...], deadline: Deadline, failure: FirstFailure) -> Group | None:
+        """The group that all ranks have kept, else a new one."""
+        if len(ranks) == 1:
+            return None
+        kept = self._groups.get(ranks)
+        sessions = roster.exchange("process group", kept.session if kept else "", deadline)
+        if kept and set(sessions.values()) == {kept.session}:
+            return kept
+        self._drop(ranks)
+        if self._communicator is None:
+            self._communicator = self._new_communicator()
+        store = self._meeting_place()
+        assert isinstance(store, TCPStore)  # there are several ranks
+        self._groups[ranks] = Group.connect(
+            self._communicator,
+            store,
+            rank=self._rank,
+            ranks=ranks,
+            session=roster.session,
+            device=self._device,
+            deadline=deadline,
+            check=failure.check,
+        )
+        return self._groups[ranks]
+
+    def _drop(self, ranks: tuple[int, ...]) -> None:
+        group = self._groups.pop(ranks, None)
+        if group is not None:
+            group.close()
+
+
+def release_frames(*errors: BaseException | None) -> None:
+    """An error keeps the frames that it passed, and they would keep buckets mapped and groups open as long."""
+    pending, seen = list(errors), set()
+    while pending:
+        error = pending.pop()
+        if error is not None and id(error) not in seen:  # raised on several threads, they may lead back to each other
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            pending += [error.__cause__, error.__context__]
+
+
+def _is_echo(error: CheckpointEngineError) -> bool:
+    """Whether a connection broke, which tells that something is wrong somewhere, but not what."""
+    return isinstance(error.__cause__, RuntimeError)

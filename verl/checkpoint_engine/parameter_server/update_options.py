@@ -1,0 +1,151 @@
+"""What the command line of `verl.checkpoint_engine.update` takes, and what of it cannot work."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl import envs
+from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.parameter_server.endpoints import PAUSE_MODES, Endpoint
+
+METHODS = ("broadcast", "p2p", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says, checked."""
+
+    checkpoint_path: Path | None
+    endpoints: tuple[str, ...]
+    methods: tuple[str, ...]
+    """Updates to make, one after the other: `broadcast`, `p2p`."""
+    parallel_size: int
+    save_metas_file: Path | None
+    load_metas_file: Path | None
+    weight_version: str | None
+    pause_mode: str
+    hold_s: float | None
+    skip_model_check: bool
+    timeout_s: float
+    rank: int
+    world_size: int
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all engines together; ranks below feed one each."""
+        return len(self.endpoints) * self.parallel_size
+
+
+def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
+    """Raises ConfigError for what cannot work, SystemExit for what cannot be read."""
+    parser = _parser(description)
+    given = parser.parse_args(arguments)
+    try:
+        rank, world_size = envs.rank() or 0, envs.world_size() or 1
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+    method = given.update_method or ("p2p" if given.load_metas_file else "broadcast")
+    options = Options(
+        checkpoint_path=given.checkpoint_path,
+        endpoints=tuple(given.endpoint),
+        methods=("broadcast", "p2p") if method == "all" else (method,),
+        parallel_size=given.inference_parallel_size,
+        save_metas_file=given.save_metas_file,
+        load_metas_file=given.load_metas_file,
+        weight_version=given.weight_version,
+        pause_mode=given.pause_mode,
+        hold_s=given.hold_seconds,
+        skip_model_check=given.skip_model_check,
+        timeout_s=given.timeout_s,
+        rank=rank,
+        world_size=world_size,
+    )
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    if (options.checkpoint_path is None) == (options.load_metas_file is None):
+        raise ConfigError("give either --checkpoint-path, or --load-metas-file of a job that holds a checkpoint")
+    if not options.endpoints and options.save_metas_file is None:
+        raise ConfigError("give --endpoint, the URL of an engine to update, or --save-metas-file to hold for others")
+    if options.load_metas_file is not None and options.save_metas_file is not None:
+        raise ConfigError("--save-metas-file writes what this job holds; with --load-metas-file another one holds it")
+    if options.load_metas_file is not None and options.methods != ("p2p",):
+        raise ConfigError("with --load-metas-file the weights are another job's: --update-method must be p2p")
+    if options.parallel_size < 1:
+        raise ConfigError(f"--inference-parallel-size must be 1 or more, not {options.parallel_size}")
+    for flag, value in (("--timeout-s", options.timeout_s), ("--hold-seconds", options.hold_s)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{flag} must be positive, not {value}")
+    few = options.world_size < options.num_workers
+    many = options.world_size > options.num_workers > 0 and "broadcast" in options.methods
+    if few or many:
+        raise ConfigError(
+            f"{len(options.endpoints)} endpoints of --inference-parallel-size {options.parallel_size} are fed by "
+            f"{options.num_workers} ranks, not {options.world_size}: torchrun --nproc-per-node {options.num_workers} "
+            "-m verl.checkpoint_engine.update ..." + (", or --update-method p2p" if many else "")
+        )
+    for url in options.endpoints:
+        Endpoint(url, timeout_s=options.timeout_s)
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.checkpoint_engine.update",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_argument_group("the weights, one of")
+    source.add_argument(
+        "--checkpoint-path", type=Path, metavar="DIR", help="a Hugging Face checkpoint directory with safetensors files"
+    )
+    source.add_argument(
+        "--load-metas-file", type=Path, metavar="F", help="pull them from a job that runs with --save-metas-file F"
+    )
+    target = parser.add_argument_group("the engines")
+    target.add_argument(
+        "--endpoint",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="vLLM servers started with VLLM_SERVER_DEV_MODE=1 and our weight-transfer backend, as above",
+    )
+    target.add_argument(
+        "--inference-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers of each engine: tensor- times pipeline-parallel size (default 1)",
+    )
+    target.add_argument("--weight-version", metavar="V", help="what the engines shall call them (default: DIR's name)")
+    target.add_argument(
+        "--pause-mode",
+        choices=PAUSE_MODES,
+        default="wait",
+        help="requests in flight are ended, waited for, or frozen and continued with the new weights (default wait)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--update-method",
+        choices=METHODS,
+        help="broadcast: ranks send what they hold to all (default); p2p: the engines' ranks pull from those that hold "
+        "the weights (with --load-metas-file always); all: first the one, then the other",
+    )
+    how.add_argument(
+        "--save-metas-file",
+        type=Path,
+        metavar="F",
+        help="then stay, with the weights in host memory, for jobs with --load-metas-file F",
+    )
+    how.add_argument("--hold-seconds", type=float, metavar="S", help="how long to stay (default: until Ctrl-C)")
+    how.add_argument(
+        "--skip-model-check", action="store_true", help="do not have engines hold names and shapes against their model"
+    )
+    how.add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="S", help="for each update and each request (default 600)"
+    )
+    return parser

@@ -1,0 +1,1 @@
+"""What moves where: arithmetic on records, without torch."""

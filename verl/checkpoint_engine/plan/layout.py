@@ -1,0 +1,131 @@
+"""Where every tensor of a version lies: Hugging Face names to aligned offsets in one memory region. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.plan.encoded import unpacked
+from verl.checkpoint_engine.plan.types import ITEMSIZE, TensorSpec
+
+ALIGNMENT = 256
+"""Bytes. Every tensor starts at a multiple of it: enough for vector loads and for bulk copies of accelerators."""
+
+MAX_DIMS = 64
+"""Of a tensor; torch allows no more."""
+MAX_NBYTES = 2**56
+"""Of a version: sums and products of offsets stay far within 8 bytes."""
+MAX_NAMES_IN_MESSAGE = 50
+
+
+def listed(problems: Sequence[str]) -> str:
+    shown = "; ".join(problems[:MAX_NAMES_IN_MESSAGE])
+    hidden = len(problems) - MAX_NAMES_IN_MESSAGE
+    return f"{shown}; and {hidden} more" if hidden > 0 else shown
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor `specs[i]` occupies `specs[i].nbytes` bytes from `offsets[i]`; the region has `nbytes` bytes.
+
+    Trainer ranks, rollout nodes and engines compute it from the same specs and compare `digest` before bytes move.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """Raises PlanError that lists every name that appears twice, unknown dtype, and impossible shape."""
+        problems = []
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.name in seen:
+                problems.append(f"{spec.name}: appears twice")
+            seen.add(spec.name)
+            if spec.dtype not in ITEMSIZE:
+                problems.append(f"{spec.name}: unknown dtype {spec.dtype!r}")
+            elif len(spec.shape) > MAX_DIMS:
+                problems.append(f"{spec.name}: {len(spec.shape)} dimensions, more than {MAX_DIMS}")
+            elif any(size < 0 for size in spec.shape):
+                problems.append(f"{spec.name}: negative size in {spec.shape}")
+            elif prod(max(size, 1) for size in spec.shape) * ITEMSIZE[spec.dtype] > MAX_NBYTES:
+                problems.append(f"{spec.name}: {spec.shape} of {spec.dtype} exceeds the memory of any machine")
+        if not problems and sum(align(spec.nbytes) for spec in specs) > MAX_NBYTES:
+            problems.append("the tensors together exceed the memory of any machine")
+        if problems:
+            raise PlanError(f"the specs cannot be laid out: {listed(problems)}")
+        offsets = []
+        end = 0
+        for spec in specs:
+            offsets.append(end)
+            end += align(spec.nbytes)
+        return cls(tuple(specs), tuple(offsets), end)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {spec.name: position for position, spec in enumerate(self.specs)}
+
+    @cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """One row per tensor, one column per dimension of the widest; 1 where a tensor has no such dimension."""
+        width = max((len(spec.shape) for spec in self.specs), default=0)
+        ones = (1,) * width
+        rows = [(*spec.shape, *ones[len(spec.shape) :]) for spec in self.specs]
+        return np.array(rows, np.int64).reshape(len(rows), width)
+
+    @cached_property
+    def strides(self) -> npt.NDArray[np.int64]:
+        """Bytes from one index to the next, in the columns of `shapes`."""
+        below = np.column_stack([self.shapes[:, 1:], self.itemsizes])[:, : self.shapes.shape[1]]
+        strides: npt.NDArray[np.int64] = np.cumprod(below[:, ::-1], axis=1)[:, ::-1]
+        return strides
+
+    @cached_property
+    def itemsizes(self) -> npt.NDArray[np.int64]:
+        return np.array([ITEMSIZE[spec.dtype] for spec in self.specs], np.int64)
+
+    @cached_property
+    def bases(self) -> npt.NDArray[np.int64]:
+        """`offsets` as a column."""
+        return np.array(self.offsets, np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits that differ when any name, shape, dtype or offset differs."""
+        return xxhash.xxh3_128_hexdigest(self.encode())
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of tensors alone, without the gaps of alignment."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, int]]:
+        return iter(zip(self.specs, self.offsets, strict=True))
+
+    def tensor_at(self, offset: int) -> TensorSpec:
+        """The tensor that holds the byte at `offset`."""
+        position = int(np.searchsorted(np.asarray(self.offsets), offset, side="right")) - 1
+        return self.specs[position]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode([[spec.name, spec.shape, spec.dtype] for spec in self.specs])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        """Raises PlanError if `data` was not made by `encode`."""
+        rows = unpacked(data, list[tuple[str, tuple[int, ...], str]], "an encoded layout", PlanError)
+        return cls.of([TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in rows])

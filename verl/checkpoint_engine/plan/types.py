@@ -1,0 +1,183 @@
+"""The records that trainers, rollout nodes and the manager exchange. No torch: any process can read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element of every dtype that a checkpoint may hold, under torch's name without the `torch.` prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of the whole model in Hugging Face checkpoint naming, as the rollout engine will receive it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+TensorMeta = TensorSpec
+"""verl's name for the same record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: elements `start[d] <= index[d] < stop[d]` in every dimension d.
+
+    A scalar has the box `Box((), ())`, which holds one element.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def contains(self, other: Box) -> bool:
+        """Whether all of `other` lies in it."""
+        return len(self.start) == len(other.start) and all(
+            start <= inner_start and inner_stop <= stop
+            for start, inner_start, inner_stop, stop in zip(self.start, other.start, other.stop, self.stop, strict=True)
+        )
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the tensor `name` that one trainer rank holds."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`nbytes` at `src_offset` of one memory region belong at `dst_offset` of another."""
+
+    src_offset: int
+    dst_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One party of a sync: a trainer rank or a rollout node. `address` is whatever the backend needs to reach it."""
+
+    role: str
+    """`trainer` or `node`."""
+    index: int
+    host: str
+    address: str = ""
+    arena: str = ""
+    """Directory of a rollout node's arena."""
+    host_addresses: tuple[str, ...] = ()
+    """IPv4 addresses of its host: connections that it makes come from one of them."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCheckResult:
+    """That an engine computes with the version that it was told to load, as far as it has looked."""
+
+    seconds: float
+    """Of the activation, the longest of the engine's ranks."""
+    found: str
+    """What was compared, or why not all was."""
+
+
+PHASES = ("prepare", "publish", "stage", "verify", "wait", "commit", "activate", "resume")
+"""The phases of a sync in order. `prepare` is zero except when shards, nodes or layout are new; `wait` is for rollouts
+to come to a boundary, after which they may get new weights, and zero where nothing generates during a sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one sync did. Seconds are wall clock at the manager; the phases add up to `total_s`."""
+
+    version: int
+    backend: str
+    outcome: str
+    """`committed`, or `aborted` (the previous version is still served)."""
+    nbytes_needed: int
+    """Bytes of one version at the rollout dtype, times the number of rollout nodes."""
+    nbytes_moved: int
+    """Bytes that were copied: into trainer ranks' packed regions, where a backend has them, and into node arenas."""
+    phase_s: dict[str, float]
+    total_s: float
+    began_s: float
+    """Seconds since the epoch."""
+    laps: tuple[tuple[str, float], ...]
+    """(phase, seconds) in the order in which phases came, without gaps: some come again after a failed attempt, or
+    with rolling activation."""
+    trainer_blocked_s: float
+    """The longest time that any trainer rank kept its trainer from changing its weights. Of a trainer that goes on
+    meanwhile, what was left of the copy when it wanted to; of one that waits, the copy of the rank's own shards."""
+    paused_s: dict[str, float]
+    """Per replica: from the request to pause until generation was possible again."""
+    replicas_updated: tuple[str, ...]
+    replicas_quarantined: tuple[str, ...]
+    retries: int
+    pieces_repaired: int = 0
+    """That arrived wrong, on all nodes together, and were right when they had been fetched again."""
+    error: str | None = None
+    engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
+    """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Bytes needed over the seconds of publish, stage and verify."""
+        moving_s = sum(self.phase_s.get(phase, 0.0) for phase in ("publish", "stage", "verify"))
+        return self.nbytes_needed / moving_s / 1e9 if moving_s > 0 else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars under `checkpoint_engine/`."""
+        scalars = {
+            "version": self.version,
+            "nbytes_needed": self.nbytes_needed,
+            "nbytes_moved": self.nbytes_moved,
+            "total_s": self.total_s,
+            "trainer_blocked_s": self.trainer_blocked_s,
+            "generation_paused_s": max(self.paused_s.values(), default=0.0),
+            "gbytes_per_s": self.gbytes_per_s,
+            "replicas_updated": len(self.replicas_updated),
+            "replicas_quarantined": len(self.replicas_quarantined),
+            "retries": self.retries,
+            "pieces_repaired": self.pieces_repaired,
+            "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
+        }
+        scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}
+        return {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}

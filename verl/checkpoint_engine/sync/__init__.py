@@ -1,0 +1,1 @@
+"""One sync from top to bottom: the manager, its transaction, and the members that take part."""

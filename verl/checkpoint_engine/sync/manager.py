@@ -1,0 +1,390 @@
+"""`CheckpointEngineManager`: brings the trainer's weights to every replica, one transaction per call.
+
+    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes, report_path=path)
+    await manager.add_replicas(replicas)
+    report = await manager.update_weights(global_steps)
+
+It lives on the driver, in one event loop. It knows its members only through ports; where they run is not its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.topology import TOPOLOGIES, Topology
+from verl.checkpoint_engine.plan.types import Member, SyncReport
+from verl.checkpoint_engine.ports import Replica
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.deadline import all_within, each_within
+from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
+from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
+from verl.utils.records import append
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What trainer ranks have held since the last version was committed, until they publish the next one."""
+
+    version: int
+    plan: SyncPlan
+    trainers: Sequence[Member]
+    digests: bytes
+
+
+class CheckpointEngineManager:
+    """Runs syncs for one trainer, and any number of replicas on rollout nodes. Nodes and replicas may join later."""
+
+    def __init__(
+        self,
+        *,
+        config: CheckpointEngineConfig,
+        trainers: Sequence[TrainerPort],
+        nodes: Sequence[NodePort],
+        report_path: Path | None = None,
+    ) -> None:
+        """Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
+        if not trainers or not nodes:
+            raise ConfigError("a sync needs at least one trainer rank and one rollout node")
+        self._engine_class = resolve_backend(config)
+        self._config = config
+        self._trainers = list(trainers)
+        self._nodes = list(nodes)
+        self._replicas: dict[str, Replica] = {}
+        self._quarantined: dict[str, Replica] = {}
+        self._report_path = report_path
+        self._plan: SyncPlan | None = None
+        self._holdings: list[Holding] = []
+        self._arena_paths: dict[int, str] = {}
+        self._node_at: dict[int, NodePort] = {}
+        self._trainer_members: list[Member] = []
+        self._node_members: list[Member] = []
+        self._held: Held | None = None
+        self._version: int | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def _members(self) -> list[MemberPort]:
+        return [*self._trainers, *self._nodes]
+
+    @property
+    def version(self) -> int | None:
+        """The version in service; None before the first sync."""
+        return self._version
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Replicas in service."""
+        return list(self._replicas.values())
+
+    @property
+    def quarantined(self) -> list[Replica]:
+        """Replicas out of service: paused, of unknown version, or dead. `add_replicas` brings one back."""
+        return list(self._quarantined.values())
+
+    async def update_weights(
+        self, global_steps: int, *, boundary: Boundary | None = None, released: Callable[[], None] | None = None
+    ) -> SyncReport:
+        """Bring the trainer's present weights to every replica as version `global_steps`.
+
+        `boundary` returns when rollouts may get new weights; it ends by itself, and does not raise. What comes before
+        `commit` happens meanwhile. The trainer must keep its weights as they are until this method returns. With
+        `released`, which is called on this event loop as soon as every rank copies, each rank keeps them until its
+        `TrainerRank.await_copied` returns; from then on nothing that fails is tried again.
+
+        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
+        and the next call plans and connects anew, so that members may have been replaced meanwhile.
+        What `_prepared` finds wrong before a sync (ConfigError, PlanError, a dead member) is raised as it is.
+        """
+        async with self._lock:
+            clock = Stopwatch()
+            with clock.phase("prepare"):
+                plan = await self._prepared()
+            fleet = Fleet(
+                self._trainers,
+                self._nodes,
+                self._arena_paths,
+                self.replicas,
+                plan,
+                same_host=self._engine_class.capabilities.same_host,
+                senders_serve=not self._engine_class.capabilities.one_sided,
+                reconnect=lambda: self._connect(plan),
+            )
+            transaction = SyncTransaction(
+                global_steps, fleet, self._config, clock, boundary=boundary, released=released
+            )
+            try:
+                report = await transaction.run()
+            except (SyncAborted, asyncio.CancelledError) as exc:
+                self._quarantine(transaction.quarantined)
+                if transaction.committed:
+                    self._committed(transaction, plan)
+                else:
+                    self._plan = None
+                self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
+                raise
+            self._committed(transaction, plan)
+            self._quarantine(transaction.quarantined)
+            self._record(report)
+            return report
+
+    def _committed(self, transaction: SyncTransaction, plan: SyncPlan) -> None:
+        self._version = transaction.version
+        self._held = Held(
+            version=transaction.version, plan=plan, trainers=self._trainer_members, digests=transaction.digests
+        )
+
+    async def add_nodes(self, nodes: Iterable[NodePort]) -> None:
+        """Take rollout nodes into the syncs to come; one with the name of a known node takes its place.
+
+        Each gets the version in service first, out of the trainer ranks' memory: the ranks and the other nodes do
+        nothing for it, and replicas go on serving. `add_replicas` then brings replicas on these nodes into service.
+        The next sync plans and connects anew.
+
+        Raises ConfigError, before anything has begun, for a backend whose nodes cannot do that. Raises the error of a
+        node that could not get the version, for instance because the ranks hold another one by now (TransportError);
+        that node is left out and holds nothing, while the others have joined.
+        """
+        async with self._lock:
+            added = list(nodes)
+            failures: dict[str, CheckpointEngineError] = {}
+            if self._version is not None:
+                if not self._engine_class.capabilities.late_nodes:
+                    raise ConfigError(
+                        f"checkpoint_engine.backend={self._config.backend}: a rollout node cannot join after the first "
+                        "sync, because nodes of this backend cannot fetch a version by themselves. Those of nixl, "
+                        "mooncake and kimi_ckpt_engine can"
+                    )
+                calls = {node.name: self._join(node) for node in added}
+                failures = await each_within(
+                    sum(vars(self._config.deadlines).values()), calls, version=self._version, phase="join"
+                )
+            for node in added:
+                if node.name not in failures:
+                    self._nodes = [*(known for known in self._nodes if known.name != node.name), node]
+                    self._plan = None
+            if failures:
+                raise next(iter(failures.values()))
+
+    async def remove_nodes(self, nodes: Iterable[NodePort]) -> None:
+        """Leave rollout nodes out of the syncs to come, for instance because their host is gone; nothing is asked of
+        them. Remove the replicas on them first. The next sync plans and connects anew."""
+        async with self._lock:
+            leaving = {node.name for node in nodes}
+            self._nodes = [node for node in self._nodes if node.name not in leaving]
+            self._plan = None
+
+    async def _join(self, node: NodePort) -> None:
+        """Bring the version in service to `node` alone."""
+        held, deadlines = self._held, self._config.deadlines
+        assert held is not None  # a version is in service
+        version = held.version
+
+        async def step(phase: str, timeout_s: float, call: Awaitable[T]) -> T:
+            return (await all_within(timeout_s, {node.name: call}, version=version, phase=phase))[node.name]
+
+        try:
+            member = await step("prepare", deadlines.prepare_s, node.prepare(held.plan.encode()))
+            await self._let_in(member, held, version)
+            topology = self._topology(held.trainers, [member])
+            await step("prepare", deadlines.prepare_s, node.connect(topology))
+            await step("stage", deadlines.stage_s, node.begin(version))
+            await step("stage", deadlines.stage_s, node.stage(version))
+            if self._config.verify:
+                await step("verify", deadlines.verify_s, node.verify(version, held.digests))
+            await step("commit", deadlines.commit_s, node.commit(version, held.digests))
+        except BaseException:
+            dropped = {node.name: node.drop()}
+            for error in (await each_within(deadlines.commit_s, dropped, version=version, phase="drop")).values():
+                logger.warning("could not undo: %s", error)
+            raise
+        self._node_at[member.index] = node
+        self._arena_paths[member.index] = member.arena
+
+    async def _let_in(self, node: Member, held: Held, version: int) -> None:
+        """Tell the trainer ranks of a node on a host from which they let nobody in so far."""
+        known = self._topology(held.trainers, self._node_members)
+        if set(node.host_addresses) <= {address for member in known.members for address in member.host_addresses}:
+            return
+        wider = self._topology(held.trainers, [*self._node_members, node])
+        calls = {trainer.name: trainer.connect(wider) for trainer in self._trainers}
+        await all_within(self._config.deadlines.prepare_s, calls, version=version, phase="prepare")
+        self._node_members.append(node)
+
+    async def add_replicas(self, replicas: Iterable[Replica]) -> None:
+        """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
+
+        Raises ActivationError naming a replica that could not load it; the others are in service.
+        """
+        async with self._lock:
+            added = list(replicas)
+            failures: dict[str, CheckpointEngineError] = {}
+            if self._version is not None:
+                failures = await each_within(
+                    self._config.deadlines.activate_s,
+                    {replica.name: self._catch_up(replica, self._version) for replica in added},
+                    version=self._version,
+                    phase="activate",
+                )
+            for replica in added:
+                target = self._quarantined if replica.name in failures else self._replicas
+                self._replicas.pop(replica.name, None)
+                self._quarantined.pop(replica.name, None)
+                target[replica.name] = replica
+            if failures:
+                error = next(iter(failures.values()))
+                raise ActivationError(
+                    error.message, version=self._version, phase="activate", member=error.member
+                ) from error
+
+    async def remove_replicas(self, replicas: Iterable[Replica]) -> None:
+        """Take replicas out of service. Their engines are not touched."""
+        async with self._lock:
+            for replica in replicas:
+                self._replicas.pop(replica.name, None)
+                self._quarantined.pop(replica.name, None)
+
+    async def abort_replicas(self) -> None:
+        """Stop generation everywhere; requests in flight return what they have."""
+        await self._everywhere({replica.name: replica.pause("abort") for replica in self.replicas})
+
+    async def resume_generation_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.resume() for replica in self.replicas})
+
+    async def sleep_replicas(self) -> None:
+        """Free the engines' weights and KV caches where they can; call `wake_up_replicas` before the next sync."""
+        await self._everywhere({replica.name: replica.sleep() for replica in self.replicas})
+
+    async def wake_up_replicas(self) -> None:
+        """Allocate the engines' weights and KV caches again; the next sync, or `add_replicas`, fills them."""
+        await self._everywhere({replica.name: replica.wake_up() for replica in self.replicas})
+
+    async def release_kv_cache_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.release_kv_cache() for replica in self.replicas})
+
+    async def resume_kv_cache_replicas(self) -> None:
+        await self._everywhere({replica.name: replica.resume_kv_cache() for replica in self.replicas})
+
+    async def close(self) -> None:
+        """Release what members hold: connections, arenas. Idempotent; members that are gone are logged."""
+        members = {member.name: member.close() for member in self._members}
+        failures = await each_within(self._config.deadlines.commit_s, members, version=self._version, phase="close")
+        for error in failures.values():
+            logger.info("while closing: %s", error)
+
+    async def _prepared(self) -> SyncPlan:
+        """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
+        if self._plan is None:
+            timeout_s = self._config.deadlines.prepare_s
+            holdings = await all_within(
+                timeout_s,
+                {trainer.name: trainer.describe() for trainer in self._trainers},
+                version=None,
+                phase="prepare",
+            )
+            self._holdings = list(holdings.values())
+            plan = plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
+            await self._connect(plan)
+            self._plan = plan
+        return self._plan
+
+    async def _connect(self, plan: SyncPlan) -> None:
+        encoded, timeout_s = plan.encode(), self._config.deadlines.prepare_s
+        nodes = await all_within(
+            timeout_s, {node.name: node.prepare(encoded) for node in self._nodes}, version=None, phase="prepare"
+        )
+        addresses = await all_within(
+            timeout_s,
+            {trainer.name: trainer.prepare(encoded) for trainer in self._trainers},
+            version=None,
+            phase="prepare",
+        )
+        trainers = [
+            Member(
+                role="trainer",
+                index=index,
+                host=holding.host,
+                address=addresses[trainer.name],
+                host_addresses=holding.host_addresses,
+            )
+            for index, (trainer, holding) in enumerate(zip(self._trainers, self._holdings, strict=True))
+        ]
+        topology = self._topology(trainers, list(nodes.values()))
+        # Those who are read learn first from where they will be.
+        together: list[Sequence[MemberPort]] = [self._members]
+        if self._engine_class.capabilities.one_sided:
+            together = [self._trainers, self._nodes]
+        for members in together:
+            connecting = {member.name: member.connect(topology) for member in members}
+            await all_within(timeout_s, connecting, version=None, phase="prepare")
+        # In place: a sync that connects anew has this mapping.
+        self._arena_paths.update({node.index: node.arena for node in nodes.values()})
+        self._node_at = {nodes[node.name].index: node for node in self._nodes}
+        self._trainer_members, self._node_members = trainers, list(nodes.values())
+
+    def _topology(self, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
+            return TOPOLOGIES[self._config.topology](trainers, nodes)
+        return self._engine_class.build_topology(trainers, nodes)
+
+    async def _catch_up(self, replica: Replica, version: int) -> None:
+        await self._node_at[replica.node_index].reverify(version)
+        await replica.pause(self._config.pause_mode)
+        await replica.activate(self._arena_paths[replica.node_index], version)
+        await replica.resume()
+
+    async def _everywhere(self, calls: dict[str, Awaitable[None]]) -> None:
+        await all_within(
+            self._config.deadlines.resume_s,
+            calls,
+            version=self._version,
+            phase="control",
+        )
+
+    def _quarantine(self, failures: dict[str, CheckpointEngineError]) -> None:
+        for name in failures:
+            self._quarantined[name] = self._replicas.pop(name)
+
+    def _record(self, report: SyncReport) -> None:
+        level = logging.INFO if report.outcome == "committed" else logging.ERROR
+        logger.log(
+            level,
+            "version %d %s in %.3f s (%.2f GB/s, trainer blocked %.3f s, generation paused %.3f s)",
+            report.version,
+            report.outcome,
+            report.total_s,
+            report.gbytes_per_s,
+            report.trainer_blocked_s,
+            max(report.paused_s.values(), default=0.0),
+        )
+        if self._report_path is not None:
+            append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
+
+
+def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
+    """The plan for these trainer ranks. Raises PlanError naming the ranks that describe another model than rank 0."""
+    strangers = [
+        str(rank) for rank, holding in enumerate(holdings) if holding.layout_digest != holdings[0].layout_digest
+    ]
+    if strangers:
+        raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
+    layout = Layout.decode(holdings[0].layout)
+    tables = [ShardTable.decode(holding.shards) for holding in holdings]
+    for table in tables:
+        table.require_inside(layout)
+    return make_plan(layout, tables, block_nbytes=block_nbytes)

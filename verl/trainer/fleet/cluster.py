@@ -1,0 +1,505 @@
+"""The Ray processes of one run, started together and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError
+from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.plan.topology import best_of
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.transaction import Boundary
+from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.checkpoints import CheckpointDirectory
+from verl.trainer.fleet.nodes import RolloutNodes
+from verl.trainer.fleet.placement import (
+    Machine,
+    RolloutPlacement,
+    num_replicas,
+    place_rollouts,
+    refuse_missing_files,
+    require_machines,
+)
+from verl.trainer.fleet.replicas import ReplicaPool
+from verl.trainer.fleet.reward_models import RewardModels
+from verl.trainer.fleet.session import RaySession
+from verl.utils.config import ConfigError
+from verl.utils.loop_thread import LoopThread
+from verl.utils.signals import uninterrupted
+from verl.utils.timing import Span
+from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
+from verl.workers.critic import ActorCriticWorker
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
+from verl.workers.weight_sync.ray_ports import RayTrainerRank
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+FAILED_SYNCS = (SyncAborted, TransportError)
+"""A sync that did not succeed, or could not begin."""
+ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
+
+
+class Cluster:
+    """Trainer ranks, rollout nodes and replicas of one run, and the manager that keeps them in step.
+
+    Lives on the driver. A context manager: leaving it ends every process, and Ray if this started it.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        model_path: Path,
+        device: str,
+        replicas: Sequence[RolloutReplica],
+        arena_nbytes: int,
+        with_reference: bool,
+        critic: CriticConfig | None = None,
+        reward_models: RewardModels | None = None,
+    ) -> None:
+        """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
+
+        `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
+        `critic` is for the trainer ranks, too.
+        Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
+        """
+        self._config = config
+        self._device = device
+        self._loop = LoopThread("cluster")
+        self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
+        self._actor: RayWorkerGroup | None = None
+        self._nodes: RolloutNodes | None = None
+        self._reward_models = reward_models
+        self.manager: CheckpointEngineManager | None = None
+        self._pool = ReplicaPool(
+            replicas,
+            make=lambda rank: make_replica(config, rank, model_path=model_path, device=device),
+            launch=self._launch,
+            manager=lambda: self._manager,
+        )
+        try:
+            self._ray.start(config.ray_kwargs.ray_init)
+            require_machines(config, device, self._machines())
+            self._start_trainer(model_path, with_reference, critic)
+            self._placement = self._place_rollouts()
+            self._node_machines = dict(enumerate(self._placement.nodes))
+            engine_config = self._with_topology(config.checkpoint_engine)
+            self._start_nodes(engine_config)  # while the trainer ranks build their model
+            self.actor.init_model()
+            if critic is not None:
+                self.actor.init_critic()
+            if reward_models is not None:  # which sleep when the rollout engines take their memory
+                reward_models.start(self._trainer_nodes())
+            self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
+            self._start_rollouts()
+            self._join(engine_config)
+        except BaseException as exc:
+            self._ray.add_note(exc)
+            self.close(in_order=False)
+            raise
+
+    @property
+    def actor(self) -> RayWorkerGroup:
+        """The trainer ranks."""
+        assert self._actor is not None  # __init__ makes it
+        return self._actor
+
+    @property
+    def nodes(self) -> RolloutNodes:
+        assert self._nodes is not None  # __init__ makes them
+        return self._nodes
+
+    @property
+    def replicas(self) -> list[RolloutReplica]:
+        return self._pool.replicas
+
+    @property
+    def restarts(self) -> int:
+        """Replicas that were restarted because they died or left service."""
+        return self._pool.restarts
+
+    @property
+    def changes(self) -> int:
+        """How many replicas were restarted or given up."""
+        return self._pool.restarts + self._pool.given_up
+
+    @property
+    def server_handles(self) -> list[ActorHandle[Any]]:
+        """Servers of the replicas in service."""
+        in_service = {replica.name for replica in self._manager.replicas}
+        return [replica.server_handle for replica in self.replicas if replica.name in in_service]
+
+    def update_weights(self, version: int, generating: Future[Any] | None = None) -> SyncReport:
+        """One transaction; then bring back what it quarantined, where that works.
+
+        While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
+        whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
+        again, or without which the run can go on. Raises `FAILED_SYNCS`.
+        """
+        try:
+            report = self.run(self._update_weights(version, generating))
+        except FAILED_SYNCS as exc:
+            if not self.recover():
+                raise
+            logger.warning("syncing again after: %s", exc)
+            report = self.run(self._update_weights(version, generating))
+        if self._manager.quarantined:
+            self.heal()
+        return report
+
+    async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
+        if generating is None:
+            return await self._manager.update_weights(version)
+        return await self._manager.update_weights(version, boundary=_end_of(generating))
+
+    def begin_update(
+        self, version: int, generating: Future[Any] | None, then: Callable[[], Awaitable[T]]
+    ) -> Future[tuple[SyncReport, T]]:
+        """Like `update_weights`, but return as soon as the trainer may change its weights; `end_update` it later.
+
+        `then` follows when the engines have the version.
+        """
+        released: Future[None] = Future()
+
+        async def update() -> tuple[SyncReport, T]:
+            boundary = None if generating is None else _end_of(generating)
+            try:
+                report = await self._manager.update_weights(
+                    version, boundary=boundary, released=lambda: released.set_result(None)
+                )
+            finally:
+                if not released.done():
+                    released.set_result(None)
+            return report, await then()
+
+        updating = self._loop.start(update())
+        released.result()
+        return updating
+
+    def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
+        """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
+        result = updating.result()
+        if self._manager.quarantined:
+            self.heal()
+        return result
+
+    def rejoin(self, config: CheckpointEngineConfig) -> None:
+        """Go on with another backend: new rollout nodes, the same trainer ranks and engines, which start no process.
+
+        The engines keep their weights until the next `update_weights`.
+        """
+        self.run(self._manager.close())
+        self.nodes.kill()
+        engine_config = self._with_topology(config)
+        self._start_nodes(engine_config)
+        self._join(engine_config)
+
+    def free_rollout_memory(self) -> None:
+        """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
+        if any(replica.can_sleep for replica in self.replicas):
+            self.run(self._manager.sleep_replicas())
+
+    def heal(self) -> None:
+        """Restart the replicas that died or are quarantined, and load the current version from their nodes' arenas.
+
+        The trainer is not needed for it. Those on machines that are gone leave the run. Raises CheckpointEngineError if
+        none is in service then.
+        """
+        self.run(self._give_up_lost_machines())
+        self.run(self._pool.heal())
+
+    def recover(self) -> bool:
+        """After a sync that failed: start again what was lost. Whether there was anything, so that another may succeed.
+
+        Raises CheckpointEngineError if no replica is in service then.
+        """
+        changes, nodes = self.changes, len(self._node_machines)
+        self.run(self._give_up_lost_machines())
+        restarted = self.run(self.nodes.restart_lost())
+        self.heal()
+        return restarted > 0 or self.changes > changes or len(self._node_machines) < nodes
+
+    async def _give_up_lost_machines(self) -> None:
+        """Rollout nodes and replicas on machines that Ray does not have any more leave the run.
+
+        Raises CheckpointEngineError if no rollout node would be left.
+        """
+        alive = _ray_nodes()
+        lost = [index for index, machine in self._node_machines.items() if machine not in alive]
+        if not lost:
+            return
+        addresses = ", ".join(sorted({self.nodes.hosts[index] for index in lost}))
+        if len(lost) == len(self._node_machines):
+            raise CheckpointEngineError(f"every machine with a rollout node is lost: {addresses}")
+        for index in lost:
+            del self._node_machines[index]
+        replicas = await self._pool.give_up(lost)
+        nodes = self.nodes.give_up(lost)
+        await self._manager.remove_nodes(nodes)
+        names = ", ".join([*(node.name for node in nodes), *replicas])
+        logger.warning("%s is lost; the run goes on without %s", addresses, names)
+
+    def resize(self, count: int) -> None:
+        """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
+
+        One that is added counts among `replicas` and `server_handles` when it has the version in service; one that is
+        removed does not from now on, and ends when it has generated what it was asked for. A replica that cannot be
+        started is logged. Raises ConfigError where replicas share the trainer's accelerators.
+        """
+        if self._config.trainer.placement == "colocated" and self._device != "cpu":
+            raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
+        self.run(self._pool.resize(count, self._node_machines))
+
+    def profile_rollouts(self, prefix: str | None) -> None:
+        """Have all engines begin traces whose names begin with `prefix`, or end them."""
+
+        async def tell() -> None:
+            await asyncio.gather(*(replica.profile(prefix) for replica in self.replicas))
+
+        self.run(tell())
+
+    def begin_take_spans(self) -> Future[list[Span]]:
+        """Ask the rollout engines what they did since the last call; one that does not answer is left out.
+
+        Nobody has to wait for the answer: an engine may be busy.
+        """
+
+        async def take() -> list[Span]:
+            answers = await asyncio.gather(*(replica.take_spans() for replica in self.replicas), return_exceptions=True)
+            return [span for spans in answers if not isinstance(spans, BaseException) for span in spans]
+
+        return self._loop.start(take())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the cluster's event loop, and wait for it."""
+        return self._loop.run(work)
+
+    def close(self, *, in_order: bool = True) -> None:
+        """End every process; Ctrl-C waits until that is done. Idempotent.
+
+        `in_order` lets members finish and close what they hold. Otherwise they are killed, which is quick and sure when
+        some of them hang or are dead already; what they hold (shared memory, engine processes) goes with them.
+        """
+        with uninterrupted():
+            if in_order and self.manager is not None:
+                self.run(self.manager.close())
+                self.run(self._pool.shutdown())
+            if in_order or not self._ray.owned:
+                self._kill_all(grace_s=5.0 if in_order else 0.0)
+            self._loop.close()
+            self.manager, self._actor, self._nodes = None, None, None
+            self._ray.close()
+
+    def _kill_all(self, grace_s: float) -> None:
+        """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
+        if self._reward_models is not None:
+            self._reward_models.close()
+        for replica in self._pool.everyone:
+            replica.kill()
+        if self._actor is not None:
+            self._actor.shutdown(grace_s=grace_s)
+        if self._nodes is not None:
+            self._nodes.kill()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._ray.add_note(error)
+        self.close(in_order=error is None)
+
+    @property
+    def _manager(self) -> CheckpointEngineManager:
+        assert self.manager is not None  # __init__ makes it
+        return self.manager
+
+    def _start_trainer(self, model_path: Path, with_reference: bool, critic: CriticConfig | None) -> None:
+        config, trainer = self._config, self._config.trainer
+        pool = RayResourcePool(
+            process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
+            num_cpus_per_process=trainer.num_cpus_per_rank,
+            distinct_nodes=True,
+            use_accelerator=ACCELERATOR_RESOURCE[self._device],
+            name_prefix="trainer",
+        )
+        policy = replace(config.actor_rollout_ref, model=_local(config.actor_rollout_ref.model, model_path))
+        ranks = trainer.world_size
+        logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), self._device)
+        self._actor = RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=RayClassWithInitArgs(
+                ActorRolloutRefWorker if critic is None else ActorCriticWorker,
+                config=policy,
+                role="actor_ref" if with_reference else "actor",
+                device=self._device,
+                seed=trainer.seed,
+                **({} if critic is None else {"critic": critic}),
+            ),
+            name_prefix="trainer",
+            env_vars={**_thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
+            nsight=config.global_profiler.nsight(config.profile_directory),
+        )
+        if trainer.nnodes > 1:
+            self._require_shared_files(model_path, critic.model.path if critic else None)
+
+    def _trainer_nodes(self) -> list[str]:
+        processes = self.actor.processes
+        return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
+
+    def _place_rollouts(self) -> RolloutPlacement:
+        return place_rollouts(
+            self._config,
+            self._device,
+            replicas=len(self.replicas),
+            trainer_nodes=self._trainer_nodes(),
+            all_nodes=list(_ray_nodes()),
+        )
+
+    def _machines(self) -> list[Machine]:
+        kind = ACCELERATOR_RESOURCE[self._device]
+        return [
+            Machine(
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                accelerators=node["Resources"].get(kind, 0.0) if kind else 0.0,
+            )
+            for node in _ray_nodes().values()
+        ]
+
+    def _require_shared_files(self, model_path: Path, critic_path: str | None) -> None:
+        """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
+        root = Path(self._config.trainer.output_dir).absolute()
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
+            keys = {str(model_path): f"actor_rollout_ref.model.path={model_path}"}
+            if critic_path is not None:
+                keys[critic_path] = f"critic.model.path={critic_path}"
+            if self._config.trainer.save_freq > 0:
+                keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
+            if resume_from := CheckpointDirectory(self._config.trainer).find():
+                keys[str(resume_from)] = f"the checkpoint {resume_from}"
+            missing = self.actor.missing_files(list(keys))
+        processes = self.actor.processes
+        refuse_missing_files(
+            keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
+        )
+
+    def _start_rollouts(self) -> None:
+        rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
+        launches = [
+            self._launch(replica, place) for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
+        ]
+        hint = self.replicas[0].startup_hint
+        logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
+        self.run(launch_all(*launches))
+        self.actor.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
+
+    async def _launch(self, replica: RolloutReplica, place: Placement) -> None:
+        if self._config.trainer.placement == "separate":
+            await replica.init_standalone(place)
+        else:
+            await replica.init_hybrid(place)
+
+    def _with_topology(self, config: CheckpointEngineConfig) -> CheckpointEngineConfig:
+        """`config` with `topology=auto` replaced by the one for where everybody is."""
+        topologies = resolve_backend(config).capabilities.topologies
+        if config.topology != "auto":
+            return config
+        trainer_hosts = {process.address for process in self.actor.processes.values()}
+        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=list(self._node_hosts().values()))
+        if topology != topologies[0]:
+            logger.info("weights go from rollout node to rollout node: checkpoint_engine.topology=%s", topology)
+        return replace(config, topology=topology)
+
+    def _node_hosts(self) -> dict[int, str]:
+        """The address of each rollout node's machine."""
+        machines = _ray_nodes()
+        return {index: machines[machine]["NodeManagerAddress"] for index, machine in self._node_machines.items()}
+
+    def _start_nodes(self, config: CheckpointEngineConfig) -> None:
+        self._nodes = RolloutNodes(
+            config, machines=self._node_machines, hosts=self._node_hosts(), env_vars=_thread_limits()
+        )
+
+    def _join(self, config: CheckpointEngineConfig) -> None:
+        self.manager = CheckpointEngineManager(
+            config=config,
+            trainers=[
+                RayTrainerRank(rank, worker, config)  # type: ignore[abstract] # see `remote`
+                for rank, worker in enumerate(self.actor.workers)
+            ],
+            nodes=self.nodes.ports,
+            report_path=sync_report_path(self._config),
+        )
+        self.run(self.manager.add_replicas(self.replicas))
+
+
+def sync_report_path(config: PPOConfig) -> Path:
+    """The file that gets the report of every sync."""
+    return Path(config.checkpoint_engine.report_path or Path(config.trainer.output_dir) / "sync_reports.jsonl")
+
+
+def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
+    """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
+    return [
+        make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
+    ]
+
+
+def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
+    """One of them."""
+    checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
+    traced = config.actor_rollout_ref.rollout.profiler
+    traced = replace(traced, save_path=traced.save_path or config.profile_directory)
+    rollout = replace(_resolved(config), checkpoint_engine=checked, profiler=traced)
+    return RolloutReplicaRegistry.get(rollout.name)(
+        replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
+    )
+
+
+def _end_of(generating: Future[Any]) -> Boundary:
+    """However it ends."""
+    return lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
+
+
+def _ray_nodes() -> dict[str, Any]:
+    """What Ray says about each node that is alive, by its id."""
+    cluster: Any = ray
+    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
+
+
+def _local(model: HFModelConfig, path: Path) -> HFModelConfig:
+    return replace(model, path=str(path))
+
+
+def _resolved(config: PPOConfig) -> RolloutConfig:
+    """The rollout section with lengths taken over from the data section."""
+    rollout = config.actor_rollout_ref.rollout
+    return replace(
+        rollout,
+        prompt_length=rollout.prompt_length or config.data.max_prompt_length,
+        response_length=rollout.response_length or config.data.max_response_length,
+    )
+
+
+def _thread_limits() -> dict[str, str]:
+    """One thread per trainer rank: ranks are the parallelism; more threads than cores get in each other's way."""
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

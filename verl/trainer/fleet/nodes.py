@@ -1,0 +1,88 @@
+"""The rollout nodes of one run: a process each, which owns an arena; started again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl import envs
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.sync.deadline import all_within
+from verl.workers.weight_sync.node import start_node
+from verl.workers.weight_sync.ray_ports import RayRolloutNode
+
+logger = logging.getLogger(__name__)
+
+ANSWERS_WITHIN_S = 10.0
+"""A node that does not say anything for so long is started again, after a sync has failed."""
+STARTS_WITHIN_S = 120.0
+"""It takes a few seconds, but a minute until Ray misses a machine that does not answer."""
+
+
+class RolloutNodes:
+    """Coroutines run on one event loop, that of the manager."""
+
+    def __init__(
+        self,
+        config: CheckpointEngineConfig,
+        *,
+        machines: Mapping[int, str],
+        hosts: Mapping[int, str],
+        env_vars: dict[str, str],
+    ) -> None:
+        """Starts node i on the Ray node `machines[i]`, which is at the address `hosts[i]`; waits for none of them."""
+        self._config = config
+        self.hosts = hosts
+        self._env_vars = env_vars
+        self._ports = {
+            index: RayRolloutNode(index, partial(self._start, index, machine))  # type: ignore[abstract] # see `remote`
+            for index, machine in machines.items()
+        }
+
+    @property
+    def ports(self) -> list[RayRolloutNode]:
+        return list(self._ports.values())
+
+    def _start(self, index: int, machine: str) -> ActorHandle[Any]:
+        """Its arena has a name of its own: that of a node whose place it takes may be there for a moment yet."""
+        job = f"{os.getpid()}-{secrets.token_hex(4)}"
+        there = NodeAffinitySchedulingStrategy(machine, soft=False)
+        options = {"scheduling_strategy": there, "runtime_env": {"env_vars": self._env_vars}}
+        return start_node(index, self._config, job=job, shm_dir=envs.shm_dir(), options=options)
+
+    async def check(self, arena_nbytes: int) -> None:
+        """Raises ConfigError or BackendUnavailable for a machine that cannot do what is asked of its nodes."""
+        arenas = Counter(self.hosts.values())
+        checks = {port.name: port.check(arena_nbytes, arenas[self.hosts[index]]) for index, port in self._ports.items()}
+        await all_within(self._config.deadlines.prepare_s, checks, version=None, phase="prepare")
+
+    async def restart_lost(self) -> int:
+        """Start those again that died or do not answer; how many. The next sync connects them and brings a version.
+
+        Returns when they are up, or their machine is known to be gone.
+        """
+        answers = await asyncio.gather(*(port.answers(ANSWERS_WITHIN_S) for port in self.ports))
+        lost = [port for port, answered in zip(self.ports, answers, strict=True) if not answered]
+        for port in lost:
+            logger.warning("%s died or does not answer; starting it again", port.name)
+            port.restart()
+        await asyncio.gather(*(port.answers(STARTS_WITHIN_S) for port in lost))
+        return len(lost)
+
+    def give_up(self, indices: Collection[int]) -> list[RayRolloutNode]:
+        """Nodes that are no more, and cannot be started again; their ports."""
+        return [self._ports.pop(index) for index in indices]
+
+    def kill(self) -> None:
+        """End their processes now; their arenas go with them."""
+        for port in self.ports:
+            port.kill()

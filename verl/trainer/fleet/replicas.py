@@ -1,0 +1,174 @@
+"""The rollout replicas of one run: restarted when they die, more or fewer of them while the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+import ray
+
+from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.trainer.fleet.placement import place_another
+from verl.utils.config import ConfigError
+from verl.workers.rollout import Placement, RolloutReplica
+from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
+
+logger = logging.getLogger(__name__)
+
+FAILURES = (CheckpointEngineError, RolloutError, ConfigError, ray.exceptions.RayError)
+"""What becomes of one replica's start without being a mistake of ours."""
+
+
+class ReplicaPool:
+    """Coroutines run on one event loop, that of the manager; attributes may be read from other threads.
+
+    A replica that is added launches its engine, registers itself with the manager, which loads the version in service
+    into it, and only then becomes one of `replicas`. One that is removed finishes what it generates and ends.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[RolloutReplica],
+        *,
+        make: Callable[[int], RolloutReplica],
+        launch: Callable[[RolloutReplica, Placement], Awaitable[None]],
+        manager: Callable[[], CheckpointEngineManager],
+    ) -> None:
+        """`make(rank)`: a replica that is not started; `launch` starts one; `manager()`: the one of the day."""
+        self.replicas = list(replicas)
+        self.restarts = 0
+        """Replicas that were restarted because they died or left service."""
+        self.given_up = 0
+        """Replicas that left the run because their machine is gone."""
+        self._make = make
+        self._launch = launch
+        self._manager = manager
+        self._joining: dict[RolloutReplica, Placement] = {}
+        self._leaving: list[RolloutReplica] = []
+        self._tasks: dict[RolloutReplica, asyncio.Task[None]] = {}
+
+    @property
+    def everyone(self) -> list[RolloutReplica]:
+        """Whatever may have a process."""
+        return [*self.replicas, *self._joining, *self._leaving]
+
+    async def resize(self, count: int, nodes: Mapping[int, str]) -> None:
+        """Begin to bring the number of replicas to `count`; does not wait for engines. `nodes` as for `place_another`.
+
+        A replica that cannot be started is logged and left out. Raises ValueError for a count below 1.
+        """
+        if count < 1:
+            raise ValueError(f"a run needs at least one rollout replica, not {count}")
+        present = [*self.replicas, *self._joining]
+        for replica in reversed(present[count:]):
+            logger.info("%s is removed", replica.name)
+            if replica in self._joining:
+                self._tasks[replica].cancel()
+            else:
+                self.replicas = [other for other in self.replicas if other is not replica]
+                self._leaving.append(replica)
+                self._begin(replica, self._remove(replica))
+        for _ in range(count - len(present)):
+            places = [replica.placement for replica in self.replicas] + list(self._joining.values())
+            replica = self._make(self._unused_rank())
+            self._joining[replica] = place_another(nodes, places)
+            logger.info("%s is added", replica.name)
+            self._begin(replica, self._add(replica))
+
+    async def heal(self) -> int:
+        """Restart what died or is in quarantine; how many are back.
+
+        Raises CheckpointEngineError if none is in service then.
+        """
+        quarantined = {replica.name for replica in self._manager().quarantined}
+        broken = [replica for replica in self.replicas if replica.name in quarantined or await _is_dead(replica)]
+        healed = sum(await asyncio.gather(*(self._restart(replica) for replica in broken)))
+        self.restarts += healed
+        if not self._manager().replicas:
+            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
+        return healed
+
+    async def give_up(self, nodes: Collection[int]) -> list[str]:
+        """Those of the rollout nodes `nodes` leave the run, whatever they are doing; their names."""
+        lost = [replica for replica in self.replicas if replica.node_index in nodes]
+        lost += [replica for replica, place in self._joining.items() if place.node_index in nodes]
+        for replica in lost:
+            if replica in self._joining:
+                self._tasks[replica].cancel()
+            replica.kill()
+        self.replicas = [replica for replica in self.replicas if replica not in lost]
+        self.given_up += len(lost)
+        await self._manager().remove_replicas(lost)
+        return [replica.name for replica in lost]
+
+    async def shutdown(self) -> None:
+        """End every engine in order."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(replica.shutdown() for replica in self.everyone))
+
+    def _begin(self, replica: RolloutReplica, work: Awaitable[None]) -> None:
+        task = self._tasks[replica] = asyncio.ensure_future(work)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._tasks[replica]
+            self._joining.pop(replica, None)  # one that was cancelled before it began has not done so itself
+
+        task.add_done_callback(ended)
+
+    def _unused_rank(self) -> int:
+        used = {replica.replica_rank for replica in self.everyone}
+        return next(rank for rank in range(len(used) + 1) if rank not in used)
+
+    async def _add(self, replica: RolloutReplica) -> None:
+        manager, added = self._manager(), False
+        try:
+            await self._launch(replica, self._joining[replica])
+            await manager.add_replicas([replica])
+            added = True
+        except FAILURES as exc:
+            logger.error("%s could not be added; the run goes on without it: %s", replica.name, exc)  # noqa: TRY400 - told in one line
+        finally:
+            self._joining.pop(replica)
+            if not added:
+                replica.kill()
+                await manager.remove_replicas([replica])
+        if added:
+            self.replicas = [*self.replicas, replica]
+            logger.info("%s is in service", replica.name)
+
+    async def _remove(self, replica: RolloutReplica) -> None:
+        try:
+            await self._manager().remove_replicas([replica])
+            await replica.pause("wait")
+            await replica.shutdown()
+        except FAILURES as exc:
+            logger.warning("%s is killed: %s", replica.name, exc)
+        finally:
+            replica.kill()
+            self._leaving.remove(replica)
+
+    async def _restart(self, replica: RolloutReplica) -> bool:
+        logger.warning("%s died or does not serve the current weights; restarting it", replica.name)
+        await self._manager().remove_replicas([replica])
+        try:
+            await replica.launch_servers()
+            await self._manager().add_replicas([replica])
+        except FAILURES as exc:
+            logger.error("%s could not be restarted: %s", replica.name, exc)  # noqa: TRY400 - told in one line
+            return False
+        logger.warning("%s is in service again", replica.name)
+        return True
+
+
+async def _is_dead(replica: RolloutReplica) -> bool:
+    try:
+        await replica.health()
+    except ReplicaTimeout:  # busy
+        return False
+    except RolloutError:
+        return True
+    return False

@@ -1,0 +1,275 @@
+"""Ray, as a run uses it: started with the run unless there is one already, and ended with it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from verl.utils.cleanup_process import CleanupProcess
+from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.signals import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+KEY = "ray_kwargs.ray_init"
+REACHED_WITHIN_S = 10.0
+"""Ray itself tries for minutes, and says something every five seconds."""
+
+_TOO_SLOW = "timed out during startup"
+"""What `ray.init` says after 30 s, which cannot be changed."""
+
+_TOKEN_HINT = (
+    ". If there is one, it may ask for a token, which `ray get-auth-token` shows there: set RAY_AUTH_MODE=token and "
+    "RAY_AUTH_TOKEN here"
+)
+
+MARK = "VERL_RAY_STARTED_BY"
+"""In the environment of whatever is started while Ray starts: by whom."""
+
+# The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
+# but then try for a minute to report it to a daemon that is gone. Each has its session in its command line until it has
+# imported what it needs and calls itself `ray::...`.
+_END_AGENTS = """
+import time
+session = sys.argv[1]
+
+def is_of_session(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as title:
+        command = title.read().decode(errors="replace").split("\\0")
+    if f"--session-dir={session}" in command:
+        return True
+    return command[0].startswith("ray::") and any(name.startswith(session + "/") for name in files(pid))
+
+def files(pid):
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:  # closed meanwhile: an agent that starts opens and closes many
+            pass
+
+for _ in range(10):
+    found = False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if is_of_session(pid):
+                found = True
+                os.kill(int(pid), signal.SIGKILL)
+        except OSError:  # it has just ended, or is somebody else's
+            pass
+    if not found:
+        break
+    time.sleep(0.2)
+"""
+
+
+def starts_locally(arguments: Mapping[str, Any]) -> bool:
+    """Whether `RaySession.start` with these arguments makes a Ray of this machine alone."""
+    return not ray.is_initialized() and arguments.get("address", "local") == "local"
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what `ray.init` does not take, and for an address at which nobody listens."""
+    known = set(inspect.signature(ray.init).parameters) - {"kwargs"}
+    for name in arguments:
+        if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
+            raise ConfigError(f"{KEY}.{name}: ray.init does not take it.{did_you_mean(name, known)}")
+    address = str(arguments.get("address", "local"))
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_WITHIN_S).close()
+        except OSError as exc:
+            raise ConfigError(f"{KEY}.address={address}: no Ray can be reached there: {exc}") from exc
+
+
+class RaySession:
+    """Lives on the driver."""
+
+    def __init__(self, *, timeline: str | None = None) -> None:
+        """`timeline` is where `close` writes what Ray recorded, for chrome://tracing or Perfetto."""
+        self._timeline = timeline
+        self.owned = False
+        """Whether `close` ends Ray, and everything in it."""
+        self._log_dir: Path | None = None
+        self._cleanup: CleanupProcess | None = None
+
+    def start(self, arguments: Mapping[str, Any]) -> None:
+        """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray.
+
+        A KeyboardInterrupt does not wait for the seconds that Ray needs: what has been started of it is killed. This
+        process then holds half of a Ray and has to end without the interpreter's exit hooks, as `main_ppo` does.
+        """
+        if ray.is_initialized():
+            return
+        logger.info("starting Ray")
+        _never_by_itself()
+        self.owned = True
+        ours: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            # Errors reach the driver as exceptions. What libraries print in a dozen processes stays in Ray's log files.
+            "log_to_driver": False,
+            "logging_level": "error",
+        }
+        ours |= arguments
+        with _sigterm_left_alone(), _without_idle_processes(ours):
+            strangers = set(psutil.Process().children())
+            os.environ[MARK] = mark = secrets.token_hex(8)
+            try:
+                context = _init(ours, strangers)
+                session = getattr(context, "address_info", {}).get("session_dir")
+                if session and ours["address"] == "local":
+                    Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
+                if session:
+                    self._log_dir = Path(session) / "logs"
+                    if sys.platform == "linux" and ours["address"] == "local":
+                        self._cleanup = CleanupProcess(_END_AGENTS, session)
+            except KeyboardInterrupt:
+                with uninterrupted():
+                    _kill_with_descendants(set(psutil.Process().children()) - strangers)
+                    _kill_marked(mark)
+                    self.owned = False
+                raise
+            finally:
+                del os.environ[MARK]
+
+    def add_note(self, error: BaseException) -> None:
+        """Say where the processes' own words are."""
+        if self._log_dir is not None and isinstance(error, Exception) and not isinstance(error, ConfigError):
+            error.add_note(f"the processes of this run wrote their logs to {self._log_dir}")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._timeline and ray.is_initialized():
+            ray.timeline(filename=self._timeline)
+            self._timeline = None
+        if self.owned:
+            self.owned = False
+            ray.shutdown()
+        if self._cleanup is not None:
+            self._cleanup.close()
+            self._cleanup = None
+
+
+def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
+    """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
+    joins = arguments["address"] != "local"
+    if joins:
+        _show_token()
+    try:
+        return ray.init(**arguments)
+    except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
+        hint = _TOKEN_HINT if joins and isinstance(exc, ConnectionError) else ""
+        raise ConfigError(f"{KEY}: {exc}{hint}") from exc
+    except Exception as exc:
+        if joins or _TOO_SLOW not in str(exc):
+            raise
+        logger.warning("Ray was too slow to start; starting it once more")
+        _kill_with_descendants(set(psutil.Process().children()) - strangers)
+    return ray.init(**arguments)
+
+
+def _show_token() -> None:
+    """Show the cluster the token of this machine, if there is one.
+
+    Ray makes one with the first Ray of its own that it starts here, and `ray start --head` asks for it from then on;
+    `ray.init` does not show it unless it is told to (Ray 2.60), and is refused for 20 s. A cluster that asks for none
+    does not mind.
+    """
+    setup: Any = importlib.import_module("ray._private.authentication.authentication_token_setup")
+    setup.logger.setLevel(logging.ERROR)  # it tells what it does on standard error
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _never_by_itself() -> None:
+    """Ray starts another Ray, with a dashboard, for a call that comes after the end of one: a thread that still waits
+    for samples makes such calls. From now on they raise."""
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False
+
+
+@contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half a Ray crashes at exit.
+
+    Its C++ part writes a stack trace before it passes a signal on; ours is put back in front of it.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
+    utils: Any = importlib.import_module("ray._private.utils")
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = original
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+
+@contextmanager
+def _without_idle_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """A Ray of this machine alone starts without three processes that nobody would use.
+
+    They are the autoscaler's monitor, the one that brings logs to a driver that does not want them, and what is left of
+    a dashboard that is not shown. Each imports Ray for a second of processor time and then looks for work for ever: a
+    Ray that has logged much cost 4 % of a core. `ray.init` has no arguments for that.
+    """
+    node: Any = importlib.import_module("ray._private.node").Node
+    unused: dict[str, Any] = {}
+    if arguments["address"] == "local":
+        unused["start_monitor"] = lambda _self: None
+        if not arguments["log_to_driver"]:
+            unused["start_log_monitor"] = lambda _self: None
+        if not arguments["include_dashboard"]:
+            unused["start_api_server"] = lambda self, **_: setattr(self, "_webui_url", None)
+    originals = {name: getattr(node, name) for name in unused}
+    try:
+        for name, replacement in unused.items():
+            setattr(node, name, replacement)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(node, name, original)
+
+
+def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:
+    """They are stopped before any is killed, so that none can start another in between."""
+    stopped: set[psutil.Process] = set()
+    while found := {p for top in processes for p in (top, *_descendants(top)) if p.is_running()} - stopped:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped |= found
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _kill_marked(mark: str) -> None:
+    """Those that have lost their parents, and so are no descendants: agents, if Ray has ended their daemon itself."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has just ended, or is somebody else's
+            if process.environ().get(MARK) == mark:
+                process.kill()
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found

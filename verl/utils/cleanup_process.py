@@ -1,0 +1,57 @@
+"""What has to happen when a process has ended, also when it was killed and can do nothing itself any more."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+
+_PROLOGUE = """
+import os, signal, sys
+if os.fork():
+    os._exit(0)
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+os.write(1, b"%d" % os.getpid())
+lines = sys.stdin.read().splitlines()
+"""
+CLOSE_TIMEOUT_S = 30.0
+
+
+class CleanupProcess:
+    """A small process that runs a script when this one ends, however it ends.
+
+    It holds the read end of a pipe whose only writer is this process, so a SIGKILL reads as end-of-file. It is nobody's
+    child and in a session of its own: a signal to the process group, and Ray when it ends a worker, would take children
+    along.
+    """
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        """`script` is Python for the standard library alone; it finds `arguments` in `sys.argv[1:]`, and in `lines`
+        what was sent."""
+        its_stdin, self._write_end = os.pipe()
+        self._read_end, its_stdout = os.pipe()
+        subprocess.run(
+            [sys.executable, "-S", "-E", "-c", _PROLOGUE + script, *arguments],
+            stdin=its_stdin,
+            stdout=its_stdout,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+        os.close(its_stdin)
+        os.close(its_stdout)
+        self.pid = int(os.read(self._read_end, 32))
+
+    def send(self, line: str) -> None:
+        """Tell the script something. It is read when this process ends."""
+        os.write(self._write_end, f"{line}\n".encode())
+
+    def close(self) -> None:
+        """Have the script run now and wait for the process to end. Idempotent."""
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            self._write_end = -1
+            select.select([self._read_end], [], [], CLOSE_TIMEOUT_S)  # end-of-file once the process is gone
+            os.close(self._read_end)

@@ -185,6 +185,12 @@ LAUNCHES = (
         refused="is no distributed checkpoint of Megatron's: it has no metadata.json",
     ),
     Launch(
+        "a schedule of Megatron's",
+        "hybrid",
+        f"{MEGATRON} {A}.optim.lr_decay_style=linear {A}.optim.lr_warmup_init=1e-8 {A}.optim.lr_warmup_steps=10 "
+        f"{A}.ppo_micro_batch_size_per_gpu=7",
+    ),
+    Launch(
         "a profiler of devices that are not here",
         "hybrid",
         f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "

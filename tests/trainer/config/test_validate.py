@@ -32,13 +32,6 @@ def test_the_defaults_fit_together():
             ["ppo_mini_batch_size=48 does not divide data.train_batch_size=64"],
         ),
         (
-            [
-                "actor_rollout_ref.actor.use_dynamic_bsz=false",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
-            ],
-            ["ppo_micro_batch_size_per_gpu=7 does not divide the 256 sequences"],
-        ),
-        (
             ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"],
             ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu must be set"],
         ),

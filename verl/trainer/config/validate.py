@@ -45,15 +45,7 @@ def _batch_sizes(config: PPOConfig) -> Iterator[str]:
 
 
 def _micro_batch_sizes(config: PPOConfig) -> Iterator[str]:
-    policy, ranks = config.actor_rollout_ref, config.trainer.world_size
-    mini, responses = policy.actor.ppo_mini_batch_size, policy.rollout.n
-    micro = policy.actor.ppo_micro_batch_size_per_gpu
-    per_rank, rest = divmod(mini * responses, ranks)
-    if not policy.actor.use_dynamic_bsz and micro and not rest and per_rank % micro:
-        yield (
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {per_rank} sequences of "
-            f"a mini-batch on one rank (ppo_mini_batch_size={mini} * rollout.n={responses} / {ranks} ranks)"
-        )
+    policy = config.actor_rollout_ref
     for path, section in (("rollout", policy.rollout), ("ref", policy.ref)):
         if not section.log_prob_use_dynamic_bsz and not section.log_prob_micro_batch_size_per_gpu:
             yield (

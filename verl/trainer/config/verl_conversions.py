@@ -62,9 +62,9 @@ def by_ranks(value: Any, at: Values) -> Any:
 
 
 def scheduler(value: Any, _: Values) -> Any:
-    if value in ("constant", "cosine", None):
+    if value in ("constant", "cosine", "linear", None):
         return value
-    raise ConfigError(f"{value!r} is not possible, only constant and cosine")
+    raise ConfigError(f"{value!r} is not possible, only constant, cosine and linear")
 
 
 def on_lr(section: str) -> Callable[[Any, Values], Any]:

@@ -233,9 +233,6 @@ def _of_optimizer(section: str, clip: str) -> dict[str, Rule]:
         ),
         f"{section}.warmup_style": Moved(to=(f"{section}.lr_scheduler_type",), convert=scheduler),
         f"{section}.min_lr": Moved(to=(f"{section}.min_lr_ratio",), convert=on_lr(section)),
-        f"{section}.lr_warmup_init": NoEffect(
-            why="the warm-up begins at 0", only=_is(0, 0.0), otherwise="the warm-up begins at 0"
-        ),
         f"{section}.optimizer": NoEffect(
             why="it is AdamW", only=_is("AdamW", "adam"), otherwise="the optimizer is AdamW"
         ),

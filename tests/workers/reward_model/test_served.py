@@ -1,12 +1,15 @@
 """A reward model behind HTTP: what it says, who gets its address, and how it ends."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.workers.reward_model import head
+from verl.checkpoint_engine.engines.vllm.leftovers import shared_memory_of
 from verl.trainer.config.loader import load_config
 from verl.trainer.fleet.reward_models import num_engines, reward_function
 from verl.utils.config import ConfigError
@@ -48,11 +51,17 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
             )
             expected = head.score(model, [*MESSAGES, {"role": "assistant", "content": answer}])
             assert given == pytest.approx(expected, abs=1e-4)
+        memory = shared_memory_of(os.getpid())
         with pytest.raises(RewardModelError, match="answers 400"):
             function(solution_str="x" * 999, extra_info={"raw_prompt": MESSAGES})
     finally:
         server.stop()
     assert not server.healthy()
+    deadline = time.monotonic() + 10
+    while memory and any(file.exists() for file in memory) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert memory
+    assert [file for file in memory if file.exists()] == []
     with pytest.raises(RewardModelError, match="does not answer"):
         function(solution_str="4", extra_info={"raw_prompt": MESSAGES})
     assert [child.cmdline() for child in psutil.Process().children() if "vllm" in str(child.cmdline())] == []

@@ -15,6 +15,7 @@ from typing import Any
 
 from ray.util import get_node_ip_address
 
+from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
 from verl.utils.lifetime import begin_actor
 from verl.workers.config.reward_model import RewardRolloutConfig
 from verl.workers.rollout.errors import RolloutError
@@ -81,6 +82,7 @@ class RewardModelServer:
         begin_actor()
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
+        self._leftovers: Leftovers | None = None
         self._host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
         self._port = 0
 
@@ -88,25 +90,30 @@ class RewardModelServer:
         """Start the engine and wait until it answers. Its address. Raises RolloutError with what it logged last."""
         spec = self._spec
         self._port = _free_port(self._host)
-        command = [sys.executable, "-m", "verl.workers.reward_model.process", *spec.arguments()]
+        self._leftovers = Leftovers()
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("wb") as log:
-            self._process = subprocess.Popen(
+        with self._leftovers.taking_temporary_files(), self._leftovers.finding_shared_memory():
+            self._process = self._begun(self._leftovers.directory)
+            deadline = time.monotonic() + timeout_s
+            while not self.healthy():
+                if (code := self._process.poll()) is not None:
+                    raise RolloutError(f"{spec.name} ended with exit code {code}: {self._said()}")
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise RolloutError(f"{spec.name} does not answer after {timeout_s:g} s: {self._said()}")
+                time.sleep(POLL_S)
+        return f"{self._host}:{self._port}"
+
+    def _begun(self, sockets: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "verl.workers.reward_model.process", *self._spec.arguments()]
+        with self._spec.log.open("wb") as log:
+            return subprocess.Popen(
                 [*command, "--host", self._host, "--port", str(self._port)],
-                env=os.environ | spec.environment,
+                env=os.environ | {"VLLM_RPC_BASE_PATH": str(sockets)} | self._spec.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + timeout_s
-        while not self.healthy():
-            if (code := self._process.poll()) is not None:
-                raise RolloutError(f"{spec.name} ended with exit code {code}: {self._said()}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise RolloutError(f"{spec.name} does not answer after {timeout_s:g} s: {self._said()}")
-            time.sleep(POLL_S)
-        return f"{self._host}:{self._port}"
 
     def healthy(self) -> bool:
         try:
@@ -128,6 +135,8 @@ class RewardModelServer:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        if self._leftovers is not None:
+            self._leftovers.remove()
 
     def _control(self, path: str) -> None:
         status = self._ask("POST", path, CONTROL_S)

@@ -109,8 +109,8 @@ def test_without_rejection_the_mask_is_as_it_was():
     ("options", "message"),
     [
         ({"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": 2.0}, "'seq_mean_k4' is none of"),
-        ({"rollout_rs": "seq_mean_k1"}, "needs rollout_correction.rollout_rs_threshold"),
-        ({"rollout_rs_threshold": 2.0}, "needs rollout_correction.rollout_rs"),
+        ({"rollout_rs": "seq_mean_k1"}, "needs rollout_rs_threshold"),
+        ({"rollout_rs_threshold": 2.0}, "needs rollout_rs"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "0 < lower < upper"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "0 < lower < upper"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "one divergence above 0"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import ConfigError, Section, option, section
+from verl.workers.config.reward_model import RewardRolloutConfig, ServedModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class RolloutCorrectionConfig(Section):
         None,
         "bounds of rollout_rs, one or one for each: k1 takes ratios lower_upper, like 0.999_1.001, or an upper one, "
         "whose inverse is the lower; k2 and k3 take a largest divergence",
+        above=0,
     )
     rollout_token_veto_threshold: float | None = option(
         None, "a sequence with a token whose ratio is below this is not learned from", above=0
@@ -62,7 +64,7 @@ class RolloutCorrectionConfig(Section):
     @property
     def is_bounds(self) -> tuple[float | None, float]:
         """(lower, upper) of importance weights; without a lower bound they are truncated."""
-        name = "rollout_correction.rollout_is_threshold"
+        name = "rollout_is_threshold"
         lower, upper = _bounds(self.rollout_is_threshold, name)
         if upper <= 0:
             raise ConfigError(f"{name}={self.rollout_is_threshold} must be above 0")
@@ -71,7 +73,7 @@ class RolloutCorrectionConfig(Section):
     @property
     def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
         """(name, lower, upper) of each of `rollout_rs`: ratios for k1, else an upper divergence alone."""
-        key = "rollout_correction.rollout_rs"
+        key = "rollout_rs"
         given = self.rollout_rs_threshold
         if not self.rollout_rs:
             if given is not None:
@@ -128,7 +130,9 @@ class FilterGroupsConfig(Section):
         None, "acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
     )
     max_num_gen_batches: int = option(
-        0, "batches of data.gen_batch_size prompts for one step; then the run ends. 0: one pass over the data"
+        0,
+        "batches of data.gen_batch_size prompts for one step; then the run ends. 0 and -1: one pass over the data",
+        least=-1,
     )
 
 
@@ -193,11 +197,18 @@ class RewardKwargsConfig(Section):
 class RewardModelConfig(Section):
     """Reward computation."""
 
-    enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
+    enable: bool = option(False, "serve reward_model.model beside the run, which scores or is asked")
+    enable_resource_pool: bool = option(
+        False, "it has devices of its own, nnodes * n_gpus_per_node of them; false: those of the trainer"
+    )
+    nnodes: int = option(0, "machines with enable_resource_pool=true", least=0)
+    n_gpus_per_node: int = option(8, "devices of each of these machines", least=1)
+    model: ServedModelConfig = section(ServedModelConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     reward_manager: str = option(
         "naive",
-        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
-        "registered in external_lib",
+        "naive, prime: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or "
+        "a name registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)

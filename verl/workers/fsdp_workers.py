@@ -32,7 +32,7 @@ from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorRolloutRefConfig
+from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry
@@ -58,8 +58,10 @@ class ActorRolloutRefWorker(WeightPublisher):
         loss_fn: LossFunction | None = None,
         device: str | None = None,
         seed: int = 1,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         """`config.model.path` is a Hugging Face directory. `loss_fn` replaces `ActorLoss`; it must be picklable.
+        `correction` is for `ActorLoss`.
 
         `device` is cpu, cuda, npu, or None for what is there. `config.nccl_timeout` bounds every collective.
         Raises ConfigError for what can be known to fail before a process group exists.
@@ -77,7 +79,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._has_actor, self._has_ref = "actor" in parts, "ref" in parts
         self._kept_wide: frozenset[str] = frozenset()
         """Tensors that rollout engines keep in float32."""
-        self._loss_fn = loss_fn or (ActorLoss(config.actor) if self._has_actor else None)
+        self._loss_fn = loss_fn or (ActorLoss(config.actor, correction) if self._has_actor else None)
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
             if self._has_actor

@@ -58,7 +58,7 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
             "async_training.use_trainer_do_validate=true",
             "is not supported here with true: the rollout engines validate",
         ),
-        ("algorithm.rollout_correction.rollout_rs=token", "the nearest is algorithm.rollout_correction.rollout_is"),
+        ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction: rollout_rs=token_k1 needs"),
     ],
 )
 def test_what_cannot_be_set_is_one_line_that_says_why(override, message):

@@ -109,10 +109,45 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
                 algorithm.rollout_correction.rollout_is is not None,
                 f"algorithm.rollout_correction.rollout_is={algorithm.rollout_correction.rollout_is}",
             ),
+            (algorithm.rollout_correction.rejects, "algorithm.rollout_correction.rollout_rs"),
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
-    if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk") and rollout.n < 2:
+    if algorithm.rollout_correction.loss_type == "reinforce" and not actor.use_rollout_log_probs:
+        yield (
+            "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "
+            "algorithm.rollout_correction.bypass_mode=true"
+        )
+
+
+def _estimators(config: PPOConfig) -> Iterator[str]:
+    """What estimators, and whoever chooses what they see, need."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    filters = algorithm.filter_groups
+    if filters.enable and not filters.metric:
+        yield "algorithm.filter_groups.enable=true needs algorithm.filter_groups.metric, like acc"
+    if filters.enable and filters.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=true: groups are chosen "
+            "before the KL penalty is known; take seq_reward"
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo" and not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the components in the reward function's "
+            "dict, like [format_reward,accuracy_reward]"
+        )
+    if weights and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights={weights} are {len(weights)} for {len(keys)} algorithm.gdpo_reward_keys"
+    if algorithm.adv_estimator == "optimal_token_baseline" and actor.use_rollout_log_probs:
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline needs probabilities of the whole vocabulary, which the "
+            "rollout engine's log-probs are not: algorithm.rollout_correction.bypass_mode=false"
+        )
+    if (
+        algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk", "optimal_token_baseline", "gdpo")
+        and rollout.n < 2
+    ):
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
             f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
@@ -157,7 +192,7 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
     from verl.workers.reward_manager import overlong_penalty
 
     try:
-        overlong_penalty(config.reward_model)
+        overlong_penalty(config.reward_model, config.data.max_response_length)
     except ConfigError as exc:
         yield str(exc)
     yield from _reward_model(config)
@@ -350,6 +385,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _micro_batch_sizes,
     _lengths,
     _algorithm,
+    _estimators,
     _rewards,
     _placement,
     _ranks,

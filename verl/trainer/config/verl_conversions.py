@@ -111,8 +111,10 @@ def expert_parallel(value: Any, at: Values) -> Any:
     return True if (at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1) > 1 else None
 
 
-def rejection(value: Any, at: Values) -> bool:
-    return value is None or at("algorithm.rollout_correction.rollout_rs") is None
+def rejections(value: Any, _: Values) -> Any:
+    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean."""
+    older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    return older.get(value, value) if isinstance(value, str) else value
 
 
 def format_of_load(value: Any, _: Values) -> Any:
@@ -174,7 +176,10 @@ def dtype_of(value: Any, _: Values) -> Any:
 
 def kl_name(value: Any, _: Values) -> Any:
     """verl has two names for each estimator."""
-    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(value, value)
+    if not isinstance(value, str):
+        return value
+    name = value.removesuffix("+")
+    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(name, name) + value[len(name) :]
 
 
 def divides_ranks(value: Any, at: Values) -> Any:

@@ -1,7 +1,7 @@
 """Keys of verl that are not keys here: where they went, why they change nothing, or why they are refused.
 
 A script of verl's is told so instead of being misunderstood. One table, as data; `verl.trainer.config.verl_rules` has
-the kinds of rules, `verl.trainer.config.translation` applies them. docs/verl_keys.md is generated from it.
+the kinds of rules, `verl.trainer.config.translation` applies them. docs/coming-from-verl.md is generated from it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl.trainer.config.verl_conversions import (
     profiler_tool,
     profiles,
     profiles_rollouts,
-    rejection,
+    rejections,
     same_family,
     scheduler,
 )
@@ -377,6 +377,7 @@ RULES: dict[str, Rule] = {
     ),
     "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
     "reward.reward_kwargs.*": Moved(to=(f"{_REWARD}.reward_kwargs.*",)),
+    f"{_REWARD}.overlong_buffer.*": Moved(to=(f"{_REWARD}.reward_kwargs.overlong_buffer_cfg.*",)),
     "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
     **_reward(),
     f"{_REWARD}.launch_reward_fn_async": NoEffect(why="responses are scored in processes of their own in any case"),
@@ -488,9 +489,8 @@ RULES: dict[str, Rule] = {
     f"{_POLICY}.model.torch_dtype": NoEffect(why="the dtypes are those of fsdp_config"),
     f"{_POLICY}.ref.model.*": Refused(why="the reference policy is the model that training begins with"),
     f"{_ACTOR}.calculate_sum_pi_squared": NoEffect(
-        why="only the optimal token baseline reads it",
-        only=lambda value, at: not value or at("algorithm.adv_estimator") != "optimal_token_baseline",
-        otherwise="the optimal token baseline is not here",
+        why="it is computed for the optimal token baseline, which alone reads it, by one more pass over the batch",
+        costs=_true,
     ),
     f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
@@ -536,20 +536,17 @@ RULES: dict[str, Rule] = {
     ),
     "trainer.ray_wait_register_center_timeout": NoEffect(why="workers need no register center"),
     "trainer.esi_redundant_time": NoEffect(why="0 is off", only=_is(0), otherwise="see trainer.save_freq"),
-    f"{_CORRECTION}.rollout_rs": NoEffect(
-        why="it is off", only=_is(None), otherwise=f"the nearest is {_CORRECTION}.rollout_is"
-    ),
-    f"{_CORRECTION}.rollout_rs_threshold": NoEffect(
-        why="only with rollout_rs", only=rejection, otherwise=f"the nearest is {_CORRECTION}.rollout_is_threshold"
-    ),
-    f"{_CORRECTION}.rollout_is_batch_normalize": _off("importance weights are not normalised"),
-    f"{_CORRECTION}.loss_type": NoEffect(
-        why="it is PPO's", only=_is("ppo_clip"), otherwise=f"the nearest is {_ACTOR}.policy_loss.loss_mode"
+    f"{_CORRECTION}.rollout_rs_threshold_lower": NoEffect(
+        why="it is null",
+        only=_is(None),
+        otherwise=f"set {_CORRECTION}.rollout_rs_threshold to both, like 0.5_2.0",
     ),
     "async_training.use_trainer_do_validate": _off("the rollout engines validate"),
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
     # Not here.
-    **_disabled("algorithm.filter_groups", "no groups are filtered out of a batch"),
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
+        why="one batch is generated at a time: the same groups, later", costs=_above_1
+    ),
     **_disabled(
         "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
     ),
@@ -573,8 +570,6 @@ RULES: dict[str, Rule] = {
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
     "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
     "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
-    "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
-    "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
     f"{_ACTOR}.use_prefix_grouper": NoEffect(
         why="prompts are computed with each of their responses: the same numbers, slower", costs=_true
     ),
@@ -618,6 +613,7 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     "trainer.resume_from_path": lambda value, at: value if at("trainer.resume_mode") == "resume_path" else None,
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
+    f"{_CORRECTION}.rollout_rs": rejections,
     f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 """Keys that are here, too, and values of verl's that have other names here."""

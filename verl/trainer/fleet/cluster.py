@@ -352,6 +352,7 @@ class Cluster:
                 role="actor_ref" if with_reference else "actor",
                 device=self._device,
                 seed=trainer.seed,
+                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
                 **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",

@@ -25,6 +25,7 @@ from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels, rewa
 from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
@@ -86,6 +87,8 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
     job = _checked(trainer_class.adapted(config), trainer_class)
+    for line in in_force(job.config, job.device):
+        logger.info("%s", line)
     with (
         _tracking(job) as tracking,
         _scoring(job) as reward_manager,
@@ -177,7 +180,7 @@ def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model
         timeout_s=settings.timeout_s,
         keep_special_tokens=settings.keep_special_tokens,
         end_token_ids=_end_token_ids(config, tokenizer, model_path),
-        penalty=overlong_penalty(settings),
+        penalty=overlong_penalty(settings, config.data.max_response_length),
         shows_prompts=settings.enable,
     )
 

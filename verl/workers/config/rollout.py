@@ -65,7 +65,9 @@ class RolloutConfig(Section):
 
     name: str = option("vllm", "rollout engine registered with RolloutReplicaRegistry")
     mode: str = option("async", "requests are served one by one", choices=("async",))
-    n: int = option(8, "responses per prompt (verl: 1)", least=1)
+    n: int = option(
+        8, "responses per prompt; null: 8 with a built-in model and built-in data, else verl's 1", least=1, follows=True
+    )
     temperature: float = option(1.0, "softmax temperature; log-probs are computed at it, too", least=0)
     top_k: int = option(-1, "keep only the k likeliest tokens; -1: all", least=-1)
     top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass", above=0, most=1)

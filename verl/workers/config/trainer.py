@@ -18,7 +18,7 @@ from verl.workers.config.model import HFModelConfig
 from verl.workers.config.profiler import GlobalProfilerConfig
 from verl.workers.config.rollout import RolloutConfig
 
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio", "clearml")
 DEVICES = ("cpu", "cuda", "npu")
 
 

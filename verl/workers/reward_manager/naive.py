@@ -124,6 +124,7 @@ class NaiveRewardManager:
         results, abandoned = self._score_all(self._samples(data, texts))
         scores, extra_info = _columns(results)
         if self._penalty is not None:
+            extra_info.setdefault("acc", scores)  # as verl's: what the function says, without the penalty
             penalties = [self._penalty(length) for length in lengths.tolist()]
             scores = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
             if self._penalty.log:

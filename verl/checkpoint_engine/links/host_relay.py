@@ -19,7 +19,7 @@ import torch
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
 from verl.checkpoint_engine.links.communicators import Flight
-from verl.checkpoint_engine.links.fetch import Bucket, BounceBuffer, messages_of
+from verl.checkpoint_engine.links.fetch import BounceBuffer, Bucket, messages_of
 from verl.checkpoint_engine.links.gloo_chain import GlooChain
 from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
 from verl.checkpoint_engine.links.rendezvous import Deadline

@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
             if self._has_actor
-            else 0
+            else Fraction(1)
         )
         self._seed = seed
         self._timeout = timedelta(seconds=config.nccl_timeout)
@@ -215,15 +216,15 @@ class ActorRolloutRefWorker(WeightPublisher):
         return metrics | self._flops_metrics(data, time.perf_counter() - start_s) | self._memory_metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_profile(self) -> None:
+    def start_profile(self, tool: str) -> None:
         """Trace this rank from here to `stop_profile`, if `actor.profiler` has chosen it. No collective."""
         if self.config.actor.profiler.traces(self.rank):
-            self._profiler.start()
+            self._profiler.start(tool)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self, directory: str, step: int) -> None:
-        """Write the trace to `step_<step>_rank_<rank>.json.gz` in `directory` of this rank's host. No collective."""
-        self._profiler.stop(Path(directory) / f"step_{step}_rank_{self.rank}.json.gz")
+        """Write the trace to `step_<step>_rank_<rank>.<...>` in `directory` of this rank's host. No collective."""
+        self._profiler.stop(Path(directory) / f"step_{step}_rank_{self.rank}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -192,6 +192,104 @@ LAUNCHES = (
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
     ),
     Launch(
+        "rollouts of another run, and a sandbox for code",
+        "hybrid",
+        f"{GRPO} skip.rollout.enable=True skip.rollout.dump_dir=/data skip.rollout.steps=[1] skip.rollout.action=cache "
+        "reward.reward_manager.name=prime reward.sandbox_fusion.url=http://sandbox/run_code",
+        said="warning: skip.rollout.enable=true: every step generates its responses",
+    ),
+    Launch(
+        "batches that do not divide over the ranks",
+        "fully_async",
+        f"{ASYNC} trainer.n_gpus_per_node=6 {A}.fsdp_config.fsdp_size=2 data.train_batch_size=0 data.gen_batch_size=1",
+    ),
+    Launch(
+        "a reward model on the trainer's devices, whose files are a stand-in",
+        "hybrid",
+        f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=builtin:tiny-qwen2 "
+        "reward.reward_model.rollout.name=vllm reward.reward_model.rollout.gpu_memory_utilization=0.8 "
+        "reward.reward_model.rollout.tensor_model_parallel_size=1 reward.reward_model.rollout.prompt_length=2048 "
+        "reward.reward_model.rollout.skip_tokenizer_init=False reward.num_workers=8",
+        said="the model has no head that gives a score",
+    ),
+    Launch(
+        "a reward model with keys of engines that shard it",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.model.path=builtin:tiny-qwen2 reward_model.strategy=megatron "
+        "reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32 "
+        "reward_model.megatron.tensor_model_parallel_size=2 reward_model.use_dynamic_bsz=True",
+        said="reward_model.strategy=megatron: vLLM computes the reward model",
+    ),
+    Launch(
+        "a reward model, as verl 0.7 writes it, by an engine that is not here",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
+        "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang",
+        refused="reward_model.rollout.name='sglang' is not one of: vllm",
+    ),
+    Launch(
+        "distributed checkpoints whose place is not said",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {F}.megatron.use_dist_checkpointing=True",
+        said="weights are read from the Hugging Face directory",
+    ),
+    Launch(
+        "a distributed checkpoint that is not there",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {M}.dist_checkpointing_path=/nowhere",
+        refused="is no distributed checkpoint of Megatron's: it has no metadata.json",
+    ),
+    Launch(
+        "a schedule of Megatron's",
+        "hybrid",
+        f"{MEGATRON} {A}.optim.lr_decay_style=linear {A}.optim.lr_warmup_init=1e-8 {A}.optim.lr_warmup_steps=10 "
+        f"{A}.ppo_micro_batch_size_per_gpu=7",
+    ),
+    Launch(
+        "a profiler of devices that are not here",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu global_profiler.steps=[2,4]",
+        said="global_profiler.tool=npu: nothing is traced",
+    ),
+    Launch(
+        "traces of trainer ranks and of rollout engines",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.ranks=[0] {R}.profiler.enable=True {R}.profiler.ranks=[0] "
+        f"{R}.profiler.tool_config.torch.discrete=True global_profiler.tool=torch global_profiler.steps=[1,2]",
+        said="no effect: actor_rollout_ref.rollout.profiler.ranks=[0]",
+    ),
+    Launch(
+        "nsys, as it is written and not switched on",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=False {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        "global_profiler.tool=nsys global_profiler.steps=[1] global_profiler.global_tool_config.nsys.discrete=True",
+    ),
+    Launch(
+        "a path to resume from that is not asked for",
+        "hybrid",
+        f"{GRPO} trainer.resume_from_path=checkpoints/",
+        said="only trainer.resume_mode=resume_path goes on from there",
+    ),
+    Launch(
+        "experts over more ranks than a replica has",
+        "hybrid",
+        f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8 {R}.cudagraph_capture_sizes=[8,16]",
+        said="every replica holds all experts",
+    ),
+    Launch(
+        "what saves memory or time",
+        "hybrid",
+        f"{MEGATRON} {A}.use_prefix_grouper=True {M}.use_megatron_fsdp=True transfer_queue.enable=True",
+        said="transfer_queue.enable=true: batches go through the driver",
+    ),
+    Launch(
+        "training in float8",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.fp8=e4m3",
+        refused="override_transformer_config.fp8 cannot be set",
+    ),
+    Launch(
         "a profiler that is off",
         "hybrid",
         f"{GRPO} {A}.profiler.enable=False {R}.profiler.enable=False {F}.profiler.enable=False "

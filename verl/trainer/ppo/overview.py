@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.trainer.fleet.placement import num_replicas
+from verl.trainer.fleet.reward_models import num_engines
 from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
 from verl.workers.config import PPOConfig
 
@@ -45,6 +46,13 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
         f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
         f"rewards {config.reward_model.reward_manager}"
     )
+    if config.reward_model.enable:
+        served = config.reward_model
+        yield (
+            f"reward model: {served.model.path}, {num_engines(config, device)} engines of "
+            f"{served.rollout.tensor_model_parallel_size} ranks, on "
+            f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
+        )
 
 
 def _cuts(config: PPOConfig) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.cluster import make_replicas
+from verl.trainer.fleet.reward_models import reward_function
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -29,7 +30,6 @@ from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
-from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import missing_packages
 from verl.workers.config import PPOConfig
 
@@ -49,7 +49,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     adapted = attempt(lambda: trainer_class.adapted(config))
     config = adapted or config
     device = resolve_device(config.trainer.device)
-    attempt(lambda: load_reward_function(config.custom_reward_function))
+    attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     if path is not None:
         _look_at_model(config, path, device, attempt)

@@ -27,6 +27,7 @@ from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch
+from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -202,7 +203,7 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     self.update_actor(batch, now)
-        return batch
+        return without_padding(batch)
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -211,11 +212,10 @@ class RayPPOTrainer:
         if step not in (profiler.steps or ()):
             yield
             return
-        self.cluster.actor.start_profile()
+        self.cluster.actor.start_profile(profiler.tool)
         yield
-        directory = Path(profiler.save_path or Path(self.config.trainer.output_dir) / "profile").absolute()
-        self.cluster.actor.stop_profile(str(directory), step)
-        logger.info("traces of step %d are in %s", step, directory)
+        self.cluster.actor.stop_profile(self.config.profile_directory, step)
+        logger.info("traces of step %d are in %s", step, self.config.profile_directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
@@ -269,7 +269,7 @@ class RayPPOTrainer:
         return prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        batch = self.joined(prompts, self.rollouts.generate_sequences(prompts), now)
+        batch = self.joined(prompts, self._generated(prompts, now), now)
         chosen = self.config.algorithm.filter_groups
         if not chosen.enable:
             return batch
@@ -281,11 +281,25 @@ class RayPPOTrainer:
         filling.add(batch, self.reward_manager(batch))
         while not filling.is_full:
             prompts = self.draw(now.number)
-            batch = self.joined(prompts, self.rollouts.generate_sequences(prompts), now)
+            batch = self.joined(prompts, self._generated(prompts, now), now)
             filling.add(batch, self.reward_manager(batch))
         now.metrics |= filling.metrics
         batch, now.reward = filling.result()
         return batch
+
+    def _generated(self, prompts: DataProto, now: Step) -> DataProto:
+        with self._traced_engines(now.number):
+            return self.rollouts.generate_sequences(prompts)
+
+    @contextmanager
+    def _traced_engines(self, step: int) -> Iterator[None]:
+        chosen = step in (self.config.global_profiler.steps or ())
+        if not (chosen and self.config.actor_rollout_ref.rollout.profiler.enable):
+            yield
+            return
+        self.cluster.profile_rollouts(f"step_{step}")
+        yield
+        self.cluster.profile_rollouts(None)
 
     def joined(self, prompts: DataProto, generated: DataProto, now: Step) -> DataProto:
         now.metrics |= generated.meta_info.pop("timing", {})
@@ -316,7 +330,7 @@ class RayPPOTrainer:
             tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(batch)
+        return self._balanced(padded(batch, self.config.trainer.world_size))
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""

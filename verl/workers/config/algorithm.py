@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import ConfigError, Section, option, section
+from verl.workers.config.reward_model import RewardRolloutConfig, ServedModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +197,18 @@ class RewardKwargsConfig(Section):
 class RewardModelConfig(Section):
     """Reward computation."""
 
-    enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
+    enable: bool = option(False, "serve reward_model.model beside the run, which scores or is asked")
+    enable_resource_pool: bool = option(
+        False, "it has devices of its own, nnodes * n_gpus_per_node of them; false: those of the trainer"
+    )
+    nnodes: int = option(0, "machines with enable_resource_pool=true", least=0)
+    n_gpus_per_node: int = option(8, "devices of each of these machines", least=1)
+    model: ServedModelConfig = section(ServedModelConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     reward_manager: str = option(
         "naive",
-        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
-        "registered in external_lib",
+        "naive, prime: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or "
+        "a name registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)

@@ -33,6 +33,16 @@ class MultiTurnConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutProfilerConfig(Section):
+    """Traces of the rollout engines in the steps of `global_profiler`."""
+
+    enable: bool = option(
+        False, "trace generation in hybrid mode, with global_profiler.tool=torch and vllm (verl: as the actor's)"
+    )
+    save_path: str | None = option(None, "null: that of the trainer ranks' traces")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentConfig(Section):
     """Agent-loop workers."""
 
@@ -116,6 +126,7 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
+    profiler: RolloutProfilerConfig = section(RolloutProfilerConfig)
     checkpoint_engine: dict[str, Any] = option(
         {}, "verl's place for the top-level section checkpoint_engine; means the same"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -127,3 +128,8 @@ class PPOConfig:
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
+
+    @property
+    def profile_directory(self) -> str:
+        """Where traces of trainer ranks go, on the machine of each."""
+        return str(Path(self.global_profiler.save_path or Path(self.trainer.output_dir) / "profile").absolute())

@@ -93,8 +93,10 @@ class NaiveRewardManager:
         keep_special_tokens: bool = False,
         end_token_ids: Collection[int] = (),
         penalty: OverlongPenalty | None = None,
+        shows_prompts: bool = False,
     ) -> None:
-        """`penalty` is added to the scores. `timeout_s` is the deadline of one response.
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. With `shows_prompts`,
+        `extra_info` has the messages of the prompt as `raw_prompt`.
 
         Raises ConfigError for a function that no process can have.
         """
@@ -103,6 +105,7 @@ class NaiveRewardManager:
         self._reward_fn_key = reward_fn_key
         self._keep_special_tokens = keep_special_tokens
         self._penalty = penalty
+        self._shows_prompts = shows_prompts
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
     def __call__(self, data: DataProto) -> RewardOutput:
@@ -157,7 +160,11 @@ class NaiveRewardManager:
                 data_source=data_source,
                 response=text,
                 ground_truth=(reward_model or {}).get("ground_truth"),
-                extra_info={**(extra_info or {}), **_of_the_loop(turns, fields)},
+                extra_info={
+                    **(extra_info or {}),
+                    **_of_the_loop(turns, fields),
+                    **({"raw_prompt": messages} if self._shows_prompts else {}),
+                },
                 known_score=known_score,
             )
             for position, (
@@ -170,6 +177,7 @@ class NaiveRewardManager:
                 turns,
                 fields,
                 known_score,
+                messages,
             ) in enumerate(
                 zip(
                     columns.get("index", empty),
@@ -181,6 +189,7 @@ class NaiveRewardManager:
                     columns.get("__num_turns__", empty),
                     columns.get("__extra_fields__", empty),
                     columns.get("__reward_score__", empty),
+                    columns.get("raw_prompt", empty),
                     strict=True,
                 )
             )

@@ -52,7 +52,7 @@ from verl.utils import config, records, timing, tracking
 from verl.workers.config import TrainerConfig
 from verl.workers.engine.checkpoint_files import METADATA_FILE, read_metadata
 
-MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "500"))
+MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "2000"))
 """The same ones in every run. Try 20,000 after a change of a parser."""
 AT_A_TIME = 50
 """Of one example of hypothesis, which takes longer to choose a number than a parser to refuse a file."""

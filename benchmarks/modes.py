@@ -86,6 +86,7 @@ class Settings:
             f"actor_rollout_ref.model.path={self.model}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts}",
             f"actor_rollout_ref.rollout.n={self.responses}",
+            "algorithm.adv_estimator=grpo",
             f"actor_rollout_ref.rollout.max_num_seqs={self.slots}",
             f"data.train_batch_size={self.prompts}",
             f"checkpoint_engine.backend={self.backend}",

@@ -13,13 +13,14 @@ import yaml
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.schema import is_known, keys
 from verl.trainer.config.verl_keys import RULES
+from verl.trainer.config.verl_rules import is_verls
 from verl.utils.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = [ROOT / name for name in TOP] + sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(r"^(?:\$ )?(?:\S*python -m verl\.trainer\.main_ppo|make run) ?(.*)$", re.MULTILINE)
-COMPAT = ROOT / "docs" / "verl_compat.md"
+COMPAT = ROOT / "docs" / "coming-from-verl.md"
 
 
 def page_name(path: Path) -> str:
@@ -109,8 +110,14 @@ def spelled_out(cell: str) -> list[str]:
 
 def test_keys_that_are_called_supported_exist():
     rows = compat_rows("Supported keys")
-    for key in (key for row in rows for key in spelled_out(row[0])):
+    for key in (f"{spelled_out(row[0])[0]}.{name}" for row in rows for name in spelled_out(row[1])):
         assert is_known(key), f"{key} is not a key"
+
+
+def test_every_key_that_both_have_is_called_supported():
+    rows = compat_rows("Supported keys")
+    listed = {f"{spelled_out(row[0])[0]}.{name}" for row in rows for name in spelled_out(row[1])}
+    assert listed == {key for key in keys() if is_verls(key)}
 
 
 def test_every_default_that_differs_from_verls_is_listed_with_both_values():
@@ -122,8 +129,8 @@ def test_every_default_that_differs_from_verls_is_listed_with_both_values():
 
 
 def test_every_rule_for_a_key_of_verl_is_in_the_reference():
-    listed = set(re.findall(r"^\| `([\w.*]+)` \|", (ROOT / "docs" / "verl_keys.md").read_text(encoding="utf-8"), re.M))
-    assert listed == set(RULES)
+    tables = COMPAT.read_text(encoding="utf-8").split("## Other keys of verl\n")[1]
+    assert set(re.findall(r"^\| `([\w.*]+)` \|", tables, re.M)) == set(RULES)
 
 
 def test_verls_python_names_can_be_imported():

@@ -31,6 +31,7 @@ QUICK = (
     "trainer.val_before_train=false",
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.rollout.n=2",
+    "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "data.train_batch_size=4",
     "data.train_max_samples=16",
@@ -143,10 +144,11 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.driver.kill()
+        self.driver.wait()  # before what is left: of a fork, whoever tells how it ended
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-        self.driver.wait()
         _adopt_orphans(False)
         for process in psutil.Process().children():
             if process.pid not in self._strangers:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from tests.e2e.job import in_process
@@ -30,3 +32,25 @@ def test_code_written_for_verl_trains(ray_cluster, tmp_path, tiny_model):
     assert metrics["agent_loop/generate_sequences/mean"] == pytest.approx(0.1)
     assert metrics["training/staleness/max"] == 0.0  # the versions are those that the servers said
     assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_checkpoint_engine_written_for_verl_syncs(ray_cluster, tmp_path, tiny_model):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            f"actor_rollout_ref.model.path={tiny_model}",
+            "trainer.n_gpus_per_node=2",
+            "trainer.total_training_steps=2",
+            "trainer.placement=separate",
+            "actor_rollout_ref.rollout.name=hf",
+            "checkpoint_engine.backend=verl-queue",
+            "checkpoint_engine.custom_backend_module=tests.checkpoint_engine.queue_backend",
+            "+checkpoint_engine.engine_kwargs.verl-queue.topic=w:1",
+        ),
+    )
+    reports = [json.loads(line) for line in (tmp_path / "out/sync_reports.jsonl").read_text().splitlines()]
+    assert [(report["version"], report["outcome"], report["retries"]) for report in reports] == [
+        (version, "committed", 0) for version in range(3)
+    ]
+    assert run.metrics[2]["training/rollout_probs_diff_mean"] < 1e-3

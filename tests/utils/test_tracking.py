@@ -111,6 +111,91 @@ def test_wandb_receives_run_config_and_steps(tmp_path, monkeypatch):
     assert (logged, finished) == ((5, {"a": 1.0}), "finish")
 
 
+RECORDING = """
+calls = []
+
+class Recorder:
+    def __init__(self, path):
+        self.path = path
+
+    def __getattr__(self, name):
+        return Recorder(f"{self.path}.{name}")
+
+    def __call__(self, *args, **arguments):
+        if self.path == "mlflow.is_tracking_uri_set":
+            return False
+        calls.append((self.path, args, arguments))
+        return Recorder(f"{self.path}()")
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Recorder(f"{__name__}.{name}")
+"""
+CONFIG = {"actor": {"lr": 1e-6}}
+CALLS = {
+    "swanlab": [
+        (
+            "init",
+            (),
+            {"project": "project", "experiment_name": "experiment", "config": CONFIG, "logdir": "OUT/swanlab"},
+        ),
+        ("log", ({"val/acc/mean@4": 1.0},), {"step": 5}),
+        ("finish", (), {}),
+    ],
+    "mlflow": [
+        ("set_tracking_uri", ("sqlite:///OUT/mlflow.db",), {}),
+        ("set_experiment", ("project",), {}),
+        ("start_run", (), {"run_name": "experiment"}),
+        ("log_params", ({"actor.lr": "1e-06"},), {}),
+        ("log_metrics", ({"val/acc/mean_at_4": 1.0},), {"step": 5}),
+        ("end_run", (), {}),
+    ],
+    "trackio": [
+        ("init", (), {"project": "project", "name": "experiment", "config": CONFIG}),
+        ("log", ({"val/acc/mean@4": 1.0},), {"step": 5}),
+        ("finish", (), {}),
+    ],
+    "clearml": [
+        (
+            "Task.init",
+            (),
+            {"project_name": "project", "task_name": "experiment", "continue_last_task": False, "output_uri": False},
+        ),
+        ("Task.init().connect_configuration", (CONFIG,), {"name": "configuration"}),
+        ("Task.init().get_logger", (), {}),
+        ("Task.init().get_logger().report_scalar", ("val", "acc/mean@4", 1.0, 5), {}),
+        ("Task.init().close", (), {}),
+    ],
+}
+
+
+@pytest.mark.parametrize("service", CALLS)
+def test_a_service_receives_run_config_and_steps(tmp_path, monkeypatch, service):
+    (tmp_path / f"{service}.py").write_text(RECORDING)
+    monkeypatch.syspath_prepend(tmp_path)
+    with track(tmp_path, service) as tracking:
+        tracking.log({"val/acc/mean@4": 1}, 5)
+    recorded = sys.modules.pop(service).calls
+    found = repr([(path.removeprefix(f"{service}."), *rest) for path, *rest in recorded])
+    assert found.replace(str(tmp_path / "out"), "OUT") == repr(CALLS[service])
+
+
+def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "trackio.py").write_text("def init(**_): raise RuntimeError('no login\\nread https://example.org')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="^trainer.logger=trackio cannot start: RuntimeError: no login$"):
+        track(tmp_path, "trackio")
+    del sys.modules["trackio"]
+
+
+@pytest.mark.parametrize("service", CALLS)
+def test_a_service_without_its_package_is_told_before_work_starts(tmp_path, monkeypatch, service):
+    monkeypatch.setitem(sys.modules, service, None)
+    with pytest.raises(ConfigError, match=rf"trainer.logger={service} needs .*: pip install 'verl-sync\[{service}\]'"):
+        track(tmp_path, "jsonl", service)
+
+
 def test_an_unknown_backend_is_named_with_the_nearest_known_one(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
         track(tmp_path, "tensorbord")

@@ -4,7 +4,7 @@ import torch
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.losses import LossTotals, agg_loss, register_policy_loss
 
@@ -52,3 +52,38 @@ def test_a_loss_that_returns_something_else_is_named():
     data, log_prob = batch()
     with pytest.raises(ConfigError, match=r"loss_mode=returns_four: a loss returns \(loss, dict of metrics\)"):
         ActorLoss(config("returns_four"))(log_prob, None, data, LossTotals.of(data.batch["response_mask"]))
+
+
+RATIOS = torch.tensor([[2.0, 0.5], [1.5, 9.0]])  # the policy as it is / the rollout engine's; the last one is padding
+
+
+def corrected(**correction):
+    """Loss, metrics, and d loss / d log_prob of a mini-batch whose old log-probs are the rollout engine's."""
+    mask = torch.tensor([[1, 1], [1, 0]])
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
+    data = DataProto.from_dict({"old_log_probs": torch.zeros(2, 2), "advantages": advantages, "response_mask": mask})
+    log_prob = RATIOS.log().requires_grad_()
+    loss_fn = ActorLoss(config("vanilla", clip_ratio=10.0), RolloutCorrectionConfig(**correction))
+    loss, metrics = loss_fn(log_prob, None, data, LossTotals.of(mask))
+    loss.backward()
+    return loss.item(), metrics, log_prob.grad
+
+
+def test_what_is_rejected_has_no_part_in_the_loss_but_counts_as_it_did():
+    loss, metrics, gradient = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.6_3.0")
+    assert loss == pytest.approx((-2.0 + 3.0) / 3)
+    assert torch.allclose(gradient, torch.tensor([[-2.0, 0.0], [3.0, 0.0]]) / 3)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+
+
+def test_reinforce_weighs_the_plain_policy_gradient_without_a_clip():
+    _, metrics, gradient = corrected(loss_type="reinforce", rollout_is="token", rollout_is_threshold=1.8)
+    assert torch.allclose(gradient, torch.tensor([[-1.8, -0.5], [3.0, 0.0]]) / 3)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1.8 + 0.5 + 1.5) / 3)
+    _, _, gradient = corrected(loss_type="reinforce", rollout_is="sequence")
+    assert torch.allclose(gradient, torch.tensor([[-1.0, -1.0], [3.0, 0.0]]) / 3)
+
+
+def test_the_clipped_loss_has_its_ratio_and_no_second_weight():
+    assert corrected(rollout_is="token", rollout_is_threshold=0.1)[0] == pytest.approx((-2.0 - 0.5 + 3.0) / 3)

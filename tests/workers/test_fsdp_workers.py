@@ -117,9 +117,9 @@ def test_the_actor_loss_adds_entropy_bonus_and_kl_penalty_to_the_policy_loss():
 
 
 def test_what_cannot_work_is_said_before_anything_starts(models):
-    path, three = models("qwen2"), RankInfo(world_size=3)
-    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=4 x rollout\.n=2 = 8 sequences do not divide over 3"):
-        make_worker(path, rank_info=three)
+    path, many = models("qwen2"), RankInfo(world_size=9)
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=4 x rollout\.n=2 = 8 sequences are fewer than 9"):
+        make_worker(path, rank_info=many)
     with pytest.raises(ConfigError, match=r"unknown role 'acter'.*'actor'"):
         make_worker(path, "acter", rank_info=RankInfo())
     config = configuration(path)

@@ -75,10 +75,11 @@ class Capabilities:
     """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
-    staged: bool = True
-    """Not read."""
-    elastic: bool = False
-    """Not read."""
+    connects_once: bool = False
+    """Members are prepared and connected for one version, and again for the next."""
+
+
+NOBODY, DEFAULTS = Member(role="", index=0, host=""), CheckpointEngineConfig()
 
 
 class CheckpointEngine(ABC):
@@ -88,7 +89,8 @@ class CheckpointEngine(ABC):
     options_class: ClassVar[type[Any] | None] = None
     """Dataclass of `checkpoint_engine.engine_kwargs.<name>`, which is checked on the driver then."""
 
-    def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
+    def __init__(self, *, member: Member = NOBODY, config: CheckpointEngineConfig = DEFAULTS) -> None:
+        """Engines written for verl call it without arguments; see `backends/verl_engine.py`."""
         self.member = member
         self.config = config
         self._stop = threading.Event()

@@ -129,6 +129,16 @@ class CheckpointEngineRegistry:
         return cls.get(name)(**arguments)
 
 
+def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[CheckpointEngine]) -> type[CheckpointEngine]:
+    """What runs a backend that has verl's methods, its options checked; or `engine_class`."""
+    verl_engine = importlib.import_module("verl.checkpoint_engine.backends.verl_engine")
+    if not verl_engine.is_for_verl(engine_class):
+        return engine_class
+    found: type[CheckpointEngine] = verl_engine.hosted(config.backend, engine_class)
+    found.check_host(config)
+    return found
+
+
 def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
     """The class that `config` asks for, its options checked. Called on the driver, and again on every member.
 
@@ -142,6 +152,8 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
                 f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
             ) from exc
     engine_class = CheckpointEngineRegistry.get(config.backend)
+    if config.backend in CheckpointEngineRegistry._registered:
+        engine_class = _hosted_if_for_verl(config, engine_class)
     topologies = engine_class.capabilities.topologies
     if config.topology not in ("auto", *topologies):
         raise ConfigError(

@@ -79,9 +79,11 @@ class RayWorkerGroup:
         *,
         name_prefix: str | None = "",
         env_vars: Mapping[str, str] | None = None,
+        nsight: Mapping[str, str] | None = None,
         startup_timeout_s: float = 120.0,
     ) -> None:
-        """`env_vars` are set before the processes import anything.
+        """`env_vars` are set before the processes import anything. `nsight`: options of `nsys profile`, which then runs
+        each of them.
 
         `startup_timeout_s` is for starting the processes and for their `__init__`s together; placement has the pool's
         own deadline. Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves
@@ -102,7 +104,8 @@ class RayWorkerGroup:
         self._closed = False
         self._death: BaseException | None = None
         try:
-            self._start(ray_cls_with_init, dict(env_vars or {}), startup_timeout_s)
+            runtime = {"env_vars": dict(env_vars or {})} | ({"nsight": dict(nsight)} if nsight else {})
+            self._start(ray_cls_with_init, runtime, startup_timeout_s)
         except BaseException:
             self._destroy()
             raise
@@ -180,7 +183,7 @@ class RayWorkerGroup:
         future = self.submit(method, *args, **kwargs)
         return future.get() if self._registrations[method].blocking else future
 
-    def _start(self, spec: RayClassWithInitArgs, env_vars: dict[str, str], timeout_s: float) -> None:
+    def _start(self, spec: RayClassWithInitArgs, runtime: dict[str, Any], timeout_s: float) -> None:
         slots = self._pool.acquire(self)
         deadline = time.monotonic() + timeout_s
         remote: Any = ray.remote(actor_class(spec.cls))
@@ -189,7 +192,7 @@ class RayWorkerGroup:
             remote.options(
                 name=f"{self.name}-{slot.rank}-{unique}",
                 max_concurrency=MAX_CONCURRENT_CALLS,
-                **({"runtime_env": {"env_vars": env_vars}} if env_vars else {}),
+                **({"runtime_env": runtime} if any(runtime.values()) else {}),
                 **slot.options,
             ).remote()
             for slot in slots

@@ -8,41 +8,18 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from verl.utils import records
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.console import StepConsole
+from verl.utils.tracking_services import SERVICES, Run, Tracker, writable
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a backend may want to know about the run."""
-
-    project_name: str
-    experiment_name: str
-    output_dir: Path
-    config: Mapping[str, Any]
-    """The whole configuration as plain dicts, lists and scalars."""
-    total_steps: int | None
-    """For the progress bar; None: not known."""
-    resume_step: int
-    """The step that the run continues after; 0: from the start."""
-
-
-class Tracker(Protocol):
-    """One destination. Made before work starts; raises ConfigError there if it cannot work."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record one step, durably enough to survive a kill right after."""
-
-    def close(self) -> None: ...
 
 
 class Tracking:
@@ -79,7 +56,7 @@ class Tracking:
         self._trackers: list[Tracker] = []
         with ExitStack() as undo:
             for backend in dict.fromkeys(backends):
-                tracker = BACKENDS[backend](run)
+                tracker = _started(backend, run)
                 undo.callback(tracker.close)
                 self._trackers.append(tracker)
             self._closing = undo.pop_all()
@@ -114,7 +91,7 @@ class JsonlTracker:
     """
 
     def __init__(self, run: Run) -> None:
-        self._path = _writable(run.output_dir) / METRICS_FILE
+        self._path = writable(run.output_dir) / METRICS_FILE
         self._resume_step = run.resume_step
         records.carry_over(self._path, lambda record: run.resume_step > 0 and _step(record) <= run.resume_step)
 
@@ -148,7 +125,7 @@ class TensorboardTracker:
                 "trainer.logger=tensorboard needs the package 'tensorboard': pip install tensorboard"
             ) from exc
         self._writer = SummaryWriter(
-            str(_writable(run.output_dir / "tensorboard")), purge_step=run.resume_step + 1 if run.resume_step else None
+            str(writable(run.output_dir / "tensorboard")), purge_step=run.resume_step + 1 if run.resume_step else None
         )
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
 
@@ -161,28 +138,6 @@ class TensorboardTracker:
         self._writer.close()
 
 
-class WandbTracker:
-    """Weights & Biases; its own environment variables (`WANDB_MODE`, ...) apply."""
-
-    def __init__(self, run: Run) -> None:
-        try:
-            import wandb
-        except ImportError as exc:
-            raise ConfigError("trainer.logger=wandb needs the package 'wandb': pip install 'verl-sync[wandb]'") from exc
-        self._run = wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=dict(run.config),
-            dir=str(_writable(run.output_dir)),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def _console(run: Run) -> StepConsole:
     return StepConsole(total_steps=run.total_steps, first_step=run.resume_step)
 
@@ -191,8 +146,28 @@ BACKENDS: dict[str, Callable[[Run], Tracker]] = {
     "console": _console,
     "jsonl": JsonlTracker,
     "tensorboard": TensorboardTracker,
-    "wandb": WandbTracker,
+    **SERVICES,
 }
+
+
+def _started(backend: str, run: Run) -> Tracker:
+    """Raises ConfigError for whatever keeps a service from starting, such as a login that it lacks."""
+    try:
+        return BACKENDS[backend](run)
+    except ConfigError:
+        raise
+    except Exception as exc:
+        what = (str(exc).strip() or "no reason is given").splitlines()[0]
+        raise ConfigError(f"trainer.logger={backend} cannot start: {type(exc).__name__}: {what}") from exc
+
+
+def missing_packages(backends: Sequence[str]) -> list[str]:
+    """A line for each service whose package is not on this machine."""
+    return [
+        f"trainer.logger={name} needs the package {name!r} where the run starts: pip install 'verl-sync[{name}]'"
+        for name in dict.fromkeys(backends)
+        if name in SERVICES and find_spec(name) is None
+    ]
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -211,13 +186,3 @@ def _step(record: Mapping[str, Any]) -> float:
     """What has no step is of no step that counts."""
     step = record.get("step")
     return step if isinstance(step, int) else math.inf
-
-
-def _writable(directory: Path) -> Path:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"the output directory {directory} cannot be made: {exc}") from exc
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"the output directory {directory} is not writable")
-    return directory

@@ -9,8 +9,10 @@ import torch
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn, kl_penalty, within_mini_batch
+from verl.workers.losses.correction import importance_weights, kept_tokens
+from verl.workers.losses.policy import token_share
 
 
 class ActorLoss:
@@ -20,9 +22,12 @@ class ActorLoss:
     `ref_log_prob` and `rollout_is_weights`.
     """
 
-    def __init__(self, config: ActorConfig) -> None:
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
+        """`correction` is applied here, where `old_log_probs` are the rollout engine's."""
         self._config = config
-        self._policy_loss: Any = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self._correction = correction if correction and (correction.rejects or _weighs(correction)) else None
+        mode = "gpg" if correction and _weighs(correction) else config.policy_loss.loss_mode
+        self._policy_loss: Any = get_policy_loss_fn(mode)
         self._takes_totals = "totals" in inspect.signature(self._policy_loss).parameters
 
     def __call__(
@@ -52,15 +57,21 @@ class ActorLoss:
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
         """The policy loss and its metrics, both as shares of the mini-batch's. Raises ConfigError for anything else."""
         batch = tensors_of(micro_batch)
+        mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
+        of_correction: dict[str, float | torch.Tensor] = {}
+        if self._correction is not None:
+            mask, weights, of_correction = corrected(
+                log_prob.detach(), batch["old_log_probs"], mask, self._correction, totals
+            )
         with within_mini_batch(totals):
             result = self._policy_loss(
                 old_log_prob=batch["old_log_probs"],
                 log_prob=log_prob,
                 advantages=batch["advantages"],
-                response_mask=batch["response_mask"],
+                response_mask=mask,
                 loss_agg_mode=self._config.loss_agg_mode,
                 config=self._config,
-                rollout_is_weights=batch.get("rollout_is_weights", None),
+                rollout_is_weights=weights,
                 **({"totals": totals} if self._takes_totals else {}),
             )
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
@@ -72,4 +83,33 @@ class ActorLoss:
         if not self._takes_totals:
             share = float(batch["response_mask"].sum()) / max(totals.num_tokens, 1.0)
             metrics = {name: value * share for name, value in metrics.items()}
-        return loss, metrics
+        return loss, metrics | of_correction
+
+
+def _weighs(correction: RolloutCorrectionConfig) -> bool:
+    return correction.loss_type == "reinforce"
+
+
+def corrected(
+    log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    totals: LossTotals,
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float | torch.Tensor]]:
+    """(tokens to learn from, their weights, shares of metrics) of the policy as it is against the rollout engine's.
+
+    PPO's ratio is the importance weight already: only the plain policy gradient has weights of its own.
+    """
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, log_prob - rollout_log_prob, 0.0)
+    kept = kept_tokens(log_ratio, mask, config)
+    metrics: dict[str, float | torch.Tensor] = {"rollout_corr/kl": token_share(-log_ratio, mask, totals)}
+    if config.rejects:
+        changed = (kept != mask).any(-1).sum().item()
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share((~kept).float(), mask, totals)
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = changed / max(totals.num_sequences, 1.0)
+    weights = importance_weights(log_ratio, mask, config)[0] if _weighs(config) else None
+    if weights is not None:
+        metrics["rollout_corr/rollout_is_mean"] = token_share(weights, mask, totals)
+    return kept.to(response_mask.dtype), weights, metrics

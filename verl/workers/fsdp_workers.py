@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorRolloutRefConfig
+from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry
@@ -57,8 +58,10 @@ class ActorRolloutRefWorker(WeightPublisher):
         loss_fn: LossFunction | None = None,
         device: str | None = None,
         seed: int = 1,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         """`config.model.path` is a Hugging Face directory. `loss_fn` replaces `ActorLoss`; it must be picklable.
+        `correction` is for `ActorLoss`.
 
         `device` is cpu, cuda, npu, or None for what is there. `config.nccl_timeout` bounds every collective.
         Raises ConfigError for what can be known to fail before a process group exists.
@@ -76,11 +79,11 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._has_actor, self._has_ref = "actor" in parts, "ref" in parts
         self._kept_wide: frozenset[str] = frozenset()
         """Tensors that rollout engines keep in float32."""
-        self._loss_fn = loss_fn or (ActorLoss(config.actor) if self._has_actor else None)
+        self._loss_fn = loss_fn or (ActorLoss(config.actor, correction) if self._has_actor else None)
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
             if self._has_actor
-            else 0
+            else Fraction(1)
         )
         self._seed = seed
         self._timeout = timedelta(seconds=config.nccl_timeout)
@@ -213,15 +216,15 @@ class ActorRolloutRefWorker(WeightPublisher):
         return metrics | self._flops_metrics(data, time.perf_counter() - start_s) | self._memory_metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_profile(self) -> None:
+    def start_profile(self, tool: str) -> None:
         """Trace this rank from here to `stop_profile`, if `actor.profiler` has chosen it. No collective."""
         if self.config.actor.profiler.traces(self.rank):
-            self._profiler.start()
+            self._profiler.start(tool)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self, directory: str, step: int) -> None:
-        """Write the trace to `step_<step>_rank_<rank>.json.gz` in `directory` of this rank's host. No collective."""
-        self._profiler.stop(Path(directory) / f"step_{step}_rank_{self.rank}.json.gz")
+        """Write the trace to `step_<step>_rank_<rank>.<...>` in `directory` of this rank's host. No collective."""
+        self._profiler.stop(Path(directory) / f"step_{step}_rank_{self.rank}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

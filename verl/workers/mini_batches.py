@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 import torch
 
@@ -11,26 +12,30 @@ from verl.utils.config import ConfigError
 from verl.workers.config import ActorConfig, CriticConfig
 
 
-def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size: int) -> int:
-    """Sequences of one mini-batch on one rank. Raises ConfigError if they cannot be spread evenly."""
+def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size: int) -> Fraction:
+    """Sequences of one mini-batch on one rank, on average. Raises ConfigError if some rank would have none."""
     sequences = prompts * responses_per_prompt
-    if sequences % world_size:
+    if sequences < world_size:
         raise ConfigError(
             f"ppo_mini_batch_size={prompts} x rollout.n={responses_per_prompt} = {sequences} sequences "
-            f"do not divide over {world_size} trainer ranks"
+            f"are fewer than {world_size} trainer ranks"
         )
-    return sequences // world_size
+    return Fraction(sequences, world_size)
 
 
 def iterate_mini_batches(
-    data: DataProto, config: ActorConfig | CriticConfig, *, size: int, generator: torch.Generator
+    data: DataProto, config: ActorConfig | CriticConfig, *, size: Fraction | int, generator: torch.Generator
 ) -> Iterator[DataProto]:
     """`ppo_epochs` passes over `data` in mini-batches of `size` sequences, in order unless `shuffle`.
 
     Every rank gets the same number of mini-batches, as all hold equally many sequences; the last one of a pass may be
-    shorter.
+    shorter. A `size` that is no whole number gives mini-batches that differ by one sequence at most.
     """
     for _ in range(config.ppo_epochs):
         if config.shuffle:
             data = data[torch.randperm(len(data), generator=generator)]
-        yield from data.split(size)
+        if Fraction(size).denominator == 1:
+            yield from data.split(int(size))
+        else:
+            for rows in torch.arange(len(data)).tensor_split(max(1, int(len(data) / size))):
+                yield data[rows]

@@ -1,28 +1,68 @@
-"""Traces of what a trainer rank does: torch's profiler, for chrome://tracing or Perfetto."""
+"""Traces of what a trainer rank does: for chrome://tracing or Perfetto, for Nsight Systems, or of a device's memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+
+class _Running(Protocol):
+    def stop(self) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> None: ...
 
 
 class RankProfiler:
     """Used on the rank's own thread, which is the one that is traced, with autograd's behind it."""
 
     def __init__(self, device: str) -> None:
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-        self._running: profile | None = None
+        self._device = device
+        self._stop: Callable[[Path], None] | None = None
 
-    def start(self) -> None:
-        self._running = profile(activities=self._activities)
-        self._running.start()
+    def start(self, tool: str) -> None:
+        """`tool`: as in `global_profiler.tool`, one that traces this rank's device."""
+        if tool == "nsys":  # this process runs under it, and it waits for this
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+            self._stop = lambda _: torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        elif tool == "torch_memory":
+            torch.cuda.memory._record_memory_history()
+            self._stop = _dump_memory
+        else:
+            running = _npu_profile() if tool == "npu" else _torch_profile(self._device)
+            running.start()
+            self._stop = lambda path: _export(running, path)
 
     def stop(self, path: Path) -> None:
-        """Write the trace to `path`, whose directory is made if need be. Without `start` nothing happens."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        running.stop()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(path))
+        """Write the trace to `path` with the ending of its kind; its directory is made if need be.
+
+        Without `start` nothing happens; what runs under nsys writes where that was told to.
+        """
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stop(path)
+
+
+def _torch_profile(device: str) -> profile:
+    return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda"))
+
+
+def _npu_profile() -> Any:
+    import torch_npu  # its devices alone have it
+
+    activity = torch_npu.profiler.ProfilerActivity
+    return torch_npu.profiler.profile(activities=[activity.CPU, activity.NPU])
+
+
+def _export(running: _Running, path: Path) -> None:
+    running.stop()
+    running.export_chrome_trace(f"{path}.json.gz")
+
+
+def _dump_memory(path: Path) -> None:
+    torch.cuda.memory._dump_snapshot(f"{path}.pickle")  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -9,7 +9,9 @@ import contextlib
 import io
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from recipe.dapo import main_dapo
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.one_step_off_policy import main_ppo as one_step_off
 from verl.trainer.config.cli import run_hydra
@@ -17,6 +19,11 @@ from verl.trainer.main_ppo import check_ppo
 
 MODES = {
     "hybrid": {"check": check_ppo},
+    "dapo": {
+        "check": check_ppo,
+        "config_path": main_dapo.CONFIG_DIR,
+        "config_name": main_dapo.CONFIG_NAME,
+    },
     "one_step_off": {
         "check": lambda config: check_ppo(config, one_step_off.LOOP),
         "config_path": one_step_off.CONFIG_DIR,
@@ -47,6 +54,7 @@ A, R, F, M = (
     "actor_rollout_ref.ref",
     "actor_rollout_ref.actor.megatron",
 )
+C = "algorithm.rollout_correction"
 GRPO = (
     "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 "
     "data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=builtin:tiny-qwen2 "
@@ -71,6 +79,10 @@ DAPO = (
     "+reward.reward_kwargs.overlong_buffer_cfg.len=512 +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 "
     "+reward.reward_kwargs.overlong_buffer_cfg.log=False +reward.reward_kwargs.max_resp_len=1024 "
     f"{A}.clip_ratio_low=0.2 {A}.clip_ratio_high=0.28 {A}.clip_ratio_c=10.0 {A}.loss_agg_mode=token-mean"
+)
+FILTER = (
+    "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc "
+    "algorithm.filter_groups.max_num_gen_batches=10"
 )
 OFFLOAD = f"{M}.param_offload=True {M}.grad_offload=True {M}.optimizer_offload=True {F}.megatron.param_offload=True"
 RECOMPUTE = " ".join(
@@ -124,6 +136,49 @@ LAUNCHES = (
         f"{R}.load_format=safetensors {A}.entropy_checkpointing=True +actor_rollout_ref.model.use_shm=True",
         said="warning: actor_rollout_ref.model.use_fused_kernels=true",
     ),
+    Launch(
+        "a logger whose package is not here",
+        "hybrid",
+        f"{GRPO} trainer.logger=[console,trackio]",
+        said="" if find_spec("trackio") else "not here: trainer.logger=trackio needs the package 'trackio'",
+    ),
+    Launch("remax", "hybrid", f"{GRPO} algorithm.adv_estimator=remax", said="algorithm: remax"),
+    Launch(
+        "the optimal token baseline",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=optimal_token_baseline {A}.calculate_sum_pi_squared=True",
+        said="one more pass",
+    ),
+    Launch(
+        "gdpo",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=gdpo +algorithm.gdpo_reward_keys=[accuracy,format] "
+        "reward.reward_manager.name=gdpo",
+    ),
+    Launch("gdpo without components", "hybrid", f"{GRPO} algorithm.adv_estimator=gdpo", refused="gdpo_reward_keys"),
+    Launch("a KL loss with another gradient", "hybrid", f"{GRPO} {A}.kl_loss_type=k3+"),
+    Launch("dppo", "hybrid", f"{GRPO} {A}.policy_loss.loss_mode=dppo_tv", said="loss dppo_tv"),
+    Launch(
+        "kl_cov",
+        "hybrid",
+        f"{GRPO} {A}.policy_loss.loss_mode=kl_cov {A}.policy_loss.kl_cov_ratio=0.002 {A}.policy_loss.ppo_kl_coef=1",
+    ),
+    Launch(
+        "all of dapo",
+        "dapo",
+        f"{GRPO} {DAPO} {FILTER} data.gen_batch_size=3072 reward_model.overlong_buffer.enable=True "
+        "reward_model.overlong_buffer.len=512 reward_model.overlong_buffer.penalty_factor=1.0",
+        said="rewards dapo",
+    ),
+    Launch("dapo with megatron", "dapo", f"--config-name=dapo_megatron_trainer {GRPO}", said="megatron"),
+    Launch("dynamic sampling, one step off", "one_step_off", f"{ASYNC} {FILTER}", refused="recipe.dapo.main_dapo"),
+    Launch("dynamic sampling, fully async", "fully_async", f"{ASYNC} {FILTER}", refused="as they come"),
+    Launch(
+        "dynamic sampling without a metric",
+        "hybrid",
+        f"{GRPO} algorithm.filter_groups.enable=True",
+        refused="filter_groups.metric",
+    ),
     Launch("loggers", "hybrid", f"{GRPO} trainer.logger=[console,file]"),
     Launch(
         "sizes over all ranks",
@@ -135,6 +190,104 @@ LAUNCHES = (
         "lora",
         "hybrid",
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
+    ),
+    Launch(
+        "rollouts of another run, and a sandbox for code",
+        "hybrid",
+        f"{GRPO} skip.rollout.enable=True skip.rollout.dump_dir=/data skip.rollout.steps=[1] skip.rollout.action=cache "
+        "reward.reward_manager.name=prime reward.sandbox_fusion.url=http://sandbox/run_code",
+        said="warning: skip.rollout.enable=true: every step generates its responses",
+    ),
+    Launch(
+        "batches that do not divide over the ranks",
+        "fully_async",
+        f"{ASYNC} trainer.n_gpus_per_node=6 {A}.fsdp_config.fsdp_size=2 data.train_batch_size=0 data.gen_batch_size=1",
+    ),
+    Launch(
+        "a reward model on the trainer's devices, whose files are a stand-in",
+        "hybrid",
+        f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=builtin:tiny-qwen2 "
+        "reward.reward_model.rollout.name=vllm reward.reward_model.rollout.gpu_memory_utilization=0.8 "
+        "reward.reward_model.rollout.tensor_model_parallel_size=1 reward.reward_model.rollout.prompt_length=2048 "
+        "reward.reward_model.rollout.skip_tokenizer_init=False reward.num_workers=8",
+        said="the model has no head that gives a score",
+    ),
+    Launch(
+        "a reward model with keys of engines that shard it",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.model.path=builtin:tiny-qwen2 reward_model.strategy=megatron "
+        "reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32 "
+        "reward_model.megatron.tensor_model_parallel_size=2 reward_model.use_dynamic_bsz=True",
+        said="reward_model.strategy=megatron: vLLM computes the reward model",
+    ),
+    Launch(
+        "a reward model, as verl 0.7 writes it, by an engine that is not here",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
+        "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang",
+        refused="reward_model.rollout.name='sglang' is not one of: vllm",
+    ),
+    Launch(
+        "distributed checkpoints whose place is not said",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {F}.megatron.use_dist_checkpointing=True",
+        said="weights are read from the Hugging Face directory",
+    ),
+    Launch(
+        "a distributed checkpoint that is not there",
+        "hybrid",
+        f"{MEGATRON} {M}.use_dist_checkpointing=True {M}.dist_checkpointing_path=/nowhere",
+        refused="is no distributed checkpoint of Megatron's: it has no metadata.json",
+    ),
+    Launch(
+        "a schedule of Megatron's",
+        "hybrid",
+        f"{MEGATRON} {A}.optim.lr_decay_style=linear {A}.optim.lr_warmup_init=1e-8 {A}.optim.lr_warmup_steps=10 "
+        f"{A}.ppo_micro_batch_size_per_gpu=7",
+    ),
+    Launch(
+        "a profiler of devices that are not here",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        f"{A}.profiler.tool_config.npu.level=level0 global_profiler.tool=npu global_profiler.steps=[2,4]",
+        said="global_profiler.tool=npu: nothing is traced",
+    ),
+    Launch(
+        "traces of trainer ranks and of rollout engines",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=True {A}.profiler.ranks=[0] {R}.profiler.enable=True {R}.profiler.ranks=[0] "
+        f"{R}.profiler.tool_config.torch.discrete=True global_profiler.tool=torch global_profiler.steps=[1,2]",
+        said="no effect: actor_rollout_ref.rollout.profiler.ranks=[0]",
+    ),
+    Launch(
+        "nsys, as it is written and not switched on",
+        "hybrid",
+        f"{GRPO} {A}.profiler.enable=False {A}.profiler.all_ranks=True {A}.profiler.ranks=[0,4] "
+        "global_profiler.tool=nsys global_profiler.steps=[1] global_profiler.global_tool_config.nsys.discrete=True",
+    ),
+    Launch(
+        "a path to resume from that is not asked for",
+        "hybrid",
+        f"{GRPO} trainer.resume_from_path=checkpoints/",
+        said="only trainer.resume_mode=resume_path goes on from there",
+    ),
+    Launch(
+        "experts over more ranks than a replica has",
+        "hybrid",
+        f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8 {R}.cudagraph_capture_sizes=[8,16]",
+        said="every replica holds all experts",
+    ),
+    Launch(
+        "what saves memory or time",
+        "hybrid",
+        f"{MEGATRON} {A}.use_prefix_grouper=True {M}.use_megatron_fsdp=True transfer_queue.enable=True",
+        said="transfer_queue.enable=true: batches go through the driver",
+    ),
+    Launch(
+        "training in float8",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.fp8=e4m3",
+        refused="override_transformer_config.fp8 cannot be set",
     ),
     Launch(
         "a profiler that is off",
@@ -155,6 +308,29 @@ LAUNCHES = (
         said="context_parallel_size=2: sequences are not split",
     ),
     Launch("one step off", "one_step_off", ASYNC, said="separate"),
+    Launch(
+        "one step off that rejects sequences",
+        "one_step_off",
+        f"{ASYNC} {R}.calculate_log_probs=True {C}.rollout_is=null {C}.rollout_is_threshold=null "
+        f"{C}.rollout_rs=seq_mean_k1 {C}.rollout_rs_threshold=0.999_1.001 {C}.bypass_mode=false",
+    ),
+    Launch(
+        "the plain policy gradient with importance weights",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=rloo {C}.bypass_mode=true {C}.loss_type=reinforce {C}.rollout_is=sequence "
+        f"{C}.rollout_is_batch_normalize=true {C}.rollout_is_threshold=2.0 {C}.rollout_rs=null",
+    ),
+    Launch(
+        "rejection as older releases name it",
+        "hybrid",
+        f"{GRPO} {C}.rollout_rs=geometric {C}.rollout_rs_threshold=1.01",
+    ),
+    Launch(
+        "bounds that are read as one number",
+        "hybrid",
+        f"{GRPO} {C}.rollout_is=token {C}.rollout_is_threshold=0.5_2",
+        refused="two bounds are written like 0.5_2.0",
+    ),
     Launch(
         "one step off with megatron",
         "one_step_off",

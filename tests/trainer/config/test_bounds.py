@@ -14,7 +14,12 @@ NUMBERS = [
     for key in section.keys
     if re.search(r"\b(int|float)\b", key.type) and not key.choices
 ]
-ANY_NUMBER = {"actor_rollout_ref.actor.entropy_coeff"}
+ANY_NUMBER = {
+    "actor_rollout_ref.actor.entropy_coeff",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub",
+    "algorithm.gdpo_reward_weights",
+}
 
 
 def test_every_number_says_which_values_it_takes():

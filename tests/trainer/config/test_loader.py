@@ -147,3 +147,22 @@ def test_a_yaml_file_that_cannot_be_parsed_is_named(tmp_path):
     (tmp_path / "broken.yaml").write_text("trainer: [\n")
     with pytest.raises(ConfigError, match=r"broken\.yaml"):
         load_config(config_path=tmp_path, config_name="broken")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ("grpo", 8)),
+        (["data.train_files=builtin:arithmetic"], ("grpo", 8)),
+        (["actor_rollout_ref.model.path=/models/qwen"], ("gae", 1)),
+        (["data.train_files=/data/train.parquet"], ("gae", 1)),
+        (["data.train_files=[/data/a.parquet,/data/b.parquet]"], ("gae", 1)),
+        (["data.train_files=/data/train.parquet", "actor_rollout_ref.rollout.n=4"], ("gae", 4)),
+        (["data.train_files=/data/train.parquet", "algorithm.adv_estimator=rloo"], ("rloo", 1)),
+        (["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae"], ("gae", 2)),
+    ],
+    ids=str,
+)
+def test_who_brings_a_model_or_data_has_verls_defaults_of_what_decides_how_it_learns(overrides, expected):
+    config = load_config(overrides)
+    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == expected

@@ -48,3 +48,56 @@ def test_pass_at_k_rewards_the_best_of_a_group_alone():
 
 def test_of_several_that_are_best_none_is_ahead():
     assert first_column("grpo_passk", [1.0, 1.0, 5.0], uids("a", "a", "b")) == [0.0, 0.0, 0.0]
+
+
+MASK = torch.tensor([[1, 1], [1, 0], [1, 1]])
+REWARDS = torch.tensor([[0.0, 3.0], [1.0, 0.0], [0.5, 0.5]])
+GROUPS = uids("a", "a", "b")
+
+
+def test_remax_takes_off_what_a_greedy_response_earns():
+    advantages, returns = get_adv_estimator_fn("remax")(
+        token_level_rewards=REWARDS,
+        response_mask=MASK,
+        index=GROUPS,
+        config=AlgorithmConfig(),
+        reward_baselines=torch.tensor([2.0, 2.0, 0.25]),
+    )
+    assert returns.tolist() == [[3.0, 3.0], [1.0, 0.0], [1.0, 0.5]]
+    assert advantages.tolist() == [[1.0, 1.0], [-1.0, 0.0], [0.75, 0.25]]
+
+
+def test_the_optimal_token_baseline_weighs_by_energy_up_to_the_token():
+    # 1 - 2 pi + sum pi^2: 1 - 1 + 0.5 = 0.5, then 1 - 0.5 + 0.25 = 0.75; 1 - 1.6 + 0.7 = 0.1.
+    given = {
+        "token_level_rewards": REWARDS,
+        "response_mask": MASK,
+        "index": GROUPS,
+        "config": AlgorithmConfig(),
+        "old_log_probs": torch.tensor([[0.5, 0.25], [0.8, 1.0], [0.5, 0.5]]).log(),
+        "sum_pi_squared": torch.tensor([[0.5, 0.25], [0.7, 9.0], [0.5, 0.5]]),
+    }
+    advantages, _ = get_adv_estimator_fn("optimal_token_baseline")(**given)
+    baseline = (0.5 * 3 + 0.1 * 1) / 0.6
+    # The second token of the first response has no other beside it; group b has one member.
+    expected = torch.tensor([[3 - baseline, 0.0], [1 - baseline, 0.0], [1.0, 0.5]])
+    torch.testing.assert_close(advantages, expected)
+    weighed, _ = get_adv_estimator_fn("optimal_token_baseline")(
+        **given, rollout_is_weights=torch.tensor([[1.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
+    )
+    baseline = (0.5 * 3 + 0.4 * 1) / 0.9
+    torch.testing.assert_close(weighed[:, 0], torch.tensor([3 - baseline, 1 - baseline, 1.0]))
+
+
+def test_gdpo_normalises_each_component_before_it_adds_them():
+    config = AlgorithmConfig(gdpo_reward_keys=["right", "short"], gdpo_reward_weights=[1.0, 0.5])
+    advantages, _ = get_adv_estimator_fn("gdpo")(
+        token_level_rewards=torch.zeros(4, 1),
+        response_mask=torch.ones(4, 1),
+        index=uids("a", "a", "b", "b"),
+        config=config,
+        reward_components=torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 7.0], [1.0, 7.0]]),
+    )
+    # Group a: +- 1 / sqrt 2 of each, so +- 0.5 / sqrt 2 in sum; group b: 0. Variance over 4 tokens: 0.25 / 3.
+    unit = 0.5 / 2**0.5 / (0.25 / 3) ** 0.5
+    torch.testing.assert_close(advantages.flatten(), torch.tensor([unit, -unit, 0.0, 0.0]), atol=1e-4, rtol=0)

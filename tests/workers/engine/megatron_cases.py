@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from pathlib import Path
 
 import torch
@@ -142,3 +143,25 @@ def rounded_log_probs(path: Path, options: dict) -> torch.Tensor:
     """In bfloat16, by a reference policy."""
     engine = make_megatron(path, {**options, "dtype": "bfloat16"}, trainable=False)
     return engine.compute_log_prob(own_rows(batch(12)), temperature=1.0, limits=SMALL)[0]
+
+
+def written_by_megatron(path: Path, options: dict, directory: Path) -> list[tuple]:
+    """A distributed checkpoint of a model whose weights are no file's, by Megatron's own writer; what it holds."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Its writer starts processes, which those of the pool, as daemons, may not.
+    multiprocessing.current_process()._config["daemon"] = False
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
+    engine = make_megatron(path, options)
+    train(engine, (0, 1))
+    directory.mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(engine.model.sharded_state_dict(), str(directory))
+    return held_parts(engine)
+
+
+def read_from_megatron(path: Path, options: dict, directory: Path) -> list[tuple]:
+    return held_parts(
+        make_megatron(path, options | {"use_dist_checkpointing": True, "dist_checkpointing_path": str(directory)})
+    )

@@ -29,11 +29,13 @@ from tests.workers.engine.megatron_cases import (
     as_in_the_file,
     make_megatron,
     own_rows,
+    read_from_megatron,
     resumed,
     rounded_log_probs,
     tiny_moe,
     train,
     whole_life,
+    written_by_megatron,
 )
 from verl.workers.engine.megatron.layout import divide
 
@@ -172,6 +174,19 @@ def test_another_layout_goes_on_from_a_checkpoint(ranks, models, tmp_path):
     for part in ("saved", "trained"):
         found, expected = (assemble([rank[part] for rank in result]) for result in (again, life))
         assert_same_weights(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "writes", "reads"),
+    [("qwen2", True, (1, {}), (2, TP2)), ("llama", False, (2, TP2), (2, PP2)), ("qwen3_moe", False, (2, EP2), (1, {}))],
+)
+def test_the_first_weights_are_those_of_megatrons_distributed_checkpoint_in_any_layout(
+    ranks, models, moe, tmp_path, architecture, tied, writes, reads
+):
+    path = moe if architecture == "qwen3_moe" else models(architecture, tied)
+    written = ranks.run(written_by_megatron, writes[0], path, writes[1], tmp_path / "dist")
+    read = ranks.run(read_from_megatron, reads[0], path, reads[1], tmp_path / "dist")
+    assert_same_weights(assemble(read), assemble(written))
 
 
 def log_probs_of_fsdp2(path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
@@ -63,14 +65,17 @@ def test_the_configuration_chooses_between_a_token_budget_and_a_number_of_sequen
 
 def test_a_mini_batch_of_prompts_is_spread_over_the_ranks():
     assert mini_batch_size_per_rank(6, 4, 3) == 8
-    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=3 x rollout\.n=3 = 9 sequences do not divide over 2"):
-        mini_batch_size_per_rank(3, 3, 2)
+    assert mini_batch_size_per_rank(3, 3, 2) == Fraction(9, 2)
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size=1 x rollout\.n=3 = 3 sequences are fewer than 4"):
+        mini_batch_size_per_rank(1, 3, 4)
 
 
 def rows(**options):
     data = DataProto.from_dict(tensors={"row": torch.arange(5)})
     generator = torch.Generator().manual_seed(0)
-    parts = iterate_mini_batches(data, ActorConfig(**options), size=2, generator=generator)
+    options = {"size": 2} | options
+    size = options.pop("size")
+    parts = iterate_mini_batches(data, ActorConfig(**options), size=size, generator=generator)
     return [part.batch["row"].tolist() for part in parts]
 
 
@@ -80,3 +85,8 @@ def test_every_epoch_walks_through_the_batch_in_order_or_shuffled():
     assert [len(part) for part in shuffled] == [2, 2, 1]
     assert sorted(sum(shuffled, [])) == list(range(5))
     assert shuffled != rows(ppo_epochs=1)
+
+
+def test_mini_batches_that_do_not_divide_over_the_ranks_are_as_many_and_nearly_equal():
+    """Ten sequences in two steps of five, on two ranks: here are three of one step and two of the other."""
+    assert rows(size=mini_batch_size_per_rank(5, 1, 2)) == [[0, 1, 2], [3, 4]]

@@ -29,6 +29,15 @@ def test_a_cosine_ends_at_its_floor_and_stays_there():
     assert values[6:] == pytest.approx([0.1, 0.1, 0.1])
 
 
+def test_a_linear_rate_falls_by_the_same_amount_every_step_to_its_floor():
+    values = rates(7, lr_scheduler_type="linear", lr_warmup_steps=1, total_training_steps=5, min_lr_ratio=0.2)
+    assert values == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_the_warm_up_may_begin_above_zero():
+    assert rates(4, lr_warmup_steps=4, lr_warmup_init=0.2) == pytest.approx([0.4, 0.6, 0.8, 1.0])
+
+
 def test_a_schedule_that_needs_the_length_of_the_run_says_so():
     with pytest.raises(ConfigError, match=r"lr_scheduler_type=cosine needs optim\.total_training_steps"):
         rates(1, lr_scheduler_type="cosine")

@@ -40,3 +40,12 @@ def test_low_var_kl_and_kl_estimate_the_same_divergence():
 def test_an_unknown_estimator_is_named_with_the_nearest_known_one():
     with pytest.raises(ConfigError, match="Did you mean 'low_var_kl'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "low_var")
+
+
+@pytest.mark.parametrize("name", ["kl", "abs", "mse", "low_var_kl"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
+    logprob, reference = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -0.5])
+    got = kl_penalty(logprob, reference, f"{name}+")
+    torch.testing.assert_close(got, kl_penalty(logprob, reference, name))
+    got.sum().backward()
+    assert logprob.grad.tolist() == [0.5, -1.5]  # the difference of the log-probs

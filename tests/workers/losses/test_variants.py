@@ -109,3 +109,69 @@ def test_the_loss_of_a_mini_batch_is_the_sum_of_its_micro_batches(name):
 @pytest.mark.parametrize("name", ["gspo", "geo_mean", "gpg", "sapo", "cispo"])
 def test_rollout_weights_multiply_the_token_losses(name):
     assert loss_of(name, weights=torch.full((2, 2), 0.5))[0] == pytest.approx(0.5 * loss_of(name)[0])
+
+
+# A token of probability 0.5 and its ratios; the covariances are (A - 0) (log pi - mean).
+BOLD = {
+    "ratios": torch.tensor([[1.1, 1.1, 0.9, 0.9]]),
+    "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]),
+    "mask": torch.ones(1, 4),
+    "old": math.log(0.5),
+}
+
+
+def test_clip_cov_leaves_out_tokens_whose_covariance_lies_between_the_bounds():
+    # Log-probs differ from their mean by half of log(1.1 / 0.9), 0.1; that is the first and the last one's covariance.
+    chosen = PolicyLossConfig(clip_cov_lb=0.05, clip_cov_ub=0.15, clip_cov_ratio=1.0)
+    loss, metrics, gradient = loss_of("clip_cov", policy_loss=chosen, **BOLD)
+    assert loss == pytest.approx((1.1 - 0.9) / 4)
+    assert torch.allclose(gradient, torch.tensor([[0.0, 1.1, -0.9, 0.0]]) / 4)
+    assert metrics["actor/pg_clipfrac"] == 0.5
+
+
+def test_clip_cov_leaves_out_one_at_least_and_otherwise_is_ppo():
+    chosen = PolicyLossConfig(clip_cov_lb=0.05, clip_cov_ub=0.15)
+    _, metrics, _ = loss_of("clip_cov", policy_loss=chosen, **BOLD)
+    assert metrics["actor/pg_clipfrac"] == 0.25
+    clipped = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}
+    assert loss_of("clip_cov", **clipped, **BOLD)[0] == pytest.approx(loss_of("vanilla", **clipped, **BOLD)[0])
+
+
+def test_kl_cov_penalises_the_tokens_of_highest_covariance():
+    chosen = PolicyLossConfig(kl_cov_ratio=0.5, ppo_kl_coef=2.0)
+    loss, metrics, gradient = loss_of("kl_cov", policy_loss=chosen, **BOLD)
+    assert loss == pytest.approx((-1.1 + 1.1 - 0.9 + 0.9 + 2 * (math.log(1.1) - math.log(0.9))) / 4)
+    assert torch.allclose(gradient, torch.tensor([[-1.1 + 2, 1.1, -0.9, 0.9 - 2]]) / 4)
+    assert metrics["actor/kl_cov_frac"] == 0.5
+
+
+def test_kl_cov_does_not_count_padding():
+    given = {**BOLD, "mask": torch.tensor([[0.0, 1.0, 1.0, 0.0]])}
+    _, metrics, _ = loss_of("kl_cov", policy_loss=PolicyLossConfig(kl_cov_ratio=1.0), **given)
+    assert metrics["actor/kl_cov_frac"] == 1.0
+
+
+def binary_kl(before, now):
+    return before * math.log(before / now) + (1 - before) * math.log((1 - before) / (1 - now))
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"), [("dppo_tv", 0.049), ("dppo_kl", 0.9 * binary_kl(0.5, 0.55))], ids=["tv", "kl"]
+)
+def test_dppo_stops_tokens_beyond_the_divergence_that_move_on(name, threshold):
+    # 0.5 became 0.55 or 0.45: a total variation of 0.05. Up with A > 0 and down with A < 0 would move on.
+    loss, metrics, gradient = loss_of(name, clip_ratio_low=threshold, clip_ratio_high=threshold, **BOLD)
+    assert loss == pytest.approx((1.1 - 0.9) / 4)
+    assert torch.allclose(gradient, torch.tensor([[0.0, 1.1, -0.9, 0.0]]) / 4)
+    assert (metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"), [("dppo_tv", 0.051), ("dppo_kl", 1.1 * binary_kl(0.5, 0.55))], ids=["tv", "kl"]
+)
+def test_dppo_does_not_mind_the_ratio_of_what_is_unlikely(name, threshold):
+    loss, metrics, _ = loss_of(name, clip_ratio_low=threshold, clip_ratio_high=threshold, **BOLD)
+    assert loss == pytest.approx(0.0, abs=1e-7)
+    assert metrics["actor/pg_clipfrac"] == 0
+    rare = {**BOLD, "ratios": torch.tensor([[2.0, 0.5, 1.0, 1.0]]), "old": math.log(1e-3)}
+    assert loss_of(name, clip_ratio_low=threshold, clip_ratio_high=threshold, **rare)[1]["actor/pg_clipfrac"] == 0

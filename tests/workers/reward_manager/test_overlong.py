@@ -25,18 +25,18 @@ def configured(**buffer):
 )
 def test_the_penalty_grows_by_a_straight_line_over_the_buffer(length, penalty):
     # The numbers of the paper: 16384 expected tokens, a buffer of 4096.
-    assert overlong_penalty(configured())(length) == pytest.approx(penalty)
+    assert overlong_penalty(configured(), 100)(length) == pytest.approx(penalty)
 
 
 def test_without_the_switch_there_is_none():
-    assert overlong_penalty(configured(enable=False)) is None
+    assert overlong_penalty(configured(enable=False), 100) is None
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"reward_manager": "naive", "reward_kwargs": {"max_resp_len": 8}}, "needs reward_model.reward_manager=dapo"),
-        ({"reward_manager": "dapo"}, "needs reward_model.reward_kwargs.max_resp_len"),
+        ({"reward_manager": "dapo"}, "len=4 must be above 0 and at most data.max_response_length=3"),
         ({"reward_manager": "dapo", "reward_kwargs": {"max_resp_len": 3}}, "len=4 must be above 0 and at most"),
     ],
 )
@@ -44,7 +44,7 @@ def test_a_buffer_that_cannot_be_meant_is_refused(values, message):
     buffer = {"overlong_buffer_cfg": {"enable": True, "len": 4}}
     given = {**values, "reward_kwargs": {**values.get("reward_kwargs", {}), **buffer}}
     with pytest.raises(ConfigError, match=message):
-        overlong_penalty(from_mapping(RewardModelConfig, given))
+        overlong_penalty(from_mapping(RewardModelConfig, given), 3)
 
 
 def test_the_penalty_is_part_of_the_reward_and_of_the_metrics_if_asked_for():

@@ -136,9 +136,7 @@ class GlooEngine(CollectiveEngine):
     options_class = GlooOptions
     communicator_class = GlooChain
     capabilities = Capabilities(
-        staged=True,
         one_sided=False,
-        elastic=False,
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
         topologies=("broadcast",),
@@ -152,9 +150,7 @@ class NcclEngine(CollectiveEngine):
     options_class = NcclOptions
     communicator_class = Nccl
     capabilities = Capabilities(
-        staged=True,
         one_sided=False,
-        elastic=False,
         same_host=False,
         device_types=("cuda",),
         topologies=("broadcast",),
@@ -168,9 +164,7 @@ class HcclEngine(CollectiveEngine):
     options_class = HcclOptions
     communicator_class = Hccl
     capabilities = Capabilities(
-        staged=True,
         one_sided=False,
-        elastic=False,
         same_host=False,
         device_types=("npu",),
         topologies=("broadcast",),

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class NaiveEngine(CheckpointEngineWithCache):
-    capabilities = Capabilities(
-        staged=False, one_sided=False, elastic=False, same_host=True, device_types=("cpu", "cuda", "npu")
-    )
+    capabilities = Capabilities(one_sided=False, same_host=True, device_types=("cpu", "cuda", "npu"))
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)

@@ -63,9 +63,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
     """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects everybody anew."""
 
     capabilities = Capabilities(
-        staged=True,
         one_sided=True,
-        elastic=False,
         same_host=False,
         device_types=("cpu", "cuda", "npu"),
         late_nodes=True,

@@ -82,6 +82,14 @@ def pieces_again(plan: SyncPlan, pieces: Sequence[int]) -> list[Bucket]:
     return buckets
 
 
+def moved_to(bucket: Bucket, shift: int) -> Bucket:
+    """`bucket` of `messages_of` for memory that begins elsewhere than the slot does. Pure."""
+    if bucket.scatter:
+        return bucket
+    (part,) = bucket.ranges
+    return replace(bucket, ranges=(Range(part.src_offset, part.dst_offset + shift, part.nbytes),))
+
+
 def spread_over_bounce(buckets: Sequence[Bucket], parts: int) -> list[Bucket]:
     """`buckets` of `messages_of`, those that are scattered in turn at one of `parts` places of the bounce buffer. Pure.
 
@@ -130,9 +138,11 @@ def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes
 class Detour:
     """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
 
-    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
+        """`origin`: where in the slot the memory begins that is given for it."""
         self._plan = plan
         self._bounce = bounce
+        self._origin = origin
         self._packings: dict[int, Packing] = {}
 
     def scatter(self, bucket: Bucket, slot: npt.NDArray[np.uint8]) -> None:
@@ -158,7 +168,8 @@ class Detour:
         extents = extents_of(self._plan.layout, self._plan.boxes.take(pieces))
         message = bucket.ranges[0]
         positions = packing.offset[pieces - packing.first] - message.src_offset + message.dst_offset
-        columns = (positions, *vars(extents).values())
+        starts = extents.offset - self._origin
+        columns = (positions, starts, extents.run_nbytes, extents.rows, extents.stride)
         for position, offset, run_nbytes, rows, stride in zip(*(column.tolist() for column in columns), strict=True):
             part = self._bounce[position : position + rows * run_nbytes]
             if rows == 1:
@@ -264,6 +275,8 @@ class FetchLoop:
     interleave: bool = True
     """Over the owners. Otherwise buckets are in the order in which they shall travel."""
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
+    origin: int = 0
+    """Where in the slot `region` begins, if it is a part of it."""
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
     on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
     """Called again and again, with the owners that are waited for, while nothing arrives."""
@@ -278,7 +291,7 @@ class FetchLoop:
 
     def fetch(self, waiting: Waiting) -> int:
         """As `run`, in the order of `waiting`."""
-        detour = Detour(self.plan, self.bounce)
+        detour = Detour(self.plan, self.bounce, self.origin)
         flying: list[_Flight] = []
         landed_s = time.monotonic()
         done: dict[int, int] = {bucket.owner: 0 for bucket in waiting}

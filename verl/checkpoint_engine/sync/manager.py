@@ -139,6 +139,8 @@ class CheckpointEngineManager:
                 self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
             self._committed(transaction, plan)
+            if self._engine_class.capabilities.connects_once:
+                self._plan = None
             self._quarantine(transaction.quarantined)
             self._record(report)
             return report

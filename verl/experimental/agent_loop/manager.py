@@ -80,16 +80,17 @@ class AgentLoopManager:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.
 
         Every sample has `raw_prompt` (chat messages) and may have `agent_name`; all its columns reach its loop.
-        `meta_info["validate"]` selects `rollout.val_kwargs`. Returns the tensors and objects of `batching.to_batch`,
-        and `meta_info["timing"]`: seconds as `agent_loop/<metric>/{min,mean,max}`, `agent_loop/total_s`, and the counts
-        `agent_loop/retries` and `agent_loop/continuations`.
+        `meta_info["validate"]` selects `rollout.val_kwargs`, `meta_info["greedy"]` the likeliest tokens. Returns the
+        tensors and objects of `batching.to_batch`, and `meta_info["timing"]`: seconds as
+        `agent_loop/<metric>/{min,mean,max}`, `agent_loop/total_s`, and the counts `agent_loop/retries` and
+        `agent_loop/continuations`.
 
         The first sample that fails ends the batch at once with AgentLoopError, which holds the worker's traceback; a
         worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
         """
         # Loops work from the messages; tensors stay here.
-        validate = {"validate": bool(prompts.meta_info.get("validate", False))}
-        samples = DataProto(None, prompts.non_tensor_batch, validate)
+        sampling = {name: bool(prompts.meta_info.get(name, False)) for name in ("validate", "greedy")}
+        samples = DataProto(None, prompts.non_tensor_batch, sampling)
         if not len(samples):
             raise ValueError("there are no samples: prompts needs at least the column raw_prompt")
         self._check_loops(set(samples.non_tensor_batch.get("agent_name", ())) - {None, ""})

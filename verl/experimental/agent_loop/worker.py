@@ -61,6 +61,8 @@ class AgentLoopWorker:
         rollout = self._config.actor_rollout_ref.rollout
         make_sampling = SamplingOptions.for_validation if validate else SamplingOptions.for_training
         sampling = make_sampling(rollout, max_tokens=self._config.data.max_response_length)
+        if samples.meta_info.get("greedy"):
+            sampling = replace(sampling, temperature=0.0)
         retries, continuations = self._servers.retries, self._servers.continuations
         tasks = [
             asyncio.create_task(self._run_one(row, sampling, first_index + index))

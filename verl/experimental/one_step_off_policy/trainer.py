@@ -38,6 +38,8 @@ class Upcoming:
 class OneStepOffPolicyTrainer(RayPPOTrainer):
     """`RayPPOTrainer` with another order of things. Engines must not have to make room for the trainer."""
 
+    samples_dynamically = False
+
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
         if config.trainer.placement != "separate":

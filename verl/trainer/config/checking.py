@@ -25,6 +25,8 @@ class Checked:
     problems: list[str] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)
     """What a built-in model or data set is too small for. It stands in for the user's own, which decides."""
+    lacking: list[str] = field(default_factory=list)
+    """What this machine has not, and the one that the run starts on must have."""
 
 
 def on_its_device(config: PPOConfig) -> PPOConfig:

@@ -131,7 +131,8 @@ def _check(
     if problems:
         sys.stderr.write(grouped(problems))
         raise SystemExit(USAGE_ERROR)
-    sys.stdout.write("\n".join([*checked.plan, *noted(resolved.notes), *checked.stand_ins, "nothing was started", ""]))
+    told = [*checked.plan, *noted(resolved.notes), *checked.stand_ins, *checked.lacking]
+    sys.stdout.write("\n".join([*told, "nothing was started", ""]))
 
 
 def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]) -> None:

@@ -1,4 +1,8 @@
-"""Keys that follow others where they are null: as verl's do, the reference, the engines and the critic the actor."""
+"""Keys that follow others where they are null: as verl's do, the reference, the engines and the critic the actor.
+
+And two that follow the model and the data: what suits those that come with the project would train others otherwise
+than verl does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.trainer.config.translation import Note
-from verl.workers.config import ActorConfig, DataConfig
+from verl.utils.builtin import PREFIX
+from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, RolloutConfig
 
 _SPLIT = ("ulysses_sequence_parallel_size", "context_parallel_size")
 
@@ -20,6 +25,9 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
     policy = _section(filled, "actor_rollout_ref")
     actor, rollout, ref = (_section(policy, name) for name in ("actor", "rollout", "ref"))
     critic = _section(filled, "critic")
+    builtin = _is_builtin(filled)
+    _fill(_section(filled, "algorithm"), "adv_estimator", "grpo" if builtin else "gae")
+    _fill(rollout, "n", RolloutConfig.n if builtin else 1)
     _fill(actor, "use_dynamic_bsz", actor.get("ppo_micro_batch_size_per_gpu") is None)
     _fill(actor, "ppo_max_token_len_per_gpu", ActorConfig.ppo_max_token_len_per_gpu)
     for section in (rollout, ref):
@@ -54,6 +62,13 @@ def _raise_budgets(values: dict[str, Any], notes: list[Note]) -> None:
             why = f"raised to {longest}, the longest sequence, which one rank computes"
             notes.append(Note(key=f"{path}.{name}", value=budget, why=why, costs=True))
             section[name] = longest
+
+
+def _is_builtin(values: Mapping[str, Any]) -> bool:
+    """Whether model and training data are the project's own. Who brings others means verl's defaults."""
+    model = ((values.get("actor_rollout_ref") or {}).get("model") or {}).get("path", HFModelConfig.path)
+    files = (values.get("data") or {}).get("train_files", DataConfig.train_files)
+    return all(isinstance(name, str) and name.startswith(PREFIX) for name in (model, files))
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -54,6 +55,9 @@ def normalize(overrides: Sequence[str], groups: Collection[str], problems: list[
                 f"{text!r} has several values; one run takes one (a list is written {key}=[a,b], a comma in a string "
                 f"'{key}=\"a,b\"')"
             )
+            continue
+        if key.endswith("_threshold") and re.search(r"\d_\d", text) and isinstance(override.value(), (int, float)):
+            problems.append(f"{text!r} is read as the number {override.value()}; two bounds are written like 0.5_2.0")
             continue
         if _is_group_choice(override, groups) or override.is_hydra_override():
             result.append(text)

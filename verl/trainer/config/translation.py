@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.trainer.config.schema import free_form_key, is_known, keys
-from verl.trainer.config.verl_keys import RULES, SPELLINGS
+from verl.trainer.config.verl_keys import REASONS, RULES, SPELLINGS
 from verl.trainer.config.verl_rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
 from verl.utils.config import ConfigError
 
@@ -70,28 +70,37 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         value = _get(result.values, key)
         if _has(result.values, key) and (ours := convert(value, at)) is not value and ours != value:
             _put(result.values, key, ours)
-            result.notes.append(Note(key=key, value=value, why=f"it is {written(ours)} here"))
+            result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
     return replace(result, values=_without_empty(result.values))
 
 
 def _apply(key: str, value: Any, result: Translation, at: Any, explicit: Collection[str]) -> None:
     rule = rule_of(key)
     if isinstance(rule, Moved):
-        ours = rule.convert(value, at) if rule.convert else value
-        if ours is None and value is not None:
-            return
-        for target in rule.to:
-            if target in explicit and _get(result.values, target) != ours and rule.convert is None:
-                result.problems.append(
-                    f"{key}={written(value)} and {target}={written(_get(result.values, target))} are the same key "
-                    "with different values: set one of them"
-                )
-                continue
-            if ours is not None or rule.convert is None:
-                _put(result.values, target, ours)
-        if rule.why:
-            result.notes.append(Note(key=key, value=value, why=rule.why))
+        _move(key, value, rule, result, at, explicit)
         return
+    _judge(key, value, rule, result, at)
+
+
+def _move(key: str, value: Any, rule: Moved, result: Translation, at: Any, explicit: Collection[str]) -> None:
+    ours = rule.convert(value, at) if rule.convert else value
+    if rule.why:
+        result.notes.append(Note(key=key, value=value, why=rule.why))
+    if ours is None and value is not None:
+        return
+    for target in rule.to:
+        if target in explicit and _get(result.values, target) != ours and rule.convert is None:
+            result.problems.append(
+                f"{key}={written(value)} and {target}={written(_get(result.values, target))} are the same key "
+                "with different values: set one of them"
+            )
+            continue
+        if ours is not None or rule.convert is None:
+            _put(result.values, target, ours)
+
+
+def _judge(key: str, value: Any, rule: Rule | None, result: Translation, at: Any) -> None:
+    """A key that has no equal here, or none that is known."""
     if isinstance(rule, NoEffect) and (rule.only is None or rule.only(value, at)):
         costs = rule.costs is not None and rule.costs(value, at)
         result.notes.append(Note(key=key, value=value, why=rule.why, costs=costs))

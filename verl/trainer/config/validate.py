@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,19 +27,16 @@ def problems_of(config: PPOConfig) -> list[str]:
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[str]:
-    """The batch of a step splits evenly into optimizer steps, and each of those over the trainer's ranks."""
+    """The batch of a step splits evenly into optimizer steps, and every rank has a part in each of those."""
     trainer, policy = config.trainer, config.actor_rollout_ref
     prompts, responses = config.data.train_batch_size, policy.rollout.n
     mini, ranks = policy.actor.ppo_mini_batch_size, trainer.world_size
-    over_ranks = (
-        f"cannot be divided by {ranks} trainer ranks "
-        f"(trainer.nnodes={trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
-    )
-    times_n = f"actor_rollout_ref.rollout.n={responses}"
-    if (prompts * responses) % ranks:
-        yield f"data.train_batch_size={prompts} * {times_n} = {prompts * responses} sequences {over_ranks}"
-    elif (mini * responses) % ranks:
-        yield f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} * {times_n} = {mini * responses} {over_ranks}"
+    if mini * responses < ranks:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} * actor_rollout_ref.rollout.n={responses} = "
+            f"{mini * responses} sequences are fewer than {ranks} trainer ranks "
+            f"(trainer.nnodes={trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
+        )
     if prompts % mini:
         yield (
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={prompts}"
@@ -47,15 +45,7 @@ def _batch_sizes(config: PPOConfig) -> Iterator[str]:
 
 
 def _micro_batch_sizes(config: PPOConfig) -> Iterator[str]:
-    policy, ranks = config.actor_rollout_ref, config.trainer.world_size
-    mini, responses = policy.actor.ppo_mini_batch_size, policy.rollout.n
-    micro = policy.actor.ppo_micro_batch_size_per_gpu
-    per_rank, rest = divmod(mini * responses, ranks)
-    if not policy.actor.use_dynamic_bsz and micro and not rest and per_rank % micro:
-        yield (
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {per_rank} sequences of "
-            f"a mini-batch on one rank (ppo_mini_batch_size={mini} * rollout.n={responses} / {ranks} ranks)"
-        )
+    policy = config.actor_rollout_ref
     for path, section in (("rollout", policy.rollout), ("ref", policy.ref)):
         if not section.log_prob_use_dynamic_bsz and not section.log_prob_micro_batch_size_per_gpu:
             yield (
@@ -119,10 +109,45 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
                 algorithm.rollout_correction.rollout_is is not None,
                 f"algorithm.rollout_correction.rollout_is={algorithm.rollout_correction.rollout_is}",
             ),
+            (algorithm.rollout_correction.rejects, "algorithm.rollout_correction.rollout_rs"),
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
-    if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk") and rollout.n < 2:
+    if algorithm.rollout_correction.loss_type == "reinforce" and not actor.use_rollout_log_probs:
+        yield (
+            "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "
+            "algorithm.rollout_correction.bypass_mode=true"
+        )
+
+
+def _estimators(config: PPOConfig) -> Iterator[str]:
+    """What estimators, and whoever chooses what they see, need."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    filters = algorithm.filter_groups
+    if filters.enable and not filters.metric:
+        yield "algorithm.filter_groups.enable=true needs algorithm.filter_groups.metric, like acc"
+    if filters.enable and filters.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=true: groups are chosen "
+            "before the KL penalty is known; take seq_reward"
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo" and not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the components in the reward function's "
+            "dict, like [format_reward,accuracy_reward]"
+        )
+    if weights and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights={weights} are {len(weights)} for {len(keys)} algorithm.gdpo_reward_keys"
+    if algorithm.adv_estimator == "optimal_token_baseline" and actor.use_rollout_log_probs:
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline needs probabilities of the whole vocabulary, which the "
+            "rollout engine's log-probs are not: algorithm.rollout_correction.bypass_mode=false"
+        )
+    if (
+        algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk", "optimal_token_baseline", "gdpo")
+        and rollout.n < 2
+    ):
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
             f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
@@ -145,10 +170,10 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     mini = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.data.train_batch_size % mini:
         yield f"critic.ppo_mini_batch_size={mini} does not divide data.train_batch_size={config.data.train_batch_size}"
-    if (mini * config.actor_rollout_ref.rollout.n) % ranks:
+    if mini * config.actor_rollout_ref.rollout.n < ranks:
         yield (
             f"critic.ppo_mini_batch_size={mini} * actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} "
-            f"cannot be divided by {ranks} trainer ranks"
+            f"sequences are fewer than {ranks} trainer ranks"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     actor = config.actor_rollout_ref.actor
@@ -167,9 +192,29 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
     from verl.workers.reward_manager import overlong_penalty
 
     try:
-        overlong_penalty(config.reward_model)
+        overlong_penalty(config.reward_model, config.data.max_response_length)
     except ConfigError as exc:
         yield str(exc)
+    yield from _reward_model(config)
+
+
+def _reward_model(config: PPOConfig) -> Iterator[str]:
+    from verl.utils.device import resolve_device
+
+    served, trainer = config.reward_model, config.trainer
+    if not served.enable:
+        return
+    if served.enable_resource_pool and not served.nnodes:
+        yield "reward_model.enable_resource_pool=true needs reward_model.nnodes, 1 or more"
+    parallel = served.rollout.tensor_model_parallel_size
+    devices = served.n_gpus_per_node if served.enable_resource_pool else trainer.n_gpus_per_node
+    if resolve_device(trainer.device) != "cpu" and devices % parallel:
+        yield (
+            f"reward_model.rollout.tensor_model_parallel_size={parallel} does not divide the {devices} devices of a "
+            "machine that serve the reward model"
+        )
+    if served.model.path is None:
+        yield "reward_model.enable=true needs reward_model.model.path"
 
 
 def _placement(config: PPOConfig) -> Iterator[str]:
@@ -227,12 +272,21 @@ def _reference(config: PPOConfig) -> Iterator[str]:
 
 def _profiler(config: PPOConfig) -> Iterator[str]:
     from verl.utils.device import resolve_device
+    from verl.workers.config.profiler import DEVICES_OF_TOOL
 
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.profiler.enable and rollout.name != "vllm":
+        yield f"actor_rollout_ref.rollout.profiler.enable=true traces vllm, not rollout.name={rollout.name}"
+    if rollout.profiler.enable and config.trainer.placement != "colocated":
+        yield (
+            "actor_rollout_ref.rollout.profiler.enable=true traces generation of a step, and engines with "
+            f"trainer.placement={config.trainer.placement} generate all the time: set it to false"
+        )
     chosen, ranks, where = config.global_profiler, config.actor_rollout_ref.actor.profiler, "actor_rollout_ref.actor"
     if not ranks.enable and not chosen.steps:
         return
     if not ranks.enable:
-        yield f"global_profiler.steps={chosen.steps} needs {where}.profiler.enable=true"
+        yield f"global_profiler.steps={chosen.steps} needs {where}.profiler.enable=true and global_profiler.tool"
         return
     if not (ranks.all_ranks or ranks.ranks):
         yield f"{where}.profiler.enable=true needs {where}.profiler.all_ranks=true, or ranks in {where}.profiler.ranks"
@@ -244,8 +298,11 @@ def _profiler(config: PPOConfig) -> Iterator[str]:
     last = config.trainer.total_training_steps
     if last is not None and max(chosen.steps) > last:
         yield f"global_profiler.steps={chosen.steps}: the run has {last} steps (trainer.total_training_steps)"
-    if (device := resolve_device(config.trainer.device)) == "npu":
-        yield f"global_profiler.tool=torch traces cpu and cuda, not trainer.device={device}"
+    known = DEVICES_OF_TOOL[chosen.tool]
+    if (device := resolve_device(config.trainer.device)) not in known:
+        yield f"global_profiler.tool={chosen.tool} traces {' and '.join(known)}, not trainer.device={device}"
+    elif chosen.tool == "nsys" and device == resolve_device() and shutil.which("nsys") is None:
+        yield "global_profiler.tool=nsys needs NVIDIA's program nsys (Nsight Systems) in the PATH"
 
 
 def _files(config: PPOConfig) -> Iterator[str]:
@@ -328,6 +385,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _micro_batch_sizes,
     _lengths,
     _algorithm,
+    _estimators,
     _rewards,
     _placement,
     _ranks,

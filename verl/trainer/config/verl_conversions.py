@@ -8,6 +8,8 @@ from typing import Any
 
 from verl.trainer.config.verl_rules import Values
 from verl.utils.config import ConfigError
+from verl.utils.device import DEVICES, resolve_device
+from verl.workers.config.profiler import DEVICES_OF_TOOL
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -46,6 +48,12 @@ def is_actors(name: str) -> Callable[[Any, Values], bool]:
     return lambda value, at: value is None or value == at(f"{_ACTOR}.megatron.{name}")
 
 
+def of_same_checkpoint(value: Any, at: Values) -> bool:
+    """Whether the reference policy is read from where the actor is."""
+    key = "megatron.dist_checkpointing_path"
+    return not value or at(f"actor_rollout_ref.ref.{key}") in (None, "", at(f"{_ACTOR}.{key}"))
+
+
 def by_ranks(value: Any, at: Values) -> Any:
     """verl's deprecated sizes count over all ranks."""
     if value is None:
@@ -54,9 +62,9 @@ def by_ranks(value: Any, at: Values) -> Any:
 
 
 def scheduler(value: Any, _: Values) -> Any:
-    if value in ("constant", "cosine", None):
+    if value in ("constant", "cosine", "linear", None):
         return value
-    raise ConfigError(f"{value!r} is not possible, only constant and cosine")
+    raise ConfigError(f"{value!r} is not possible, only constant, cosine and linear")
 
 
 def on_lr(section: str) -> Callable[[Any, Values], Any]:
@@ -95,20 +103,18 @@ def at_most_turns(value: Any, at: Values) -> Any:
 
 
 def expert_parallel(value: Any, at: Values) -> Any:
-    """vLLM spreads experts over the ranks of one replica."""
+    """vLLM deals experts out among the ranks of one replica; data-parallel ones are replicas of their own here."""
     if value in (None, 1):
         return None
-    size = at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1
-    if value == size and at(f"{_ROLLOUT}.data_parallel_size") in (None, 1):
-        return True
-    raise ConfigError(
-        f"{value} ranks hold the experts of one replica, but it has tensor_model_parallel_size={size} of them: "
-        "set both to the same number"
-    )
+    if not isinstance(value, int):
+        raise ConfigError("it is a number of ranks")
+    return True if (at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1) > 1 else None
 
 
-def rejection(value: Any, at: Values) -> bool:
-    return value is None or at("algorithm.rollout_correction.rollout_rs") is None
+def rejections(value: Any, _: Values) -> Any:
+    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean."""
+    older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    return older.get(value, value) if isinstance(value, str) else value
 
 
 def format_of_load(value: Any, _: Values) -> Any:
@@ -128,18 +134,36 @@ def loggers(value: Any, _: Values) -> Any:
     return [LOGGER_NAMES.get(name, name) if isinstance(name, str) else name for name in names]
 
 
-_TOOLS_OF_VERL = ("npu", "nsys", "torch_memory")
-
-
 def profiler_tool(value: Any, at: Values) -> Any:
     """Nothing is traced without steps, whatever the tool."""
-    return None if value in _TOOLS_OF_VERL and not at("global_profiler.steps") else value
+    known = isinstance(value, str) and value in (*DEVICES_OF_TOOL, "precision_debugger")
+    return None if known and not at("global_profiler.steps") else value
+
+
+def profiled_steps(value: Any, at: Values) -> Any:
+    return value if at(f"{_ACTOR}.profiler.enable") or at("global_profiler.tool") is None else None
 
 
 def profiles(value: Any, at: Values) -> Any:
-    """verl has a tool and no steps, and traces nothing."""
-    nothing = at("global_profiler.tool") is not None and not at("global_profiler.steps")
+    """verl has a tool and no steps, and traces nothing; so it is for a tool of devices that are not here."""
+    tool = at("global_profiler.tool")
+    nothing = tool is not None and (not at("global_profiler.steps") or not _traces_here(tool, at))
     return False if value is True and nothing else value
+
+
+def profiles_rollouts(value: Any, at: Values) -> Any:
+    """With other tools verl traces them by ways that are not here."""
+    traced = at("global_profiler.tool") == "torch" and at("global_profiler.steps")
+    return False if value is True and not traced else value
+
+
+def _traces_here(tool: Any, at: Values) -> bool:
+    """What is said explicitly is not judged here."""
+    return at("trainer.device") is not None or resolve_device() in DEVICES_OF_TOOL.get(str(tool), DEVICES)
+
+
+def profiled_ranks(value: Any, at: Values) -> Any:
+    return [] if at(f"{_ACTOR}.profiler.all_ranks") is True else value
 
 
 def dtype_name(value: Any, _: Values) -> Any:
@@ -152,7 +176,10 @@ def dtype_of(value: Any, _: Values) -> Any:
 
 def kl_name(value: Any, _: Values) -> Any:
     """verl has two names for each estimator."""
-    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(value, value)
+    if not isinstance(value, str):
+        return value
+    name = value.removesuffix("+")
+    return {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(name, name) + value[len(name) :]
 
 
 def divides_ranks(value: Any, at: Values) -> Any:

@@ -1,7 +1,7 @@
 """Keys of verl that are not keys here: where they went, why they change nothing, or why they are refused.
 
 A script of verl's is told so instead of being misunderstood. One table, as data; `verl.trainer.config.verl_rules` has
-the kinds of rules, `verl.trainer.config.translation` applies them. docs/verl_keys.md is generated from it.
+the kinds of rules, `verl.trainer.config.translation` applies them. docs/coming-from-verl.md is generated from it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from verl.trainer.config.verl_conversions import (
     is_actors,
     kl_name,
     loggers,
+    of_same_checkpoint,
     off_as_minus_1,
     on_lr,
     one_of,
+    profiled_ranks,
+    profiled_steps,
     profiler_tool,
     profiles,
-    rejection,
+    profiles_rollouts,
+    rejections,
     same_family,
     scheduler,
 )
@@ -116,14 +120,6 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         ),
         f"{section}.use_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
         f"{section}.vanilla_mbridge": NoEffect(why="Hugging Face directories are read and written as they are"),
-        f"{section}.use_dist_checkpointing": NoEffect(
-            why="weights are read from the Hugging Face directory model.path",
-            only=_is(False),
-            otherwise="weights are read from the Hugging Face directory model.path, which needs no conversion: set it "
-            "to False",
-        ),
-        f"{section}.dist_checkpointing_path": NoEffect(why="only with use_dist_checkpointing=True"),
-        f"{section}.dist_checkpointing_prefix": NoEffect(why="only with use_dist_checkpointing=True"),
         f"{section}.use_remove_padding": NoEffect(why="the sequences of a micro-batch are cut to its longest"),
         **{
             f"{section}.override_transformer_config.{name}": NoEffect(
@@ -149,7 +145,10 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         f"{section}.override_ddp_config.grad_reduce_in_fp32": NoEffect(
             why="gradients are summed in float32", only=_is(True), otherwise="gradients are summed in float32"
         ),
-        f"{section}.use_megatron_fsdp": _off("ranks hold whole layers of their stage; strategy=fsdp2 shards them"),
+        f"{section}.use_megatron_fsdp": NoEffect(
+            why="ranks hold whole layers of their stage: the same numbers, more memory (strategy=fsdp2 shards them)",
+            costs=_true,
+        ),
         f"{section}.seed": Refused(why="the nearest is trainer.seed"),
         **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
         f"{section}.router_replay.mode": NoEffect(
@@ -234,9 +233,6 @@ def _of_optimizer(section: str, clip: str) -> dict[str, Rule]:
         ),
         f"{section}.warmup_style": Moved(to=(f"{section}.lr_scheduler_type",), convert=scheduler),
         f"{section}.min_lr": Moved(to=(f"{section}.min_lr_ratio",), convert=on_lr(section)),
-        f"{section}.lr_warmup_init": NoEffect(
-            why="the warm-up begins at 0", only=_is(0, 0.0), otherwise="the warm-up begins at 0"
-        ),
         f"{section}.optimizer": NoEffect(
             why="it is AdamW", only=_is("AdamW", "adam"), otherwise="the optimizer is AdamW"
         ),
@@ -251,6 +247,9 @@ def _of_optimizer(section: str, clip: str) -> dict[str, Rule]:
         },
         f"{section}.override_optimizer_config.use_precision_aware_optimizer": NoEffect(
             why="master weights and moments are float32, as with its defaults"
+        ),
+        f"{section}.override_optimizer_config.fp8_recipe": NoEffect(
+            why="it says how weights in float8 are cut among ranks, and there are none"
         ),
         f"{section}.override_optimizer_config.*": Refused(why=f"the keys of the optimizer are those of {section}"),
     }
@@ -295,15 +294,59 @@ def _rank_0(what: str) -> NoEffect:
     return NoEffect(why="0 is no adapters", only=_is(0), otherwise=what)
 
 
-def _reward(place: str) -> dict[str, Rule]:
-    """verl 0.9's section `reward`, and what 0.7 has in `reward_model`."""
-    what = "no reward model scores responses; a reward function does (custom_reward_function.path)"
+def _reward_model() -> dict[str, Rule]:
+    """verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
+    theirs, engines = "reward.reward_model", "vLLM's own way; how text is sampled stands in the requests"
+    same: tuple[str, ...] = (
+        "name",
+        "tensor_model_parallel_size",
+        "dtype",
+        "prompt_length",
+        "response_length",
+        "max_model_len",
+    )
+    same += ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "free_cache_engine")
     return {
-        **_disabled(f"{place}.reward_model", what),
-        f"{place}.sandbox_fusion.url": NoEffect(
-            why="it is off", only=_is(None), otherwise="code is not run; a reward function of yours may send it there"
-        ),
-        f"{place}.sandbox_fusion.*": NoEffect(why="only with sandbox_fusion.url"),
+        **{f"{theirs}.{key}": Moved(to=(f"{_REWARD}.{key}",)) for key in ("enable", "enable_resource_pool", "nnodes")},
+        f"{theirs}.n_gpus_per_node": Moved(to=(f"{_REWARD}.n_gpus_per_node",)),
+        f"{theirs}.model_path": Moved(to=(f"{_REWARD}.model.path",)),
+        **{f"{theirs}.rollout.{key}": Moved(to=(f"{_REWARD}.rollout.{key}",)) for key in same},
+        f"{theirs}.rollout.engine_kwargs.vllm.*": Moved(to=(f"{_REWARD}.rollout.engine_kwargs.*",)),
+        f"{theirs}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
+        f"{_REWARD}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
+        f"{theirs}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
+        f"{_REWARD}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
+        f"{theirs}.rollout.*": NoEffect(why=engines),
+        f"{_REWARD}.rollout.*": NoEffect(why=engines),
+        f"{_REWARD}.model.*": NoEffect(why="vLLM loads the reward model"),
+        **{
+            f"{_REWARD}.{key}": NoEffect(why="vLLM decides how many responses it computes at once")
+            for key in (
+                "micro_batch_size",
+                "micro_batch_size_per_gpu",
+                "use_dynamic_bsz",
+                "forward_max_token_len_per_gpu",
+                "max_length",
+            )
+        },
+        **{
+            f"{_REWARD}.{key}": NoEffect(why="vLLM computes the reward model")
+            for key in ("strategy", "ulysses_sequence_parallel_size", "load_weight", "megatron.*", "profiler.*")
+        },
+    }
+
+
+def _reward() -> dict[str, Rule]:
+    """The rest of verl 0.9's section `reward`."""
+    return {
+        **{
+            key: NoEffect(
+                why="the built-in rewards run no code, and refuse sources of code by name; functions of one's own are "
+                "not given it, as in verl"
+            )
+            for key in ("reward.sandbox_fusion.*", f"{_REWARD}.sandbox_fusion.*")
+        },
+        **_reward_model(),
     }
 
 
@@ -334,13 +377,9 @@ RULES: dict[str, Rule] = {
     ),
     "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
     "reward.reward_kwargs.*": Moved(to=(f"{_REWARD}.reward_kwargs.*",)),
+    f"{_REWARD}.overlong_buffer.*": Moved(to=(f"{_REWARD}.reward_kwargs.overlong_buffer_cfg.*",)),
     "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
-    **_reward("reward"),
-    f"{_REWARD}.model.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
-    f"{_REWARD}.rollout.*": NoEffect(why="only with reward_model.enable=true, which is not possible here"),
-    f"{_REWARD}.enable_resource_pool": NoEffect(why="only with reward_model.enable=true"),
-    f"{_REWARD}.n_gpus_per_node": NoEffect(why="only with reward_model.enable=true"),
-    f"{_REWARD}.nnodes": NoEffect(why="only with reward_model.enable=true"),
+    **_reward(),
     f"{_REWARD}.launch_reward_fn_async": NoEffect(why="responses are scored in processes of their own in any case"),
     f"{_REWARD}.use_reward_loop": NoEffect(why="responses are scored in processes of their own in any case"),
     "critic.model.fsdp_config.*": Moved(to=("critic.fsdp.*",)),
@@ -398,14 +437,22 @@ RULES: dict[str, Rule] = {
     **_as_actor(f"{_REF}.megatron", "the reference policy is cut like the actor"),
     **_as_actor("critic.megatron", "a critic with strategy=megatron is cut like the actor"),
     **_of_megatron("critic.megatron"),
+    f"{_REF}.megatron.use_dist_checkpointing": NoEffect(
+        why="the reference policy begins with the actor's first weights",
+        only=of_same_checkpoint,
+        otherwise=f"the reference policy is read from where the actor is; see {_MEGATRON}.dist_checkpointing_path",
+    ),
+    "critic.megatron.use_dist_checkpointing": NoEffect(
+        why="the critic is read from the Hugging Face directory critic.model.path", costs=_true
+    ),
+    **{
+        f"{section}.megatron.dist_checkpointing_{name}": NoEffect(why=f"see {section}.megatron.use_dist_checkpointing")
+        for section in (_REF, "critic")
+        for name in ("path", "prefix")
+    },
     **_of_profiler(_REF),
     **_of_profiler("critic"),
-    **_of_profiler(_ROLLOUT),
-    f"{_ROLLOUT}.profiler.enable": NoEffect(
-        why="it is off, or no step is traced",
-        only=lambda value, at: not value or not at("global_profiler.steps"),
-        otherwise=f"rollout engines are not traced; the nearest is {_ACTOR}.profiler",
-    ),
+    f"{_ROLLOUT}.profiler.*": NoEffect(why="every rollout engine is traced, in one trace for a step"),
     f"{_ACTOR}.profiler.tool": NoEffect(
         why="it is that of global_profiler",
         only=lambda value, at: value in (None, at("global_profiler.tool")),
@@ -416,11 +463,17 @@ RULES: dict[str, Rule] = {
         only=lambda value, at: value in (None, at("global_profiler.save_path")),
         otherwise="it is global_profiler.save_path",
     ),
-    f"{_ACTOR}.profiler.tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    f"{_ACTOR}.profiler.tool_config.*": NoEffect(
+        why="torch's profilers are taken with their defaults, and a step has one trace"
+    ),
     "global_profiler.profile_continuous_steps": NoEffect(
         why="every step has a trace of its own; see global_profiler.steps"
     ),
-    "global_profiler.global_tool_config.*": NoEffect(why="torch's profiler is taken with its defaults"),
+    "global_profiler.global_tool_config.nsys.worker_nsight_options.*": Moved(to=("global_profiler.nsys_options.*",)),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options.*": NoEffect(why="the driver uses no device"),
+    "global_profiler.global_tool_config.nsys.discrete": NoEffect(why="a step has one trace"),
+    "global_profiler.global_tool_config.torch_memory.*": NoEffect(why="it is taken with torch's defaults"),
+    "global_profiler.global_tool_config.precision_debugger.*": NoEffect(why="it is no tool here"),
     f"{_POLICY}.model.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
     f"{_POLICY}.model.fused_kernel_options.*": NoEffect(why="the plain kernels compute the same numbers"),
     f"{_POLICY}.model.use_liger": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
@@ -436,9 +489,8 @@ RULES: dict[str, Rule] = {
     f"{_POLICY}.model.torch_dtype": NoEffect(why="the dtypes are those of fsdp_config"),
     f"{_POLICY}.ref.model.*": Refused(why="the reference policy is the model that training begins with"),
     f"{_ACTOR}.calculate_sum_pi_squared": NoEffect(
-        why="only the optimal token baseline reads it",
-        only=lambda value, at: not value or at("algorithm.adv_estimator") != "optimal_token_baseline",
-        otherwise="the optimal token baseline is not here",
+        why="it is computed for the optimal token baseline, which alone reads it, by one more pass over the batch",
+        costs=_true,
     ),
     f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
@@ -450,8 +502,12 @@ RULES: dict[str, Rule] = {
         why="each of them is a replica of its own: the same numbers", costs=_above_1
     ),
     f"{_ROLLOUT}.expert_parallel_size": Moved(
-        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",), convert=expert_parallel
+        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",),
+        convert=expert_parallel,
+        why=f"every replica holds all experts, dealt out among its {_ROLLOUT}.tensor_model_parallel_size ranks: the "
+        "same numbers, more memory if there are fewer of them",
     ),
+    f"{_ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{_ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
     ),
@@ -480,34 +536,43 @@ RULES: dict[str, Rule] = {
     ),
     "trainer.ray_wait_register_center_timeout": NoEffect(why="workers need no register center"),
     "trainer.esi_redundant_time": NoEffect(why="0 is off", only=_is(0), otherwise="see trainer.save_freq"),
-    f"{_CORRECTION}.rollout_rs": NoEffect(
-        why="it is off", only=_is(None), otherwise=f"the nearest is {_CORRECTION}.rollout_is"
-    ),
-    f"{_CORRECTION}.rollout_rs_threshold": NoEffect(
-        why="only with rollout_rs", only=rejection, otherwise=f"the nearest is {_CORRECTION}.rollout_is_threshold"
-    ),
-    f"{_CORRECTION}.rollout_is_batch_normalize": _off("importance weights are not normalised"),
-    f"{_CORRECTION}.loss_type": NoEffect(
-        why="it is PPO's", only=_is("ppo_clip"), otherwise=f"the nearest is {_ACTOR}.policy_loss.loss_mode"
+    f"{_CORRECTION}.rollout_rs_threshold_lower": NoEffect(
+        why="it is null",
+        only=_is(None),
+        otherwise=f"set {_CORRECTION}.rollout_rs_threshold to both, like 0.5_2.0",
     ),
     "async_training.use_trainer_do_validate": _off("the rollout engines validate"),
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {_ACTOR}.use_rollout_log_probs"),
     # Not here.
-    **_disabled("algorithm.filter_groups", "no groups are filtered out of a batch"),
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
+        why="one batch is generated at a time: the same groups, later", costs=_above_1
+    ),
     **_disabled(
         "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
     ),
     **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
-    **_disabled("transfer_queue", "batches go through the driver"),
-    **_disabled("skip.rollout", "every step generates"),
-    **_disabled("skip.async_rollout", "every step generates"),
+    "transfer_queue.enable": NoEffect(
+        why="batches go through the driver: the same numbers, more of its memory", costs=_true
+    ),
+    "transfer_queue.*": NoEffect(why="batches go through the driver"),
+    **{
+        key: rule
+        for kind in ("rollout", "async_rollout")
+        for key, rule in {
+            f"skip.{kind}.enable": NoEffect(
+                why="every step generates its responses, and none are kept for another run: it takes longer",
+                costs=_true,
+            ),
+            f"skip.{kind}.*": NoEffect(why="every step generates its responses"),
+        }.items()
+    },
     "trainer.use_v1": _off("there is one trainer for each mode"),
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
     "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
     "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
-    "algorithm.gdpo_reward_keys": Refused(why="gdpo is not here"),
-    "algorithm.gdpo_reward_weights": Refused(why="gdpo is not here"),
-    f"{_ACTOR}.use_prefix_grouper": _off("prompts are computed with each of their responses"),
+    f"{_ACTOR}.use_prefix_grouper": NoEffect(
+        why="prompts are computed with each of their responses: the same numbers, slower", costs=_true
+    ),
     **{
         f"{role}.{engine}.*": Refused(why=_OTHER_ENGINES)
         for role in (_ACTOR, _REF, "critic")
@@ -520,7 +585,10 @@ RULES: dict[str, Rule] = {
 SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.load_format": format_of_load,
     "trainer.logger": loggers,
+    f"{_ROLLOUT}.profiler.enable": profiles_rollouts,
+    f"{_ACTOR}.profiler.ranks": profiled_ranks,
     f"{_ACTOR}.profiler.enable": profiles,
+    "global_profiler.steps": profiled_steps,
     "global_profiler.tool": profiler_tool,
     f"{_ACTOR}.kl_loss_type": kl_name,
     "algorithm.kl_penalty": kl_name,
@@ -533,13 +601,32 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
         f"{section}.fsdp_size": divides_ranks
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp")
     },
+    f"{_MEGATRON}.use_dist_checkpointing": lambda value, at: (
+        value if value is not True or at(f"{_MEGATRON}.dist_checkpointing_path") else False
+    ),
+    f"{_MEGATRON}.dist_checkpointing_path": lambda value, at: value or None,
     "critic.strategy": critic_strategy,
     f"{_POLICY}.model.lora_alpha": lambda value, at: value if at(f"{_POLICY}.model.lora_rank") or value else 16,
     f"{_ROLLOUT}.mode": lambda value, at: "async" if value == "sync" else value,
     f"{_ACTOR}.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
     "critic.optim.lr_warmup_steps": lambda value, at: -1 if value is None else value,
+    "trainer.resume_from_path": lambda value, at: value if at("trainer.resume_mode") == "resume_path" else None,
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
+    f"{_CORRECTION}.rollout_rs": rejections,
     f"{_CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 """Keys that are here, too, and values of verl's that have other names here."""
+
+REASONS = {
+    f"{_ROLLOUT}.profiler.enable": "nothing is traced: rollout engines are in the steps of global_profiler.tool=torch",
+    f"{_MEGATRON}.use_dist_checkpointing": f"{_MEGATRON}.dist_checkpointing_path is not set: weights are read from the "
+    f"Hugging Face directory {_POLICY}.model.path",
+    f"{_ACTOR}.profiler.ranks": f"{_ACTOR}.profiler.all_ranks=true has them all",
+    f"{_ACTOR}.profiler.enable": "nothing is traced: no step is named in global_profiler.steps, or there is no device "
+    "here that global_profiler.tool traces",
+    "global_profiler.steps": f"nothing is traced: {_ACTOR}.profiler.enable=false",
+    "global_profiler.tool": "nothing is traced",
+    "trainer.resume_from_path": "only trainer.resume_mode=resume_path goes on from there",
+}
+"""Why a value of `SPELLINGS` is another one here, where that is not plain."""

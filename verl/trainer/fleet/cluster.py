@@ -35,6 +35,7 @@ from verl.trainer.fleet.placement import (
     require_machines,
 )
 from verl.trainer.fleet.replicas import ReplicaPool
+from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
@@ -70,6 +71,7 @@ class Cluster:
         arena_nbytes: int,
         with_reference: bool,
         critic: CriticConfig | None = None,
+        reward_models: RewardModels | None = None,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
@@ -83,6 +85,7 @@ class Cluster:
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._actor: RayWorkerGroup | None = None
         self._nodes: RolloutNodes | None = None
+        self._reward_models = reward_models
         self.manager: CheckpointEngineManager | None = None
         self._pool = ReplicaPool(
             replicas,
@@ -101,6 +104,8 @@ class Cluster:
             self.actor.init_model()
             if critic is not None:
                 self.actor.init_critic()
+            if reward_models is not None:  # which sleep when the rollout engines take their memory
+                reward_models.start(self._trainer_nodes())
             self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
             self._start_rollouts()
             self._join(engine_config)
@@ -261,6 +266,14 @@ class Cluster:
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
         self.run(self._pool.resize(count, self._node_machines))
 
+    def profile_rollouts(self, prefix: str | None) -> None:
+        """Have all engines begin traces whose names begin with `prefix`, or end them."""
+
+        async def tell() -> None:
+            await asyncio.gather(*(replica.profile(prefix) for replica in self.replicas))
+
+        self.run(tell())
+
     def begin_take_spans(self) -> Future[list[Span]]:
         """Ask the rollout engines what they did since the last call; one that does not answer is left out.
 
@@ -295,6 +308,8 @@ class Cluster:
 
     def _kill_all(self, grace_s: float) -> None:
         """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
+        if self._reward_models is not None:
+            self._reward_models.close()
         for replica in self._pool.everyone:
             replica.kill()
         if self._actor is not None:
@@ -337,21 +352,26 @@ class Cluster:
                 role="actor_ref" if with_reference else "actor",
                 device=self._device,
                 seed=trainer.seed,
+                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
                 **({} if critic is None else {"critic": critic}),
             ),
             name_prefix="trainer",
             env_vars={**_thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
+            nsight=config.global_profiler.nsight(config.profile_directory),
         )
         if trainer.nnodes > 1:
             self._require_shared_files(model_path, critic.model.path if critic else None)
 
-    def _place_rollouts(self) -> RolloutPlacement:
+    def _trainer_nodes(self) -> list[str]:
         processes = self.actor.processes
+        return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
+
+    def _place_rollouts(self) -> RolloutPlacement:
         return place_rollouts(
             self._config,
             self._device,
             replicas=len(self.replicas),
-            trainer_nodes=list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes))),
+            trainer_nodes=self._trainer_nodes(),
             all_nodes=list(_ray_nodes()),
         )
 
@@ -448,7 +468,9 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
     """One of them."""
     checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
-    rollout = replace(_resolved(config), checkpoint_engine=checked)
+    traced = config.actor_rollout_ref.rollout.profiler
+    traced = replace(traced, save_path=traced.save_path or config.profile_directory)
+    rollout = replace(_resolved(config), checkpoint_engine=checked, profiler=traced)
     return RolloutReplicaRegistry.get(rollout.name)(
         replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
     )

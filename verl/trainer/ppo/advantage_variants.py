@@ -6,8 +6,12 @@ import numpy as np
 import torch
 
 from verl.trainer.ppo.advantages import (
+    BASELINES,
+    COMPONENTS,
     EPSILON,
+    SUM_PI_SQUARED,
     Groups,
+    compute_grpo_outcome_advantage,
     compute_rloo_outcome_advantage,
     on_every_token,
     register_adv_est,
@@ -72,3 +76,71 @@ def compute_grpo_passk_outcome_advantage(
             spread = groups.scores[members].std() + EPSILON if config.norm_adv_by_std_in_grpo else 1.0
             advantages[members[second[0]]] = (best[0] - best[1]) / spread
     return on_every_token(advantages, response_mask)
+
+
+@register_adv_est("remax", needs=(BASELINES,))
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig,
+    reward_baselines: torch.Tensor,
+) -> Result:
+    """ReMax (arXiv:2310.10505, eq. 5): what is still to be earned, less what a greedy response to the prompt earns."""
+    returns = _to_go(token_level_rewards, response_mask)
+    return torch.where(response_mask.bool(), returns - reward_baselines.float().unsqueeze(-1), 0.0), returns
+
+
+@register_adv_est("optimal_token_baseline", needs=("old_log_probs", SUM_PI_SQUARED, "rollout_is_weights"))
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Result:
+    """Optimal token baseline (arXiv:2602.07078): what is still to be earned, less its mean over the responses of the
+    group that have such a token, in which each counts by its gradient's size W up to there.
+
+    W_t is the sum over tokens j <= t of 1 - 2 pi_j + sum pi_j^2, the squared gradient of log pi with regard to the
+    logits, times the square of the importance weight, if there is one. Alone at its position a token has no baseline
+    but itself, and so no advantage, unless its group has one member.
+    """
+    mask = response_mask.bool()
+    groups = Groups(token_level_rewards, response_mask, index)
+    returns = _to_go(token_level_rewards, response_mask)
+    energy = torch.where(mask, 1.0 - 2.0 * old_log_probs.double().exp() + sum_pi_squared.double(), 0.0).cumsum(-1)
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.double().square()
+    energy = torch.where(mask, energy.clamp(min=0.0), 0.0)
+    sums = torch.zeros(2, *energy.shape, dtype=torch.float64)
+    sums.index_add_(1, groups.group, torch.stack([energy * returns, energy]))
+    earned, total = sums[:, groups.group]
+    baseline = torch.where((groups.sizes > 1).unsqueeze(-1), earned / (total + 1e-8), 0.0)
+    return torch.where(mask, returns - baseline.float(), 0.0), returns
+
+
+@register_adv_est("gdpo", needs=(COMPONENTS,))
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig,
+    reward_components: torch.Tensor,
+) -> Result:
+    """GDPO (arXiv:2601.05242): each component of the reward as in GRPO, their weighted sum whitened over the batch."""
+    weights = config.gdpo_reward_weights or [1.0] * reward_components.shape[1]
+    total = torch.zeros(response_mask.shape, dtype=torch.float32)
+    for weight, component in zip(weights, reward_components.unbind(1), strict=True):
+        advantages, _ = compute_grpo_outcome_advantage(component.unsqueeze(-1), response_mask, index, config=config)
+        total += weight * advantages
+    whitened = masked_whiten(total, response_mask.bool())
+    return whitened, whitened.clone()
+
+
+def _to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The sum of rewards from each token on, [B, R]; 0 where the mask is."""
+    total = token_level_rewards.float().flip(-1).cumsum(-1).flip(-1)
+    return torch.where(response_mask.bool(), total, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
@@ -72,20 +72,25 @@ KEY = "algorithm.adv_estimator"
 ARGUMENTS = ("token_level_rewards", "response_mask", "index", "config")
 ESTIMATORS: Registry[Any] = Registry(KEY)
 ADV_ESTIMATOR_REGISTRY = ESTIMATORS.functions
-_NEED_VALUES: set[str] = set()
+_NEEDS: dict[str, tuple[str, ...]] = {}
+BASELINES, SUM_PI_SQUARED, COMPONENTS = "reward_baselines", "sum_pi_squared", "reward_components"
 
 
-def register_adv_est(name: str, *, needs_values: bool = False) -> Callable[[Estimator], Estimator]:
+def register_adv_est(
+    name: str, *, needs_values: bool = False, needs: Collection[str] = ()
+) -> Callable[[Estimator], Estimator]:
     """Decorator that makes an `EstimatorFunction` available as `algorithm.adv_estimator=name`.
 
-    With `needs_values` it is a `ValueEstimatorFunction`, and a run that names it has a critic.
+    With `needs_values` it is a `ValueEstimatorFunction`, and a run that names it has a critic. `needs` are further
+    arguments, tensors of the batch, None if it has none: `old_log_probs`, `rollout_is_weights` and what is only made
+    for who needs it, `reward_baselines` [B], the rewards of greedy responses, `sum_pi_squared` [B, R], over the
+    vocabulary, and `reward_components` [B, K], what the reward function says under `algorithm.gdpo_reward_keys`.
     """
     register: Callable[[Estimator], Estimator] = ESTIMATORS.register(str(name))
 
     def add(estimator: Estimator) -> Estimator:
         register(estimator)
-        if needs_values:
-            _NEED_VALUES.add(name)
+        _NEEDS[str(name)] = (*needs, *(("values",) if needs_values else ()))
         return estimator
 
     return add
@@ -98,13 +103,17 @@ def get_adv_estimator_fn(name_or_enum: str) -> Any:
     """
     name = str(name_or_enum)
     function = ESTIMATORS.get(name)
-    values = ("values",) if needs_values(name) else ()
-    require_keywords(function, (*ARGUMENTS, *values), f"{KEY}={name}")
+    require_keywords(function, (*ARGUMENTS, *needed_by(name)), f"{KEY}={name}")
     return function
 
 
+def needed_by(name: str) -> tuple[str, ...]:
+    """The tensors that an estimator takes beside the arguments of all."""
+    return _NEEDS.get(str(name), ())
+
+
 def needs_values(name: str) -> bool:
-    return name in _NEED_VALUES
+    return "values" in needed_by(name)
 
 
 @register_adv_est("grpo")

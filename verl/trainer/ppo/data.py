@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.trainer.ppo.dynamic_sampling import generation_batch_size
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.dataset.rl_dataset import ShownTools
@@ -40,13 +41,15 @@ def build_dataloaders(
         else:
             _warn_without_truths(datasets[split], split)
     train, val = datasets["train"], datasets["val"]
-    if len(train) < data.train_batch_size:
-        raise ConfigError(f"data.train_batch_size={data.train_batch_size} exceeds the {len(train)} training samples")
+    batch_size = generation_batch_size(config)
+    if len(train) < batch_size:
+        key = "gen_batch_size" if batch_size != data.train_batch_size else "train_batch_size"
+        raise ConfigError(f"data.{key}={batch_size} exceeds the {len(train)} training samples")
     return {
         "train": build_dataloader(
             train,
             data,
-            batch_size=data.train_batch_size,
+            batch_size=batch_size,
             shuffle=data.shuffle,
             drop_last=True,
             source=fingerprint(files["train"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.cluster import make_replicas
-from verl.trainer.fleet.placement import num_replicas
+from verl.trainer.fleet.reward_models import reward_function
 from verl.trainer.ppo.data import build_dataloaders
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_critic, needs_reference
+from verl.trainer.ppo.overview import lines
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.run import (
     _adapter_shapes,
     _agent_loop_manager_class,
@@ -29,7 +30,7 @@ from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
-from verl.utils.reward_score import load_reward_function
+from verl.utils.tracking import missing_packages
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     adapted = attempt(lambda: trainer_class.adapted(config))
     config = adapted or config
     device = resolve_device(config.trainer.device)
-    attempt(lambda: load_reward_function(config.custom_reward_function))
+    attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     if path is not None:
         _look_at_model(config, path, device, attempt)
+    checked.lacking.extend(f"not here: {line}" for line in missing_packages(config.trainer.logger))
     if not checked.problems:
         checked.plan.extend(lines(config, device, None))
     return checked
@@ -104,54 +106,3 @@ def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt
     loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
     if loaders is not None:
         attempt(lambda: _total_steps(config, len(loaders["train"])))
-
-
-def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
-    """The run in a few lines."""
-    policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    actor, rollout = policy.actor, policy.rollout
-    yield f"model: {policy.model.path}; data: {data.train_files}"
-    yield (
-        f"trainer: {trainer.world_size} ranks ({trainer.nnodes} x {trainer.n_gpus_per_node}) on {device}, "
-        f"{actor.strategy}{_cuts(config)}; reference policy: {_yes(needs_reference(config))}; "
-        f"critic: {config.critic.strategy if needs_critic(config) else 'no'}"
-    )
-    yield (
-        f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
-        f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
-    )
-    micro = (
-        f"up to {actor.ppo_max_token_len_per_gpu} tokens"
-        if actor.use_dynamic_bsz
-        else f"{actor.ppo_micro_batch_size_per_gpu} sequences"
-    )
-    yield (
-        f"batch: {data.train_batch_size} prompts per step, {actor.ppo_mini_batch_size} per optimizer step, "
-        f"micro-batches of {micro}; prompts of {data.max_prompt_length}, responses of {data.max_response_length} tokens"
-    )
-    yield (
-        f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
-        f"rewards {config.reward_model.reward_manager}"
-    )
-    yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
-    length = trainer.total_training_steps or steps
-    yield f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}; output: {trainer.output_dir}"
-
-
-def _cuts(config: PPOConfig) -> str:
-    if config.actor_rollout_ref.actor.strategy != "megatron":
-        return ""
-    cut = config.actor_rollout_ref.actor.megatron
-    return (
-        f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "
-        f"EP {cut.expert_model_parallel_size})"
-    )
-
-
-def _tools(config: PPOConfig) -> str:
-    turns = config.actor_rollout_ref.rollout.multi_turn
-    return f", several turns, tools: {turns.tool_config_path or 'none'}" if turns.enable else ""
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

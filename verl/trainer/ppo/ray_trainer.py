@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from math import inf
+from itertools import chain, repeat
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.dynamic_sampling import DynamicBatch
+from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -44,7 +47,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
-from verl.workers.reward_manager import RewardManager
+from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
 Metrics = dict[str, float]
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class Step:
     seconds: Metrics = field(default_factory=dict)
     spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
+    reward: RewardOutput | None = None
+    """Of the batch, where it had to be known to choose the batch."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -94,6 +99,9 @@ class RayPPOTrainer:
     Everything it needs is given to it, started; it ends nothing.
     """
 
+    samples_dynamically: ClassVar[bool] = True
+    """Whether more prompts can be generated for a step once the rewards of the first are known."""
+
     def __init__(
         self,
         *,
@@ -127,6 +135,8 @@ class RayPPOTrainer:
         self._asked_engines: Future[list[Span]] | None = None
         self._unsaved: DiskFull | None = None
         """Why the last checkpoint that was due is not there."""
+        self._rows = chain.from_iterable(repeat(train_dataloader))
+        self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     @classmethod
@@ -138,10 +148,15 @@ class RayPPOTrainer:
                 "data.train_batch_size must be positive, not 0, which fully asynchronous runs replace by what "
                 "async_training.require_batches says"
             )
-        if generated not in (None, prompts):
+        if generated not in (None, prompts) and not config.algorithm.filter_groups.enable:
             raise ConfigError(
                 f"data.gen_batch_size={generated}, but whole training batches are generated, of "
-                f"data.train_batch_size={prompts} prompts: leave it out"
+                f"data.train_batch_size={prompts} prompts: leave it out, or set algorithm.filter_groups.enable=true"
+            )
+        if config.algorithm.filter_groups.enable and not cls.samples_dynamically:
+            raise ConfigError(
+                "algorithm.filter_groups.enable=true needs engines that generate when the trainer asks for more: "
+                "verl.trainer.main_ppo, or recipe.dapo.main_dapo"
             )
         return config
 
@@ -188,7 +203,7 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     self.update_actor(batch, now)
-        return batch
+        return without_padding(batch)
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -197,11 +212,10 @@ class RayPPOTrainer:
         if step not in (profiler.steps or ()):
             yield
             return
-        self.cluster.actor.start_profile()
+        self.cluster.actor.start_profile(profiler.tool)
         yield
-        directory = Path(profiler.save_path or Path(self.config.trainer.output_dir) / "profile").absolute()
-        self.cluster.actor.stop_profile(str(directory), step)
-        logger.info("traces of step %d are in %s", step, directory)
+        self.cluster.actor.stop_profile(self.config.profile_directory, step)
+        logger.info("traces of step %d are in %s", step, self.config.profile_directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
@@ -242,32 +256,81 @@ class RayPPOTrainer:
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
-        step = start
-        while step < self.total_steps and not self.config.trainer.val_only:
-            for rows in self.train_dataloader:
-                step += 1
-                prompts = DataProto.from_dict(non_tensors=rows)
-                uids = [uuid.uuid4().hex for _ in range(len(prompts))]
-                prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-                prompts.meta_info["global_steps"] = step
-                yield step, prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-                if step >= self.total_steps:
-                    return
+        if not self.config.trainer.val_only:
+            for step in range(start + 1, self.total_steps + 1):
+                yield step, self.draw(step)
+
+    def draw(self, step: int) -> DataProto:
+        """The prompts that come next, for `step`; after the last of an epoch, the first of another."""
+        prompts = DataProto.from_dict(non_tensors=next(self._rows))
+        uids = [uuid.uuid4().hex for _ in range(len(prompts))]
+        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        prompts.meta_info["global_steps"] = step
+        return prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        return self.joined(prompts, self.rollouts.generate_sequences(prompts), now)
+        batch = self.joined(prompts, self._generated(prompts, now), now)
+        chosen = self.config.algorithm.filter_groups
+        if not chosen.enable:
+            return batch
+        filling = DynamicBatch(
+            metric=chosen.metric or "",
+            wanted=self.config.data.train_batch_size,
+            max_batches=chosen.max_num_gen_batches if chosen.max_num_gen_batches > 0 else len(self.train_dataloader),
+        )
+        filling.add(batch, self.reward_manager(batch))
+        while not filling.is_full:
+            prompts = self.draw(now.number)
+            batch = self.joined(prompts, self._generated(prompts, now), now)
+            filling.add(batch, self.reward_manager(batch))
+        now.metrics |= filling.metrics
+        batch, now.reward = filling.result()
+        return batch
+
+    def _generated(self, prompts: DataProto, now: Step) -> DataProto:
+        with self._traced_engines(now.number):
+            return self.rollouts.generate_sequences(prompts)
+
+    @contextmanager
+    def _traced_engines(self, step: int) -> Iterator[None]:
+        chosen = step in (self.config.global_profiler.steps or ())
+        if not (chosen and self.config.actor_rollout_ref.rollout.profiler.enable):
+            yield
+            return
+        self.cluster.profile_rollouts(f"step_{step}")
+        yield
+        self.cluster.profile_rollouts(None)
 
     def joined(self, prompts: DataProto, generated: DataProto, now: Step) -> DataProto:
         now.metrics |= generated.meta_info.pop("timing", {})
-        return prompts.union(generated)
+        baselines = self.greedy_rewards(prompts, now) if core_algos.BASELINES in self._needed else None
+        batch = prompts.union(generated)
+        if baselines is not None:
+            tensors_of(batch)[core_algos.BASELINES] = baselines
+        return batch
+
+    def greedy_rewards(self, prompts: DataProto, now: Step) -> torch.Tensor:
+        """What one greedy response to each prompt earns, for all rows of that prompt."""
+        responses = self.config.actor_rollout_ref.rollout.n
+        once = prompts[::responses]
+        once.meta_info = {**prompts.meta_info, "greedy": True}
+        with now.timed("gen_max"):
+            generated = self.rollouts.generate_sequences(once)
+        generated.meta_info.pop("timing", None)
+        rewards: torch.Tensor = self.reward_manager(once.union(generated)).reward_tensor.sum(-1)
+        now.metrics["reward/greedy/mean"] = rewards.mean().item()
+        return rewards.repeat_interleave(responses)
 
     def score(self, batch: DataProto, now: Step) -> DataProto:
         """`token_level_scores`, and the reward function's other numbers as metrics."""
-        reward = self.reward_manager(batch)
+        reward = now.reward or self.reward_manager(batch)
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
+        if core_algos.COMPONENTS in self._needed:
+            keys = self.config.algorithm.gdpo_reward_keys
+            tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(batch)
+        return self._balanced(padded(batch, self.config.trainer.world_size))
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""
@@ -278,6 +341,8 @@ class RayPPOTrainer:
             return batch
         computed = tensors_of(self.cluster.actor.compute_log_prob(batch))
         tensors["old_log_probs"], entropys = computed["old_log_probs"], computed["entropys"]
+        if core_algos.SUM_PI_SQUARED in self._needed:
+            tensors[core_algos.SUM_PI_SQUARED] = self.sum_pi_squared(batch)
         totals = core_algos.LossTotals.of(mask)
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
         now.metrics["actor/entropy"] = core_algos.agg_loss(entropys, mask, mode, totals=totals).item()
@@ -291,6 +356,18 @@ class RayPPOTrainer:
             if weights is not None:
                 tensors["rollout_is_weights"] = weights
         return batch
+
+    def sum_pi_squared(self, batch: DataProto) -> torch.Tensor:
+        """The sum over the vocabulary of squared probabilities, [B, R], from two log-probs of the same token.
+
+        With z = logits / temperature, log pi is z - lse(z), and at half the temperature 2 z - lse(2 z); the sum is
+        exp(lse(2 z) - 2 lse(z)). So every training engine can tell it, for one more pass.
+        """
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        sharper = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, "temperature": temperature / 2})
+        at_half: torch.Tensor = tensors_of(self.cluster.actor.compute_log_prob(sharper))["old_log_probs"]
+        log_prob: torch.Tensor = tensors_of(batch)["old_log_probs"]
+        return (2.0 * log_prob - at_half).exp().clamp(max=1.0)
 
     def add_reference_log_probs(self, batch: DataProto) -> DataProto:
         if not needs_reference(self.config):
@@ -312,15 +389,25 @@ class RayPPOTrainer:
             )
             now.metrics |= metrics
         tensors["token_level_rewards"] = rewards
-        critic = {"values": tensors["values"]} if self.has_critic else {}
         tensors["advantages"], tensors["returns"] = self._advantages(
             token_level_rewards=rewards,
             response_mask=tensors["response_mask"],
             index=batch.non_tensor_batch["uid"],
             config=algorithm,
-            **critic,
+            **{name: tensors.get(name, None) for name in self._needed},
         )
+        self.reject(batch, now)
         return batch
+
+    def reject(self, batch: DataProto, now: Step) -> None:
+        """Leave out of the update what the rollout engine's policy and the trainer's are too far apart for."""
+        tensors, correction = tensors_of(batch), self.config.algorithm.rollout_correction
+        if self.config.actor_rollout_ref.actor.use_rollout_log_probs or not correction.rejects:
+            return  # the loss does it, with the policy as it is then
+        tensors["response_mask"], metrics = core_algos.rejected(
+            tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
+        )
+        now.metrics |= metrics
 
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]
@@ -409,6 +496,10 @@ class RayPPOTrainer:
         self._asked_engines = None if last else self.cluster.begin_take_spans()
 
     def _epoch(self, step: int) -> int:
+        if self.config.algorithm.filter_groups.enable:  # a step may draw several batches
+            state = self.train_dataloader.state_dict()
+            epoch: int = state["epoch"]
+            return epoch - 1 if state["position"] == 0 else epoch
         return (step - 1) // max(len(self.train_dataloader), 1)
 
     def _balanced(self, batch: DataProto) -> DataProto:
@@ -436,6 +527,24 @@ def needs_reference(config: PPOConfig) -> bool:
 
 def needs_critic(config: PPOConfig) -> bool:
     return core_algos.needs_values(config.algorithm.adv_estimator)
+
+
+def reward_components(reward: RewardOutput, keys: Sequence[str]) -> torch.Tensor:
+    """The numbers that the reward function gave under `keys`, [B, len(keys)].
+
+    Raises RewardError for a response without one of them.
+    """
+    components = torch.zeros(len(reward.responses), len(keys))
+    for column, key in enumerate(keys):
+        for row, value in enumerate(reward.extra_info.get(key, [None] * len(components))):
+            number = as_float(value)
+            if number is None or not isfinite(number):
+                raise RewardError(
+                    f"algorithm.gdpo_reward_keys: the reward function returned {key}={value!r} for sample {row}, not a "
+                    f"finite number; it has {', '.join(reward.extra_info) or 'no numbers beside the score'}"
+                )
+            components[row, column] = number
+    return components
 
 
 def _means(prefix: str, columns: Mapping[str, list[Any]]) -> Metrics:

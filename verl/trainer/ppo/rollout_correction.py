@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from verl.utils.torch_functional import masked_mean
 from verl.workers.config import RolloutCorrectionConfig
-from verl.workers.losses.kl import MAX_LOG_RATIO
+from verl.workers.losses.correction import bounded, clamped, importance_weights, kept_tokens
 
 
 @torch.no_grad()
@@ -20,41 +21,94 @@ def compute_rollout_importance_weights(
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
     """Weights min(pi_trainer / pi_rollout, threshold) for the policy loss; inputs and weights are [B, R].
 
-    Truncated importance sampling: E. Ionides, "Truncated Importance Sampling", 2008; for this mismatch F. Yao et al.,
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025. `token`: the ratio of each token;
-    `sequence`: the product of the ratios of a sequence's tokens, the same for all of them. Weights are 0 where the mask
-    is, carry no gradient, and are None with `rollout_is=null`. Metrics (`rollout_corr/...`) come in either case;
-    `rollout_is_min` and `_max` are those before truncation.
+    Weights are 0 where the mask is, carry no gradient, and are None with `rollout_is=null`. Metrics
+    (`rollout_corr/...`) come in either case; `rollout_is_min` and `_max` are those before truncation.
     """
     mask = response_mask.bool()
     if not mask.any():
         return (None if config.rollout_is is None else torch.zeros_like(old_log_prob)), {}
     log_ratio = torch.where(mask, old_log_prob - rollout_log_prob, 0.0)
-    kept = _clamped(log_ratio)[mask]
-    metrics = {
-        "rollout_corr/kl": -kept.mean().item(),
-        "rollout_corr/k3_kl": (kept.exp() - kept - 1.0).mean().item(),
-    }
-    if config.rollout_is is None:
+    metrics = off_policy_metrics(old_log_prob, rollout_log_prob, mask)
+    weights, ratios = importance_weights(log_ratio, mask, config)
+    if weights is None or ratios is None:
         return None, metrics
-
-    if config.rollout_is == "token":
-        ratio = _clamped(log_ratio).exp()
-        observed = ratio[mask]
-    else:
-        per_sequence = _clamped(log_ratio.sum(-1, keepdim=True)).exp()
-        ratio = per_sequence.expand_as(log_ratio)
-        observed = per_sequence[mask.any(-1)].flatten()
-    truncated = observed.clamp(max=config.rollout_is_threshold)
+    used = bounded(ratios, config)
     metrics |= {
-        "rollout_corr/rollout_is_mean": truncated.mean().item(),
-        "rollout_corr/rollout_is_std": truncated.std(correction=0).item(),
-        "rollout_corr/rollout_is_min": observed.min().item(),
-        "rollout_corr/rollout_is_max": observed.max().item(),
-        "rollout_corr/rollout_is_ratio_fraction_high": (observed > config.rollout_is_threshold).float().mean().item(),
-        "rollout_corr/rollout_is_eff_sample_size": (truncated.mean() ** 2 / truncated.square().mean()).item(),
+        "rollout_corr/rollout_is_mean": used.mean().item(),
+        "rollout_corr/rollout_is_std": used.std(correction=0).item(),
+        "rollout_corr/rollout_is_eff_sample_size": (used.mean() ** 2 / used.square().mean().clamp(min=1e-30)).item(),
     }
-    return torch.where(mask, ratio.clamp(max=config.rollout_is_threshold), 0.0), metrics
+    metrics |= _spread("rollout_is", "ratio_fraction", ratios, config)
+    if config.rollout_is == "sequence":
+        metrics |= {
+            "rollout_corr/rollout_is_seq_mean": used.mean().item(),
+            "rollout_corr/rollout_is_seq_std": used.std(correction=0).item(),
+            "rollout_corr/rollout_is_seq_max_deviation": (ratios - 1.0).abs().max().item(),
+        }
+        metrics |= _spread("rollout_is_seq", "fraction", ratios, config)
+    return weights, metrics
+
+
+def _spread(name: str, fraction: str, ratios: torch.Tensor, config: RolloutCorrectionConfig) -> dict[str, float]:
+    lower, upper = config.is_bounds
+    low = 1.0 / upper if lower is None else lower
+    return {
+        f"rollout_corr/{name}_min": ratios.min().item(),
+        f"rollout_corr/{name}_max": ratios.max().item(),
+        f"rollout_corr/{name}_{fraction}_high": (ratios > upper).float().mean().item(),
+        f"rollout_corr/{name}_{fraction}_low": (ratios < low).float().mean().item(),
+    }
+
+
+@torch.no_grad()
+def rejected(
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: RolloutCorrectionConfig,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """`response_mask` without what is not learned from, and how much that is: shares of tokens and of sequences.
+
+    A rejected response still counts in the baseline of its group: what it earned is known.
+    """
+    mask = response_mask.bool()
+    if not config.rejects or not mask.any():
+        return response_mask, {}
+    kept = kept_tokens(torch.where(mask, old_log_prob - rollout_log_prob, 0.0), mask, config)
+    sequences = mask.any(-1)
+    return kept.to(response_mask.dtype), {
+        "rollout_corr/rollout_rs_masked_fraction": 1.0 - (kept.sum() / mask.sum()).item(),
+        "rollout_corr/rollout_rs_seq_masked_fraction": (kept != mask).any(-1)[sequences].float().mean().item(),
+    }
+
+
+@torch.no_grad()
+def off_policy_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """How far apart the two policies are: divergences over tokens, perplexities over sequences; inputs [B, R]."""
+    log_ratio = torch.where(mask, old_log_prob - rollout_log_prob, 0.0)
+    of_tokens, sequences = clamped(log_ratio)[mask], mask.any(-1)
+    training = -masked_mean(old_log_prob, mask, dim=-1)[sequences]
+    rollout = -masked_mean(rollout_log_prob, mask, dim=-1)[sequences]
+    difference = rollout - training
+    of_sequences = clamped(log_ratio.sum(-1))[sequences]
+    metrics = {
+        "kl": -of_tokens.mean(),
+        "k3_kl": (of_tokens.exp() - of_tokens - 1.0).mean(),
+        "chi2_token": clamped(2.0 * of_tokens).exp().mean() - 1.0,
+        "chi2_seq": clamped(2.0 * of_sequences).exp().mean() - 1.0,
+        "training_ppl": clamped(training).exp().mean(),
+        "training_log_ppl": training.mean(),
+        "rollout_ppl": clamped(rollout).exp().mean(),
+        "rollout_log_ppl": rollout.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": (-difference).mean().exp(),
+    }
+    return {f"rollout_corr/{name}": value.item() for name, value in metrics.items()}
 
 
 @torch.no_grad()
@@ -78,10 +132,6 @@ def rollout_probs_diff_metrics(
         "training/rollout_probs_diff_std": difference.std(correction=0).item(),
         "training/rollout_actor_probs_pearson_corr": _pearson(trainer, rollout),
     }
-
-
-def _clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _pearson(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -21,9 +21,11 @@ from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.fleet.cluster import Cluster, make_replicas
+from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels, reward_function
 from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.validation import Validator
 from verl.utils import builtin
@@ -35,7 +37,6 @@ from verl.utils.device import resolve_device
 from verl.utils.files import keep_private
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
-from verl.utils.reward_score import load_reward_function
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import TrainEngineRegistry
@@ -74,6 +75,7 @@ class _Job:
     critic: CriticConfig | None
     loaders: dict[str, PromptLoader]
     reward_manager: RewardManager
+    reward_models: RewardModels | None
     total_steps: int
 
 
@@ -85,9 +87,11 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
     job = _checked(trainer_class.adapted(config), trainer_class)
+    for line in in_force(job.config, job.device):
+        logger.info("%s", line)
     with (
         _tracking(job) as tracking,
-        job.reward_manager as reward_manager,
+        _scoring(job) as reward_manager,
         _cluster(job) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
@@ -158,13 +162,14 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         critic=_local_critic(config, tokenizer, model_path, device),
         loaders=loaders,
         reward_manager=_reward_manager(config, tokenizer, model_path),
+        reward_models=RewardModels(config, device) if config.reward_model.enable else None,
         total_steps=total_steps,
     )
 
 
 def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> RewardManager:
     """The project's, or the user's own of that name. Raises ConfigError."""
-    settings, function = config.reward_model, load_reward_function(config.custom_reward_function)
+    settings, function = config.reward_model, reward_function(config)
     if get_reward_manager_cls(settings.reward_manager) is not NaiveRewardManager:
         return OwnRewardManager(settings.reward_manager, tokenizer, function, config.data.reward_fn_key)
     return NaiveRewardManager(
@@ -175,7 +180,8 @@ def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model
         timeout_s=settings.timeout_s,
         keep_special_tokens=settings.keep_special_tokens,
         end_token_ids=_end_token_ids(config, tokenizer, model_path),
-        penalty=overlong_penalty(settings),
+        penalty=overlong_penalty(settings, config.data.max_response_length),
+        shows_prompts=settings.enable,
     )
 
 
@@ -184,6 +190,10 @@ def _end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_
     template = turns_of(tokenizer, None, config.data.apply_chat_template_kwargs)
     model = replace(config.actor_rollout_ref.model, path=str(model_path))
     return {*eos_token_ids(model), *template.stop_token_ids}
+
+
+def _scoring(job: _Job) -> RewardManager:
+    return job.reward_manager if job.reward_models is None else AwakeForScoring(job.reward_manager, job.reward_models)
 
 
 def _tracking(job: _Job) -> Tracking:
@@ -208,6 +218,7 @@ def _cluster(job: _Job) -> Cluster:
         arena_nbytes=job.arena_nbytes,
         with_reference=needs_reference(job.config),
         critic=job.critic,
+        reward_models=job.reward_models,
     )
 
 

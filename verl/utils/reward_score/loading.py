@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,9 +49,10 @@ class FileFunction:
         return FileFunction, self._recipe
 
 
-def load_reward_function(config: RewardFunctionSettings) -> RewardFunction:
+def load_reward_function(config: RewardFunctionSettings, also: Collection[str] = ()) -> RewardFunction:
     """The user's function with `reward_kwargs` bound, or `default_compute_score` if no path is set.
 
+    `also`: arguments that it gets, besides, if it has parameters of those names.
     Raises ConfigError if the file or the name is missing, if it is no function, or if it does not take the arguments.
     """
     if config.path is None:
@@ -65,7 +66,8 @@ def load_reward_function(config: RewardFunctionSettings) -> RewardFunction:
     function = FileFunction(str(Path(config.path).expanduser().absolute()), config.name, config.reward_kwargs)
     signature = inspect.signature(function.function)
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **config.reward_kwargs)
+        given = [name for name in also if name in signature.parameters]
+        signature.bind(**dict.fromkeys([*ARGUMENTS, *given]), **config.reward_kwargs)
     except TypeError as exc:
         expected = ", ".join([*ARGUMENTS, *config.reward_kwargs])
         raise ConfigError(f"{config.path}: {config.name}{signature} cannot take ({expected}) by name: {exc}") from exc

@@ -10,6 +10,7 @@ from verl.workers.config.optim import OptimizerConfig
 from verl.workers.config.profiler import ProfilerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_LOSSES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -31,10 +32,17 @@ class PolicyLossConfig(Section):
     """Which policy loss."""
 
     loss_mode: str = option(
-        "vanilla", "vanilla, gspo, geo_mean, gpg, sapo, cispo, or a name registered with register_policy_loss"
+        "vanilla",
+        "vanilla, gspo, geo_mean, gpg, sapo, cispo, clip_cov, kl_cov, dppo_tv, dppo_kl, or a name registered with "
+        "register_policy_loss",
     )
     tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", above=0)
     tau_neg: float = option(1.05, "sapo: temperature of the gate for the others", above=0)
+    clip_cov_ratio: float = option(0.0002, "clip_cov: share of tokens that are not learned from", above=0, most=1)
+    clip_cov_lb: float = option(1.0, "clip_cov: they are drawn from those whose covariance is above this")
+    clip_cov_ub: float = option(5.0, "clip_cov: and below this")
+    kl_cov_ratio: float = option(0.0002, "kl_cov: share of tokens that get a KL penalty", above=0, most=1)
+    ppo_kl_coef: float = option(0.1, "kl_cov: weight of that penalty", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,7 @@ class ActorConfig(Section):
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")
     kl_loss_coef: float = option(0.001, "weight of that penalty", least=0)
-    kl_loss_type: str = option("low_var_kl", "KL estimator", choices=("kl", "abs", "mse", "low_var_kl"))
+    kl_loss_type: str = option("low_var_kl", "KL estimator; with + its gradient is that of mse", choices=KL_LOSSES)
     grad_clip: float = option(1.0, "largest gradient norm", above=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     use_rollout_log_probs: bool = option(False, "take the rollout engine's log-probs as old log-probs")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.config import Section, option, section
+from verl.utils.config import ConfigError, Section, option, section
+from verl.workers.config.reward_model import RewardRolloutConfig, ServedModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +20,120 @@ class KLControlConfig(Section):
     target_kl: float = option(0.1, "KL that the adaptive controller aims at", above=0)
 
 
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(Section):
-    """Importance sampling between the rollout engine's policy and the trainer's."""
+    """Importance sampling between the rollout engine's policy and the trainer's, and rejection of what is far off."""
 
     rollout_is: str | None = option(
         None, "importance weights per token, per sequence, or none", choices=(None, "token", "sequence")
     )
-    rollout_is_threshold: float = option(2.0, "weights are truncated at this value", above=0)
+    rollout_is_threshold: str | float = option(
+        2.0, "weights are truncated at this value; lower_upper, like 0.5_5.0: those outside are 0 (IcePop)", above=0
+    )
+    rollout_is_batch_normalize: bool = option(
+        False, "weights are divided by their mean over the batch; with loss_type=reinforce, over the micro-batch"
+    )
+    rollout_rs: str | None = option(
+        None, f"what is not learned from, one or several with commas between them, of {', '.join(REJECTIONS)}"
+    )
+    rollout_rs_threshold: str | float | None = option(
+        None,
+        "bounds of rollout_rs, one or one for each: k1 takes ratios lower_upper, like 0.999_1.001, or an upper one, "
+        "whose inverse is the lower; k2 and k3 take a largest divergence",
+        above=0,
+    )
+    rollout_token_veto_threshold: float | None = option(
+        None, "a sequence with a token whose ratio is below this is not learned from", above=0
+    )
+    loss_type: str = option(
+        "ppo_clip",
+        "with actor.use_rollout_log_probs: the loss of actor.policy_loss, or reinforce, the plain policy gradient with "
+        "importance weights",
+        choices=("ppo_clip", "reinforce"),
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.is_bounds, self.rejections
+
+    @property
+    def is_bounds(self) -> tuple[float | None, float]:
+        """(lower, upper) of importance weights; without a lower bound they are truncated."""
+        name = "rollout_is_threshold"
+        lower, upper = _bounds(self.rollout_is_threshold, name)
+        if upper <= 0:
+            raise ConfigError(f"{name}={self.rollout_is_threshold} must be above 0")
+        return lower, upper
+
+    @property
+    def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
+        """(name, lower, upper) of each of `rollout_rs`: ratios for k1, else an upper divergence alone."""
+        key = "rollout_rs"
+        given = self.rollout_rs_threshold
+        if not self.rollout_rs:
+            if given is not None:
+                raise ConfigError(f"{key}_threshold={given} needs {key}, like seq_mean_k1")
+            return ()
+        names = [name.strip() for name in self.rollout_rs.split(",")]
+        if unknown := sorted(set(names) - set(REJECTIONS)):
+            raise ConfigError(f"{key}={self.rollout_rs}: {unknown[0]!r} is none of {', '.join(REJECTIONS)}")
+        if given is None:
+            raise ConfigError(f"{key}={self.rollout_rs} needs {key}_threshold, like 0.5_2.0")
+        thresholds = str(given).split(",")
+        if len(thresholds) not in (1, len(names)):
+            raise ConfigError(f"{key}_threshold={given} has {len(thresholds)} bounds for {len(names)} of {key}")
+        thresholds = thresholds * len(names) if len(thresholds) == 1 else thresholds
+        return tuple(_rejection(name, text.strip(), key) for name, text in zip(names, thresholds, strict=True))
+
+    @property
+    def rejects(self) -> bool:
+        return bool(self.rejections) or self.rollout_token_veto_threshold is not None
+
+
+def _rejection(name: str, text: str, key: str) -> tuple[str, float | None, float]:
+    lower, upper = _bounds(text, f"{key}_threshold")
+    if not name.endswith("k1"):
+        if lower is not None or upper <= 0:
+            raise ConfigError(f"{key}_threshold={text}: {name} takes one divergence above 0")
+        return name, None, upper
+    lower = 1.0 / upper if lower is None and upper > 0 else lower
+    if lower is None or not 0 < lower < upper:
+        raise ConfigError(f"{key}_threshold={text}: {name} takes ratios 0 < lower < upper, like 0.5_2.0")
+    return name, lower, upper
+
+
+def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
+    """Of a number, or of two with _ between them."""
+    if isinstance(value, (int, float)):
+        return None, float(value)
+    lower, _, upper = value.rpartition("_")
+    try:
+        numbers = (float(lower) if lower else None), float(upper)
+    except ValueError as exc:
+        raise ConfigError(f"{key}={value}: write a number, or two like 0.5_2.0") from exc
+    if not all(number is None or math.isfinite(number) for number in numbers):
+        raise ConfigError(f"{key}={value} must be finite")
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: prompts are drawn until a batch is full of groups whose responses differ."""
+
+    enable: bool = option(False, "leave out groups whose responses all have the same metric (hybrid mode)")
+    metric: str | None = option(
+        None, "acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
+    )
+    max_num_gen_batches: int = option(
+        0,
+        "batches of data.gen_batch_size prompts for one step; then the run ends. 0 and -1: one pass over the data",
+        least=-1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +142,10 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = option(
         "grpo",
-        "gae, grpo, grpo_passk, rloo, opo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a name "
-        "registered with register_adv_est (verl: gae)",
+        "gae, grpo, grpo_passk, rloo, remax, opo, gpg, gdpo, optimal_token_baseline, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, or a name registered with register_adv_est; null: grpo with a built-in model "
+        "and built-in data, else verl's gae",
+        follows=True,
     )
     gamma: float = option(1.0, "discount factor", least=0, most=1)
     lam: float = option(1.0, "decay of generalised advantages: 0 trusts the critic, 1 the rewards", least=0, most=1)
@@ -44,6 +154,9 @@ class AlgorithmConfig(Section):
     kl_penalty: str = option("kl", "KL estimator for it", choices=("kl", "abs", "mse", "low_var_kl"))
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    gdpo_reward_keys: list[str] = option([], "gdpo: the numbers of the reward function's dict that are its components")
+    gdpo_reward_weights: list[float] = option([], "gdpo: the weight of each of them; empty: 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +187,9 @@ class OverlongBufferConfig(Section):
 class RewardKwargsConfig(Section):
     """What a reward manager takes."""
 
-    max_resp_len: int | None = option(None, "longest response that has no more than the whole penalty", least=1)
+    max_resp_len: int | None = option(
+        None, "longest response that has no more than the whole penalty; null: data.max_response_length", least=1
+    )
     overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig)
 
 
@@ -82,11 +197,18 @@ class RewardKwargsConfig(Section):
 class RewardModelConfig(Section):
     """Reward computation."""
 
-    enable: bool = option(False, "a reward model scored on its own ranks; not available yet", choices=(False,))
+    enable: bool = option(False, "serve reward_model.model beside the run, which scores or is asked")
+    enable_resource_pool: bool = option(
+        False, "it has devices of its own, nnodes * n_gpus_per_node of them; false: those of the trainer"
+    )
+    nnodes: int = option(0, "machines with enable_resource_pool=true", least=0)
+    n_gpus_per_node: int = option(8, "devices of each of these machines", least=1)
+    model: ServedModelConfig = section(ServedModelConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     reward_manager: str = option(
         "naive",
-        "naive: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or a name "
-        "registered in external_lib",
+        "naive, prime: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or "
+        "a name registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)

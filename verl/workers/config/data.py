@@ -30,7 +30,10 @@ class DataConfig(Section):
     reward_fn_key: str = option("data_source", "column that selects the reward function")
     train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)", least=0)
     gen_batch_size: int | None = option(
-        None, "prompts generated at a time: train_batch_size, or 1 in fully_async_main; null: that", least=1
+        None,
+        "prompts generated at a time: train_batch_size, or any number with algorithm.filter_groups, or 1 in "
+        "fully_async_main; null: that",
+        least=1,
     )
     val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once", least=1)
     max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)", least=1)

@@ -33,6 +33,11 @@ class MegatronConfig:
     use_distributed_optimizer: bool = option(
         True, "each data-parallel rank keeps the optimizer's moments of a part of the tensors; false: of all"
     )
+    use_dist_checkpointing: bool = option(
+        False, "read the first weights from dist_checkpointing_path; config and tokenizer come from model.path"
+    )
+    dist_checkpointing_path: str | None = option(None, "directory of a distributed checkpoint of Megatron's")
+    dist_checkpointing_prefix: str = option("", "what stands before its names")
     override_transformer_config: dict[str, Any] = option(
         {}, "fields of Megatron's TransformerConfig, such as recompute_granularity or moe_router_dtype"
     )

@@ -33,6 +33,16 @@ class MultiTurnConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutProfilerConfig(Section):
+    """Traces of the rollout engines in the steps of `global_profiler`."""
+
+    enable: bool = option(
+        False, "trace generation in hybrid mode, with global_profiler.tool=torch and vllm (verl: as the actor's)"
+    )
+    save_path: str | None = option(None, "null: that of the trainer ranks' traces")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentConfig(Section):
     """Agent-loop workers."""
 
@@ -55,7 +65,9 @@ class RolloutConfig(Section):
 
     name: str = option("vllm", "rollout engine registered with RolloutReplicaRegistry")
     mode: str = option("async", "requests are served one by one", choices=("async",))
-    n: int = option(8, "responses per prompt (verl: 1)", least=1)
+    n: int = option(
+        8, "responses per prompt; null: 8 with a built-in model and built-in data, else verl's 1", least=1, follows=True
+    )
     temperature: float = option(1.0, "softmax temperature; log-probs are computed at it, too", least=0)
     top_k: int = option(-1, "keep only the k likeliest tokens; -1: all", least=-1)
     top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass", above=0, most=1)
@@ -114,6 +126,7 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
+    profiler: RolloutProfilerConfig = section(RolloutProfilerConfig)
     checkpoint_engine: dict[str, Any] = option(
         {}, "verl's place for the top-level section checkpoint_engine; means the same"
     )

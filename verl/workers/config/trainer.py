@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -17,7 +18,7 @@ from verl.workers.config.model import HFModelConfig
 from verl.workers.config.profiler import GlobalProfilerConfig
 from verl.workers.config.rollout import RolloutConfig
 
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio", "clearml")
 DEVICES = ("cpu", "cuda", "npu")
 
 
@@ -127,3 +128,8 @@ class PPOConfig:
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
+
+    @property
+    def profile_directory(self) -> str:
+        """Where traces of trainer ranks go, on the machine of each."""
+        return str(Path(self.global_profiler.save_path or Path(self.trainer.output_dir) / "profile").absolute())

@@ -19,13 +19,13 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         ratio = config.lr_warmup_steps_ratio
         warmup = int(ratio * _known(total, "lr_warmup_steps_ratio")) if ratio > 0 else 0
     if step < warmup:
-        return config.peak_lr * (step + 1) / warmup
+        return config.lr_warmup_init + (config.peak_lr - config.lr_warmup_init) * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return config.peak_lr
-    decay_steps = max(1, _known(total, "lr_scheduler_type=cosine") - warmup)
+    decay_steps = max(1, _known(total, f"lr_scheduler_type={config.lr_scheduler_type}") - warmup)
     progress = min(1.0, (step - warmup) / decay_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.peak_lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    left = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.peak_lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
 def _known(total: int, needed_by: str) -> int:

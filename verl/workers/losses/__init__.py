@@ -9,6 +9,12 @@ from verl.workers.losses.policy import (
     get_policy_loss_fn,
     register_policy_loss,
 )
+from verl.workers.losses.trust_regions import (
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_kl_cov,
+)
 from verl.workers.losses.value import compute_value_loss
 from verl.workers.losses.variants import (
     compute_policy_loss_cispo,
@@ -24,6 +30,10 @@ __all__ = [
     "PolicyLoss",
     "agg_loss",
     "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_kl_cov",
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
     "compute_policy_loss_gspo",

@@ -22,9 +22,21 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     * `low_var_kl` (k3): exp(-d) + d - 1. Unbiased and never negative; clamped to at most 10, so that one token that
       the policy has nearly forgotten cannot decide the step.
 
+    With a `+` behind the name the value is that, and the gradient that of `mse`, which is the gradient of the KL
+    divergence in expectation (Y. Tang and R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL",
+    arXiv:2506.09477).
+
     Raises ConfigError for another name.
     """
     difference = logprob - ref_logprob
+    if kl_penalty.endswith("+"):
+        of_gradient = 0.5 * difference.square()
+        value = _estimate(difference.detach(), kl_penalty.removesuffix("+"))
+        return value + of_gradient - of_gradient.detach()
+    return _estimate(difference, kl_penalty)
+
+
+def _estimate(difference: torch.Tensor, kl_penalty: str) -> torch.Tensor:
     if kl_penalty == "kl":
         return difference
     if kl_penalty == "abs":

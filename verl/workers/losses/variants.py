@@ -17,11 +17,11 @@ PER_SEQUENCE = "seq-mean-token-mean"
 Result = tuple[torch.Tensor, dict[str, float]]
 
 
-def _weighted(losses: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def weighted(losses: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return losses if weights is None else losses * weights
 
 
-def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+def log_ratio_of(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
     return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -50,7 +50,7 @@ def compute_policy_loss_gspo(
     of_sequence = masked_mean(log_ratio, mask, dim=-1).detach().unsqueeze(-1)
     ratio = (log_prob - log_prob.detach() + of_sequence).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    losses = _weighted(torch.maximum(unclipped, clipped), rollout_is_weights)
+    losses = weighted(torch.maximum(unclipped, clipped), rollout_is_weights)
     metrics = {
         "actor/pg_clipfrac": token_share(clipped > unclipped, mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
@@ -80,13 +80,13 @@ def compute_policy_loss_geo_mean(
     totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
-    log_ratio = _log_ratio(log_prob, old_log_prob)
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     clipped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     kept = sign * torch.minimum(sign * log_ratio, sign * clipped)
     ratio = masked_mean(kept, mask, dim=-1).exp()
     losses = -masked_mean(advantages, mask, dim=-1) * ratio
-    per_token = _weighted(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights)
+    per_token = weighted(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights)
     metrics = {
         "actor/pg_clipfrac": token_share((kept != log_ratio) & (advantages > 0), mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
@@ -108,7 +108,7 @@ def compute_policy_loss_gpg(
     totals: LossTotals | None = None,
 ) -> Result:
     """Group policy gradient (GPG, arXiv:2504.02546, eq. 3): -A log pi, without ratio or clip."""
-    losses = _weighted(-advantages * log_prob, rollout_is_weights)
+    losses = weighted(-advantages * log_prob, rollout_is_weights)
     return agg_loss(losses, response_mask.bool(), loss_agg_mode, totals=totals), {}
 
 
@@ -132,11 +132,11 @@ def compute_policy_loss_sapo(
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
-    log_ratio = _log_ratio(log_prob, old_log_prob)
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     chosen = config.policy_loss
     tau = torch.where(advantages > 0, chosen.tau_pos, chosen.tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
-    losses = _weighted(-advantages * gate, rollout_is_weights)
+    losses = weighted(-advantages * gate, rollout_is_weights)
     metrics = {
         "actor/pg_clipfrac": 0.0,
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
@@ -165,10 +165,10 @@ def compute_policy_loss_cispo(
     totals = totals or totals_in_force(response_mask)
     mask = response_mask.bool()
     low, high = config.clip_range
-    log_ratio = _log_ratio(log_prob, old_log_prob)
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = log_ratio.exp().detach()
     clipped = ratio.clamp(1.0 - low, 1.0 + high)
-    losses = _weighted(-advantages * clipped * log_prob, rollout_is_weights)
+    losses = weighted(-advantages * clipped * log_prob, rollout_is_weights)
     metrics = {
         "actor/pg_clipfrac": token_share(clipped != ratio, mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),

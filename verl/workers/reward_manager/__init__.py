@@ -1,10 +1,22 @@
 """From responses to rewards per token."""
 
+from typing import Protocol, Self
+
+from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.overlong import OverlongPenalty, overlong_penalty
 from verl.workers.reward_manager.registry import OwnRewardManager, get_reward_manager_cls, register
 
-RewardManager = NaiveRewardManager | OwnRewardManager
+
+class RewardManager(Protocol):
+    """Scores batches, inside of a `with`."""
+
+    def __call__(self, data: DataProto) -> RewardOutput: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
 
 __all__ = [
     "NaiveRewardManager",

@@ -93,8 +93,10 @@ class NaiveRewardManager:
         keep_special_tokens: bool = False,
         end_token_ids: Collection[int] = (),
         penalty: OverlongPenalty | None = None,
+        shows_prompts: bool = False,
     ) -> None:
-        """`penalty` is added to the scores. `timeout_s` is the deadline of one response.
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. With `shows_prompts`,
+        `extra_info` has the messages of the prompt as `raw_prompt`.
 
         Raises ConfigError for a function that no process can have.
         """
@@ -103,6 +105,7 @@ class NaiveRewardManager:
         self._reward_fn_key = reward_fn_key
         self._keep_special_tokens = keep_special_tokens
         self._penalty = penalty
+        self._shows_prompts = shows_prompts
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
     def __call__(self, data: DataProto) -> RewardOutput:
@@ -121,6 +124,7 @@ class NaiveRewardManager:
         results, abandoned = self._score_all(self._samples(data, texts))
         scores, extra_info = _columns(results)
         if self._penalty is not None:
+            extra_info.setdefault("acc", scores)  # as verl's: what the function says, without the penalty
             penalties = [self._penalty(length) for length in lengths.tolist()]
             scores = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
             if self._penalty.log:
@@ -156,7 +160,11 @@ class NaiveRewardManager:
                 data_source=data_source,
                 response=text,
                 ground_truth=(reward_model or {}).get("ground_truth"),
-                extra_info={**(extra_info or {}), **_of_the_loop(turns, fields)},
+                extra_info={
+                    **(extra_info or {}),
+                    **_of_the_loop(turns, fields),
+                    **({"raw_prompt": messages} if self._shows_prompts else {}),
+                },
                 known_score=known_score,
             )
             for position, (
@@ -169,6 +177,7 @@ class NaiveRewardManager:
                 turns,
                 fields,
                 known_score,
+                messages,
             ) in enumerate(
                 zip(
                     columns.get("index", empty),
@@ -180,6 +189,7 @@ class NaiveRewardManager:
                     columns.get("__num_turns__", empty),
                     columns.get("__extra_fields__", empty),
                     columns.get("__reward_score__", empty),
+                    columns.get("raw_prompt", empty),
                     strict=True,
                 )
             )

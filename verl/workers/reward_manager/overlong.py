@@ -25,7 +25,7 @@ class OverlongPenalty:
         return min(-exceeding / self.buffer_length * self.factor, 0.0)
 
 
-def overlong_penalty(config: RewardModelConfig) -> OverlongPenalty | None:
+def overlong_penalty(config: RewardModelConfig, max_response_length: int) -> OverlongPenalty | None:
     """What the configuration asks for. Raises ConfigError for what cannot be meant."""
     given, buffer = config.reward_kwargs, config.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable:
@@ -34,13 +34,8 @@ def overlong_penalty(config: RewardModelConfig) -> OverlongPenalty | None:
         raise ConfigError(
             f"{KEY}.overlong_buffer_cfg.enable=true needs reward_model.reward_manager=dapo, not {config.reward_manager}"
         )
-    if given.max_resp_len is None:
-        raise ConfigError(f"{KEY}.overlong_buffer_cfg.enable=true needs {KEY}.max_resp_len")
-    if not 0 < buffer.len <= given.max_resp_len:
-        raise ConfigError(
-            f"{KEY}.overlong_buffer_cfg.len={buffer.len} must be above 0 and at most "
-            f"{KEY}.max_resp_len={given.max_resp_len}"
-        )
-    return OverlongPenalty(
-        max_length=given.max_resp_len, buffer_length=buffer.len, factor=buffer.penalty_factor, log=buffer.log
-    )
+    longest = given.max_resp_len or max_response_length
+    if not 0 < buffer.len <= longest:
+        key = "data.max_response_length" if given.max_resp_len is None else f"{KEY}.max_resp_len"
+        raise ConfigError(f"{KEY}.overlong_buffer_cfg.len={buffer.len} must be above 0 and at most {key}={longest}")
+    return OverlongPenalty(max_length=longest, buffer_length=buffer.len, factor=buffer.penalty_factor, log=buffer.log)

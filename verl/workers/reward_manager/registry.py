@@ -24,7 +24,8 @@ ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 register = REWARD_MANAGERS.register
 """Class decorator: `reward_model.reward_manager=name` takes this class. It is made from `ARGUMENTS`, and called with a
 batch and `return_dict=True`."""
-for name in ("naive", "dapo"):  # which subtracts a penalty that the other has not
+for name in ("naive", "prime", "dapo", "gdpo"):
+    # dapo subtracts a penalty; prime is verl's naive one in several processes; gdpo's estimator reads other numbers
     register(name)(NaiveRewardManager)
 
 

@@ -274,6 +274,10 @@ class RolloutReplica(ABC):
     async def resume_generation(self) -> None:
         await self.resume()
 
+    async def profile(self, prefix: str | None) -> None:
+        """Begin a trace, named by `prefix` and the replica, or end it."""
+        await self._call("profile", f"{prefix}_{self.name}" if prefix else None)
+
     async def clear_kv_cache(self) -> None:
         """Forget cached prefixes."""
         await self._call("clear_cache")

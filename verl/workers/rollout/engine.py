@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
@@ -81,6 +81,17 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """End every process and thread of the engine."""
+
+
+@runtime_checkable
+class TracedEngine(Protocol):
+    """An engine that can write traces of what it computes, to `rollout.profiler.save_path`."""
+
+    async def start_profile(self, prefix: str) -> None:
+        """Trace from here on; names of files begin with `prefix`."""
+
+    async def stop_profile(self) -> None:
+        """Write the trace."""
 
 
 def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:

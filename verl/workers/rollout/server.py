@@ -26,7 +26,7 @@ from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.lifetime import begin_actor
 from verl.utils.timing import Span, SpanLog
-from verl.workers.rollout.engine import Engine, EngineSpec
+from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
 
@@ -192,6 +192,12 @@ class RolloutServer:
         await self._wake_cache()
         await self._engine.resume()
         self._spans.end("paused", self._version)
+
+    @ray.method(concurrency_group="control")
+    async def profile(self, prefix: str | None) -> None:
+        """Begin a trace whose files begin with `prefix`, or end it. Nothing for an engine that writes none."""
+        if isinstance(self._engine, TracedEngine):
+            await self._loop.run(self._engine.start_profile(prefix) if prefix else self._engine.stop_profile())
 
     @ray.method(concurrency_group="control")
     async def clear_cache(self) -> None:

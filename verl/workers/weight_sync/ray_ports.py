@@ -19,8 +19,12 @@ T = TypeVar("T")
 
 class _RayMember:
     def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
-        self.name = name
+        self._name = name
         self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Await a remote method. Its own CheckpointEngineError comes through; a dead process is a TransportError."""

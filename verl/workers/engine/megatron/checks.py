@@ -17,6 +17,8 @@ from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tenso
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import listed_names
 
+RECORD = "metadata.json"
+"""In every distributed checkpoint of Megatron's."""
 KEY = "actor_rollout_ref.actor.megatron"
 OF_MODEL = frozenset(
     [
@@ -100,6 +102,7 @@ def check(
         *_cuts(config, dims, sizes_of(config, world)),
         *_experts(config, dims, device),
         *_overrides(config),
+        *_first_weights(config),
         *_fields(hf_config),
         *_tensors(tensor_shapes(architecture, dims), checkpoint, dims),
     ]
@@ -188,7 +191,17 @@ def _overrides(config: MegatronConfig) -> Iterator[str]:
         if name not in known:
             yield f"{key}: megatron-core's TransformerConfig has no such field.{did_you_mean(name, known)}"
         elif name in OF_MODEL or name.endswith("_parallel_size") or name.startswith(OF_LAYOUT):
-            yield f"{key} cannot be set: it follows from the model and from the other keys of {KEY}"
+            yield f"{key} cannot be set: it follows from the checkpoint and from the other keys of {KEY}"
+
+
+def _first_weights(config: MegatronConfig) -> Iterator[str]:
+    path = config.dist_checkpointing_path
+    if not config.use_dist_checkpointing:
+        return
+    if not path:
+        yield f"{KEY}.use_dist_checkpointing=true needs {KEY}.dist_checkpointing_path"
+    elif not (Path(path).expanduser() / RECORD).is_file():
+        yield f"{KEY}.dist_checkpointing_path={path} is no distributed checkpoint of Megatron's: it has no {RECORD}"
 
 
 def _fields(hf_config: Any) -> Iterator[str]:

@@ -25,6 +25,7 @@ from verl.workers.engine.megatron import cpu, groups, library
 from verl.workers.engine.megatron.architectures import EMBEDDING_NAME, TIED_NAME, architecture_of
 from verl.workers.engine.megatron.checkpoint import HeldInCheckpoint
 from verl.workers.engine.megatron.checks import check, sizes_of
+from verl.workers.engine.megatron.dist_checkpoint import load_weights
 from verl.workers.engine.megatron.export import TensorCollector
 from verl.workers.engine.megatron.forward import PackedBatch, response_log_probs
 from verl.workers.engine.megatron.held import held_tensors, view
@@ -130,6 +131,8 @@ class MegatronEngine:
             filled = fill(self._held, checkpoint, zero=self._held.keys() - checkpoint.names)  # a new head is 0
             if self._dims.tied and TIED_NAME in checkpoint.names and EMBEDDING_NAME in self._held:
                 require_equal(EMBEDDING_NAME, TIED_NAME, self._held[EMBEDDING_NAME], checkpoint)
+        if other := self._first_weights():
+            load_weights(self.model, self._weights.tensors, other, config.dist_checkpointing_prefix)
         self._weights.publish()
         if self._optim_config is not None:
             self._optimizer = Optimizer(
@@ -140,8 +143,13 @@ class MegatronEngine:
                 sequence_parallel=config.sequence_parallel,
                 distributed=config.use_distributed_optimizer,
             )
-        if self._model_config.check_load:
+        if self._model_config.check_load and other is None:
             filled.require(f"Megatron's {self._hf_config.model_type} model")
+
+    def _first_weights(self) -> Path | None:
+        """The distributed checkpoint from which they come instead. Those of a critic do not."""
+        path = self._config.dist_checkpointing_path
+        return Path(path).expanduser() if self._config.use_dist_checkpointing and path and not self.labels else None
 
     # ---- log-probs
 

@@ -26,6 +26,9 @@ with quiet():
     disable_jit_fuser()  # importing torch's compiler takes seconds, and no function that would be compiled is used here
 
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing import load as load_dist_checkpoint
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.models.common.language_module import language_module
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -47,6 +50,9 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 __all__ = [
+    "CheckpointingException",
+    "ShardedTensor",
+    "load_dist_checkpoint",
     "GPTModel",
     "MoEAlltoAllTokenDispatcher",
     "TransformerBlockSubmodules",

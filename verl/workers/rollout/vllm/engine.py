@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
@@ -135,6 +135,10 @@ class VLLMEngine:
                 arguments["distributed_executor_backend"] = "uni"
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if config.profiler.enable:
+            arguments["profiler_config"] = ProfilerConfig(
+                profiler="torch", torch_profiler_dir=str(config.profiler.save_path)
+            )
         if spec.model.sends_adapters:
             rank = engine_rank(spec.model.lora_rank)
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
@@ -248,6 +252,12 @@ class VLLMEngine:
         """Requests frozen by pause("keep") are computed again from their tokens."""
         if not await llm.reset_prefix_cache(reset_running_requests=True):
             raise RolloutError(f"{self._spec.name}: vLLM did not reset its prefix cache")
+
+    async def start_profile(self, prefix: str) -> None:
+        await self._control(self._running().start_profile(prefix))
+
+    async def stop_profile(self) -> None:
+        await self._control(self._running().stop_profile())
 
     async def sleep(self, *, weights: bool) -> None:
         llm = self._running()

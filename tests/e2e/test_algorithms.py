@@ -1,0 +1,123 @@
+"""Whole runs of estimators and of ways to choose samples that need more than a batch of responses."""
+
+import math
+
+import pytest
+
+from tests.e2e.job import in_process
+from tests.e2e.test_training import Run
+from verl.trainer.ppo.dynamic_sampling import TooFewGroups
+from verl.utils.config import ConfigError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+REWARD = """
+import itertools
+
+calls = itertools.count()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    # Of a prompt with an even index two responses never earn the same, of one with an odd index they always do.
+    call, chosen = next(calls), extra_info["index"] % 2 == 0
+    score = call % 2 if chosen else 0.5
+    return {"score": score, "acc": score, "length": len(solution_str), "even": float(chosen)}
+"""
+
+
+@pytest.fixture
+def base(tmp_path, tiny_model):
+    (tmp_path / "reward.py").write_text(REWARD)
+    return (
+        f"actor_rollout_ref.model.path={tiny_model}",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+    )
+
+
+def test_remax_subtracts_the_reward_of_a_greedy_response(ray_cluster, tmp_path, base):
+    run = Run(tmp_path, in_process(tmp_path, *base, "algorithm.adv_estimator=remax"))
+    for metrics in run.metrics.values():
+        assert metrics["timing_s/gen_max"] > 0
+        expected = metrics["critic/rewards/mean"] - metrics["reward/greedy/mean"]
+        assert metrics["critic/returns/mean"] == pytest.approx(metrics["critic/rewards/mean"], abs=1e-5)
+        assert metrics["critic/advantages/mean"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_optimal_token_baseline_runs_with_rejection_and_importance_weights(ray_cluster, tmp_path, base):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            *base,
+            "algorithm.adv_estimator=optimal_token_baseline",
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+        ),
+    )
+    for metrics in run.metrics.values():
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+        assert metrics["actor/grad_norm"] > 0
+        assert math.isfinite(metrics["critic/advantages/mean"])
+
+
+def test_gdpo_and_the_plain_policy_gradient_without_old_log_probs(ray_cluster, tmp_path, base):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            *base,
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[acc,length]",
+            "reward_model.reward_manager=gdpo",
+            "algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.rollout_correction.loss_type=reinforce",
+            "algorithm.rollout_correction.rollout_is=sequence",
+        ),
+    )
+    for metrics in run.metrics.values():
+        assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-4)
+        assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.1)
+        assert "timing_s/old_log_prob" in metrics
+
+
+FILTER = (
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.metric=acc",
+    "algorithm.filter_groups.max_num_gen_batches=4",
+    "data.gen_batch_size=3",
+    "trainer.save_freq=1",
+)
+
+
+def test_dynamic_sampling_trains_on_groups_that_differ_and_resumes_where_it_was(ray_cluster, tmp_path, base):
+    whole = Run(tmp_path, in_process(tmp_path, *base, *FILTER, "trainer.total_training_steps=3"))
+    for step, metrics in whole.metrics.items():
+        assert metrics["reward_extra/even/mean"] == 1.0
+        assert metrics["filter_groups/differing"] >= 4
+        assert metrics["train/num_gen_batches"] >= 2
+        assert len(whole.samples(step)) == 8
+    again = tmp_path / "again"
+    elsewhere = f"trainer.rollout_data_dir={again / 'samples'}"
+    in_process(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=2")
+    resumed = Run(again, in_process(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=3"))
+    assert resumed.questions(3) == whole.questions(3)
+    assert resumed.metrics[3]["training/epoch"] == whole.metrics[3]["training/epoch"] > 0
+
+
+def test_a_step_that_finds_too_few_groups_ends_the_run_with_the_reason(ray_cluster, tmp_path, base):
+    with pytest.raises(TooFewGroups, match="after 1 batches, but a step takes 4"):
+        in_process(tmp_path, *base, *FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
+
+
+def test_a_component_that_the_reward_function_does_not_return_is_named(ray_cluster, tmp_path, base):
+    with pytest.raises(Exception, match="returned tone=None for sample 0, not a finite number; it has acc, length"):
+        in_process(tmp_path, *base, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[tone]")
+
+
+def test_a_data_set_smaller_than_what_is_drawn_is_refused_before_anything_starts(tmp_path, base):
+    with pytest.raises(ConfigError, match=r"data.gen_batch_size=17 exceeds the 16 training samples"):
+        in_process(tmp_path, *base, *FILTER, "data.gen_batch_size=17")

@@ -1,0 +1,74 @@
+"""A run in a few lines, for `--check` and for the log of the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.trainer.fleet.placement import num_replicas
+from verl.trainer.fleet.reward_models import num_engines
+from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
+from verl.workers.config import PPOConfig
+
+
+def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
+    """The run in a few lines."""
+    policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    yield f"model: {policy.model.path}; data: {data.train_files}"
+    yield (
+        f"trainer: {trainer.world_size} ranks ({trainer.nnodes} x {trainer.n_gpus_per_node}) on {device}, "
+        f"{policy.actor.strategy}{_cuts(config)}; reference policy: {_yes(needs_reference(config))}; "
+        f"critic: {config.critic.strategy if needs_critic(config) else 'no'}"
+    )
+    yield from in_force(config, device)
+    yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
+    length = trainer.total_training_steps or steps
+    yield f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}; output: {trainer.output_dir}"
+
+
+def in_force(config: PPOConfig, device: str) -> Iterator[str]:
+    """What decides how a run learns, whoever has said it: the launch, a default, or what follows from others."""
+    data, trainer, actor = config.data, config.trainer, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    yield (
+        f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
+        f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
+    )
+    micro = (
+        f"up to {actor.ppo_max_token_len_per_gpu} tokens"
+        if actor.use_dynamic_bsz
+        else f"{actor.ppo_micro_batch_size_per_gpu} sequences"
+    )
+    yield (
+        f"batch: {data.train_batch_size} prompts per step, {actor.ppo_mini_batch_size} per optimizer step, "
+        f"micro-batches of {micro}; prompts of {data.max_prompt_length}, responses of {data.max_response_length} tokens"
+    )
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
+        f"rewards {config.reward_model.reward_manager}"
+    )
+    if config.reward_model.enable:
+        served = config.reward_model
+        yield (
+            f"reward model: {served.model.path}, {num_engines(config, device)} engines of "
+            f"{served.rollout.tensor_model_parallel_size} ranks, on "
+            f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
+        )
+
+
+def _cuts(config: PPOConfig) -> str:
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return ""
+    cut = config.actor_rollout_ref.actor.megatron
+    return (
+        f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "
+        f"EP {cut.expert_model_parallel_size})"
+    )
+
+
+def _tools(config: PPOConfig) -> str:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    return f", several turns, tools: {turns.tool_config_path or 'none'}" if turns.enable else ""
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,94 @@
+"""The rollout engine's policy against the trainer's: importance weights, and what is rejected as too far off.
+
+The driver applies them once per batch, to the policy before the update; `ActorLoss` to the policy as it is, where the
+engine's log-probs stand for that before the update.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import RolloutCorrectionConfig
+from verl.workers.losses.kl import MAX_LOG_RATIO
+
+
+@torch.no_grad()
+def importance_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """(weights [B, R], the ratios that they come from: one per token [n], or per sequence that has tokens [s]).
+
+    `log_ratio` is log pi_trainer / pi_rollout, 0 where the mask is. Truncated importance sampling: E. Ionides, 2008;
+    for this mismatch F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
+    With a lower bound weights outside of the two are 0 (IcePop: Ling Team, "Every Step Evolves", arXiv:2510.18855).
+    `token`: the ratio of each token; `sequence`: the product over a sequence, the same for all of its tokens.
+    """
+    if config.rollout_is is None:
+        return None, None
+    if config.rollout_is == "token":
+        ratio = clamped(log_ratio).exp()
+        observed = ratio[mask]
+    else:
+        per_sequence = clamped(log_ratio.sum(-1, keepdim=True)).exp()
+        ratio = per_sequence.expand_as(log_ratio)
+        observed = per_sequence[mask.any(-1)].flatten()
+    weights = torch.where(mask, bounded(ratio, config), 0.0)
+    if config.rollout_is_batch_normalize:
+        mean = bounded(observed, config).mean() if len(observed) else weights.new_zeros(())
+        weights = torch.where(mean > 0, weights / mean, weights)
+    return weights, observed
+
+
+def bounded(ratio: torch.Tensor, config: RolloutCorrectionConfig) -> torch.Tensor:
+    lower, upper = config.is_bounds
+    if lower is None:
+        return ratio.clamp(max=upper)
+    return torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
+
+
+@torch.no_grad()
+def kept_tokens(log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig) -> torch.Tensor:
+    """`mask` [B, R] without the tokens and sequences that `rollout_rs` and the veto reject.
+
+    Y. Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning", arXiv:2512.23075, and J. Liu et
+    al., "When Speed Kills Stability", 2025. With d = log pi_trainer / pi_rollout, k1 is -d, bounded by ratios on both
+    sides, k2 is d^2 / 2, and k3 is exp(d) - 1 - d (J. Schulman, "Approximating KL Divergence", 2020).
+    """
+    kept = mask.clone()
+    for name, lower, upper in config.rejections:
+        level, _, kind = name.rpartition("_")
+        statistic = _over(level, _divergence(log_ratio, kind), mask)
+        if lower is None:
+            allowed = statistic <= upper
+        else:
+            bounds = statistic.new_tensor([lower, upper]).log()
+            allowed = (-statistic >= bounds[0]) & (-statistic <= bounds[1])
+        kept &= allowed
+    if (veto := config.rollout_token_veto_threshold) is not None:
+        kept &= ~((clamped(log_ratio).exp() < veto) & mask).any(-1, keepdim=True)
+    return kept
+
+
+def _divergence(log_ratio: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return 0.5 * log_ratio.square()
+    return clamped(log_ratio).exp() - 1.0 - log_ratio
+
+
+def _over(level: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, R] for tokens, else [B, 1]"""
+    values = torch.where(mask, values, 0.0)
+    if level == "token":
+        return values
+    if level == "seq_sum":
+        return values.sum(-1, keepdim=True)
+    if level == "seq_max":
+        return values.amax(-1, keepdim=True)
+    return masked_mean(values, mask, dim=-1).unsqueeze(-1)
+
+
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,0 +1,163 @@
+"""The Ray actor around one engine of a reward model."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ray.util import get_node_ip_address
+
+from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
+from verl.utils.lifetime import begin_actor
+from verl.workers.config.reward_model import RewardRolloutConfig
+from verl.workers.rollout.errors import RolloutError
+
+POLL_S = 0.2
+CONTROL_S = 120.0
+SHOWN_LINES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """What an engine serves, and how."""
+
+    name: str
+    model: str
+    """Local directory."""
+    names: tuple[str, ...]
+    """What requests may call the model."""
+    scores: bool
+    """It has a head, and is asked for scores; else for text."""
+    trust_remote_code: bool
+    config: RewardRolloutConfig
+    device: str
+    can_sleep: bool
+    log: Path
+    """On the engine's own machine."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """Those of vLLM's server, but for where it listens."""
+        config = self.config
+        options: dict[str, Any] = {
+            "served-model-name": list(self.names),
+            "tensor-parallel-size": config.tensor_model_parallel_size,
+            "dtype": config.dtype,
+            "max-model-len": config.longest,
+            "max-num-seqs": config.max_num_seqs,
+            "max-num-batched-tokens": max(config.max_num_batched_tokens, config.longest, config.max_num_seqs),
+            "enforce-eager": config.enforce_eager or self.device == "cpu",
+            "trust-remote-code": self.trust_remote_code,
+            "enable-sleep-mode": self.can_sleep,
+        }
+        if self.device == "cpu":
+            options["kv-cache-memory-bytes"] = int(config.cpu_kvcache_gib * 2**30)
+        else:
+            options["gpu-memory-utilization"] = config.gpu_memory_utilization
+        if self.scores:
+            options["runner"] = "pooling"
+        options |= {name.replace("_", "-"): value for name, value in config.engine_kwargs.items()}
+        return ["--model", self.model, *(word for name, value in options.items() for word in _option(name, value))]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *map(str, values)] if value is not None else []
+
+
+class RewardModelServer:
+    """One engine in a process of its own, which ends with this one."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        begin_actor()
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._leftovers: Leftovers | None = None
+        self._host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._port = 0
+
+    def start(self, timeout_s: float) -> str:
+        """Start the engine and wait until it answers. Its address. Raises RolloutError with what it logged last."""
+        spec = self._spec
+        self._port = _free_port(self._host)
+        self._leftovers = Leftovers()
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with self._leftovers.taking_temporary_files(), self._leftovers.finding_shared_memory():
+            self._process = self._begun(self._leftovers.directory)
+            deadline = time.monotonic() + timeout_s
+            while not self.healthy():
+                if (code := self._process.poll()) is not None:
+                    raise RolloutError(f"{spec.name} ended with exit code {code}: {self._said()}")
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise RolloutError(f"{spec.name} does not answer after {timeout_s:g} s: {self._said()}")
+                time.sleep(POLL_S)
+        return f"{self._host}:{self._port}"
+
+    def _begun(self, sockets: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "verl.workers.reward_model.process", *self._spec.arguments()]
+        with self._spec.log.open("wb") as log:
+            return subprocess.Popen(
+                [*command, "--host", self._host, "--port", str(self._port)],
+                env=os.environ | {"VLLM_RPC_BASE_PATH": str(sockets)} | self._spec.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def healthy(self) -> bool:
+        try:
+            return self._ask("GET", "/health", POLL_S * 5) == http.client.OK
+        except OSError:
+            return False
+
+    def sleep(self) -> None:
+        """Give the device's memory to others until `wake_up`. Nothing where it cannot sleep."""
+        if self._spec.can_sleep:
+            self._control("/sleep?level=1")
+
+    def wake_up(self) -> None:
+        if self._spec.can_sleep:
+            self._control("/wake_up")
+
+    def stop(self) -> None:
+        """End the engine's processes. Idempotent."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._leftovers is not None:
+            self._leftovers.remove()
+
+    def _control(self, path: str) -> None:
+        status = self._ask("POST", path, CONTROL_S)
+        if status != http.client.OK:
+            raise RolloutError(f"{self._spec.name} answers {status} to {path}")
+
+    def _ask(self, method: str, path: str, timeout_s: float) -> int:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        try:
+            connection.request(method, path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def _said(self) -> str:
+        lines = self._spec.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line] or lines
+        return f"{' | '.join(errors[-SHOWN_LINES:])} ({self._spec.log})"
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -42,7 +42,7 @@ imports: install ## import-linter: which package may import which
 
 docs: ## build the site into build/site; a broken link or page is an error
 	@test requirements/docs.txt -ot .venv-docs/installed || { \
-	    $(or $(PYTHON),python3.11) -m venv --clear .venv-docs && \
+	    $(or $(PYTHON),$(shell command -v python3.11 python3 | head -n 1)) -m venv --clear .venv-docs && \
 	    .venv-docs/bin/pip install --quiet --requirement requirements/docs.txt && touch .venv-docs/installed; }
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir build/site
 

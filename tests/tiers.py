@@ -51,11 +51,12 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     if "not job" in config.getoption("markexpr"):
-        config.pluginmanager.register(Budget(), "budget")
+        config.pluginmanager.register(Budget(FILE_CPU_S), "budget")
 
 
 class Budget:
-    def __init__(self) -> None:
+    def __init__(self, file_cpu_s: float) -> None:
+        self._file_cpu_s = file_cpu_s
         self._used: Counter[str] = Counter()
 
     @pytest.hookimpl(wrapper=True)
@@ -64,10 +65,10 @@ class Budget:
         result = yield
         file = item.nodeid.split("::")[0]
         self._used[file] += processor_time_s() - before
-        if self._used[file] > FILE_CPU_S:
+        if self._used[file] > self._file_cpu_s:
             pytest.fail(
                 f"the tests of {file} took {self._used[file]:.0f} s of processor time, up to this one; `make check` "
-                f"gives a file {FILE_CPU_S:.0f}. Mark its long tests with pytest.mark.job, or add it to PLACES",
+                f"gives a file {self._file_cpu_s:.0f}. Mark its long tests with pytest.mark.job, or add it to PLACES",
                 pytrace=False,
             )
         ray = sys.modules.get("ray")

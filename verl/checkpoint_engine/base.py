@@ -10,7 +10,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
         every node                  receive_weights         stage: until the spare slot holds every byte
         a node                      repair_weights          pieces that arrived wrong, again
         every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
-        every node                  let_go                  after a failure: what is slow to close
+        every node                  close_abandoned         after a failure: what is slow to close
     every trainer rank and node     finalize                disconnect, release
 """
 
@@ -167,7 +167,7 @@ class CheckpointEngine(ABC):
         """
         return False
 
-    def let_go(self) -> None:  # noqa: B027 - most backends leave nothing
+    def close_abandoned(self) -> None:  # noqa: B027 - most backends leave nothing
         """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.
 
         Called on every node when its slot is dropped, after the failure has been told.

@@ -225,7 +225,7 @@ LAUNCHES = (
         "hybrid",
         f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
         "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang",
-        refused="reward_model.rollout.name='sglang' is not one of: vllm",
+        refused="reward_model.rollout.name=sglang is not possible, only vllm",
     ),
     Launch(
         "distributed checkpoints whose place is not said",
@@ -355,16 +355,10 @@ LAUNCHES = (
     Launch("another training engine", "hybrid", f"{GRPO} model_engine=veomni", refused="fsdp, fsdp2 and megatron"),
     Launch("no hybrid engine", "hybrid", f"{GRPO} actor_rollout_ref.hybrid_engine=False", refused="machines of their"),
     Launch(
-        "a reward model",
+        "a reward model without a place",
         "hybrid",
         f"{GRPO} reward.reward_model.enable=True reward.reward_model.rollout.name=vllm",
-        refused="no reward model scores responses",
-    ),
-    Launch(
-        "weights in Megatron's format",
-        "hybrid",
-        f"{MEGATRON} {M}.use_dist_checkpointing=True {M}.dist_checkpointing_path=/weights",
-        refused="needs no conversion",
+        refused="reward_model.enable=true needs reward_model.model.path",
     ),
     Launch(
         "a field that Megatron has not",

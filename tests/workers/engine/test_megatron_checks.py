@@ -47,7 +47,7 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
             {"override_transformer_config": {"recompute_granularty": "full", "hidden_size": 8, "fp8": "e4m3"}},
             [
                 ["recompute_granularty: megatron-core's", "Did you mean 'recompute_granularity'?"],
-                ["hidden_size cannot be set", "follows from the model"],
+                ["hidden_size cannot be set", "follows from the checkpoint"],
                 ["fp8 cannot be set"],
             ],
         ),

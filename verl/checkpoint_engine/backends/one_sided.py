@@ -249,8 +249,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
             self._abandon()
             raise
         if not self._wire.keeps:
-            self._let_go_of_slots()
-        self.let_go()  # of an earlier stage's wire: its peer may have gone on meanwhile
+            self._deregister_slots()
+        self.close_abandoned()  # of an earlier stage's wire: its peer may have gone on meanwhile
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
@@ -299,7 +299,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if self._arrived is not None:
             self._arrived[1].known[list(pieces)] = False
         if not self._wire.keeps:
-            self._let_go_of_slots()
+            self._deregister_slots()
         return True
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
@@ -320,7 +320,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             max_in_flight=self.max_in_flight,
         )
 
-    def let_go(self) -> None:
+    def close_abandoned(self) -> None:
         for wire in [wire for wire in self._abandoned if wire.is_idle()]:
             self._abandoned.remove(wire)
             wire.close()
@@ -329,7 +329,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._release()
         deadline = time.monotonic() + CLOSING_S
         while self._abandoned and time.monotonic() < deadline:
-            self.let_go()
+            self.close_abandoned()
             time.sleep(LOOK_S)
         for wire in self._abandoned:
             wire.close()
@@ -337,7 +337,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def _release(self) -> None:
         self._abandon()
-        self.let_go()
+        self.close_abandoned()
         if self._holder is not None:
             self._holder.close()
             self._holder = None
@@ -356,7 +356,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def _slot(self, arena: NodeArena) -> UInt8s:
         """The open slot, registered once per slot file. Files that were replaced are let go."""
         view = arena.writable_view()
-        self._let_go_of_slots({path for path in self._slots if (arena.directory / path).exists()})
+        self._deregister_slots({path for path in self._slots if (arena.directory / path).exists()})
         if view.path.name not in self._slots:
             memory = view.bytes.numpy()
             for wire in self._wires:
@@ -364,7 +364,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             self._slots[view.path.name] = memory
         return self._slots[view.path.name]
 
-    def _let_go_of_slots(self, but: Collection[str] = ()) -> None:
+    def _deregister_slots(self, but: Collection[str] = ()) -> None:
         for path in [path for path in self._slots if path not in but]:
             gone = self._slots.pop(path)
             for wire in self._wires:
@@ -390,7 +390,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         for (owner, address), (incarnation, _, version) in zip(self._owners.items(), stamps.tolist(), strict=True):
             if (incarnation, version) != (address.incarnation, reader.version):
                 raise TransportError(
-                    _instead(incarnation == address.incarnation, version),
+                    _what_is_there(incarnation == address.incarnation, version),
                     version=reader.version,
                     phase="stage",
                     member=f"trainer-{owner}",
@@ -414,7 +414,7 @@ def _before(deadline_s: float) -> float:
     return deadline_s - min(CLOSING_S, deadline_s / 4)
 
 
-def _instead(same_owner: bool, version: int) -> str:
+def _what_is_there(same_owner: bool, version: int) -> str:
     if not same_owner:
         return "another process answers at its address"
     return "it is publishing" if version == Stamp.WRITING else f"it holds version {version}"

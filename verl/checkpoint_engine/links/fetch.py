@@ -135,7 +135,7 @@ def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes
             start = cut
 
 
-class Detour:
+class BounceBuffer:
     """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
 
     def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
@@ -291,7 +291,7 @@ class FetchLoop:
 
     def fetch(self, waiting: Waiting) -> int:
         """As `run`, in the order of `waiting`."""
-        detour = Detour(self.plan, self.bounce, self.origin)
+        bounced = BounceBuffer(self.plan, self.bounce, self.origin)
         flying: list[_Flight] = []
         landed_s = time.monotonic()
         done: dict[int, int] = {bucket.owner: 0 for bucket in waiting}
@@ -302,7 +302,7 @@ class FetchLoop:
                 landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
                 for flight in landed:
                     flying.remove(flight)
-                    detour.scatter(flight.bucket, self.region)
+                    bounced.scatter(flight.bucket, self.region)
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
                 if landed:

@@ -19,7 +19,7 @@ import torch
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
 from verl.checkpoint_engine.links.communicators import Flight
-from verl.checkpoint_engine.links.fetch import Bucket, Detour, messages_of
+from verl.checkpoint_engine.links.fetch import BounceBuffer, Bucket, messages_of
 from verl.checkpoint_engine.links.gloo_chain import GlooChain
 from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
 from verl.checkpoint_engine.links.rendezvous import Deadline
@@ -73,13 +73,13 @@ class HostRelay:
         assert self._plan is not None
         plan, messages = self._plan, self._groups.messages
         first, *others = (slot.bytes for slot in slots)
-        detour = Detour(plan, self._bounce.numpy())
+        bounced = BounceBuffer(plan, self._bounce.numpy())
         deadline = Deadline(self._deadlines.stage_s * OWN_SHARE)
 
         def copy_to_others(bucket: Bucket) -> None:
             for other in others:
                 if bucket.scatter:
-                    detour.scatter(bucket, other.numpy())
+                    bounced.scatter(bucket, other.numpy())
                 else:
                     (message,) = bucket.ranges
                     part = slice(message.dst_offset, message.dst_offset + message.nbytes)
@@ -88,7 +88,7 @@ class HostRelay:
         with self._groups.transfer(version):
             self._groups.exchange_headers(version, deadline)
             own = {bucket.ranges[0]: bucket for bucket in messages.get(self._member.index, ()) if bucket.scatter}
-            reader = _SlotToSlot(self._groups, first, self._bounce, version, detour=detour, own=own)
+            reader = _SlotToSlot(self._groups, first, self._bounce, version, bounced=bounced, own=own)
             self._groups.fetch(reader, plan, deadline, copy_to_others)
         received = (bucket for owner, buckets in messages.items() if owner != self._member.index for bucket in buckets)
         return len(slots) * sum(bucket.nbytes for bucket in received)
@@ -105,11 +105,11 @@ class _SlotToSlot(Broadcasts):
     in a circle.
     """
 
-    detour: Detour
+    bounced: BounceBuffer
     own: dict[Range, Bucket]
     """Of the messages that this rank sends: those that are gathered first."""
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Flight]:
         if bounce and self.groups.is_sender(owner):
-            self.detour.gather(self.own[ranges[0]], self.slot.numpy())
+            self.bounced.gather(self.own[ranges[0]], self.slot.numpy())
         return super().start(owner, ranges, bounce=bounce)

@@ -182,7 +182,7 @@ class OwnerGroups:
 
     def leave(self) -> None:
         """Leave all groups. Idempotent."""
-        self._let_go_of(self._groups)
+        self._leave_all(self._groups)
         self._communicator.release()
         self._members = None
 
@@ -216,9 +216,9 @@ class OwnerGroups:
     def _give_up(self, groups: dict[int, Any]) -> None:
         """Leave `groups`, of which one is broken: it is gone only when its last operation has ended, at the latest
         after the stage's deadline. Nobody waits for that here."""
-        threading.Thread(target=self._let_go_of, args=(groups,), name="weight-sync-given-up", daemon=True).start()
+        threading.Thread(target=self._leave_all, args=(groups,), name="weight-sync-given-up", daemon=True).start()
 
-    def _let_go_of(self, groups: dict[int, Any]) -> None:
+    def _leave_all(self, groups: dict[int, Any]) -> None:
         while groups:
             self._communicator.leave(groups.popitem()[1])
 

@@ -376,7 +376,7 @@ class RolloutNode(_Participant):
     def _drop(self) -> None:
         if self._arena is not None:
             self._arena.drop()
-        self._engine.let_go()
+        self._engine.close_abandoned()
 
     async def rollback(self, version: int) -> int | None:
         """Make the previous version current; that version."""

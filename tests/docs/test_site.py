@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.site_hooks import on_page_markdown
+from scripts.site_hooks import on_page_markdown, web_address
 
 ROOT = Path(__file__).resolve().parents[2]
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
@@ -18,6 +18,20 @@ MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 def test_union_types_in_tables_lose_the_escape_that_github_needs():
     page = "| `str \\| None` | a \\| b |\n\n`a \\| b` in a sentence"
     assert on_page_markdown(page) == "| `str | None` | a \\| b |\n\n`a \\| b` in a sentence"
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://git.example/team/verl-sync.git", "https://git.example/team/verl-sync"),
+        ("https://user:secret@git.example/team/verl-sync", "https://git.example/team/verl-sync"),
+        ("git@git.example:team/verl-sync.git", "https://git.example/team/verl-sync"),
+        ("/srv/repositories/verl-sync", None),
+        ("", None),
+    ],
+)
+def test_the_site_links_to_the_page_of_the_repository_without_credentials(remote: str, address: str | None):
+    assert web_address(remote) == address
 
 
 @pytest.fixture(scope="module")

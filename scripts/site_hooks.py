@@ -13,7 +13,7 @@ CODE = re.compile(r"`[^`\n]+`")
 
 def on_config(config: Any) -> Any:
     """Link to the repository that this one was cloned from, if it is on the web."""
-    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
     remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     if address := web_address(remote.strip()):
         config.repo_url = address

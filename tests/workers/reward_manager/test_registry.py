@@ -1,5 +1,7 @@
 """Reward managers written for verl."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from verl.workers.reward_manager import (
     NaiveRewardManager,
     OwnRewardManager,
     RewardError,
+    RewardManagerBase,
     get_reward_manager_cls,
     register,
 )
@@ -104,3 +107,33 @@ def test_a_loop_that_knows_the_reward_is_believed_and_its_fields_reach_the_funct
     output = NaiveRewardManager(TOKENIZER, compute_score)(batch)
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.25]
     assert output.extra_info == {"turns": [4, None], "tool": [0.5, None]}
+
+
+@register("one_by_one")
+class Single(RewardManagerBase):
+    async def run_single(self, data):
+        assert len(data) == 1
+        await asyncio.sleep(0)
+        item = data[0]
+        length = int(item.batch["attention_mask"][-item.batch["responses"].shape[-1] :].sum())
+        text = self.tokenizer.decode(item.batch["responses"][:length], skip_special_tokens=True)
+        score = self.compute_score(solution_str=text)
+        return {"reward_score": score, "reward_extra_info": {"text": text} if score > 1 else {}}
+
+
+def test_a_manager_of_verl_s_reward_loop_scores_every_sample():
+    with manager("one_by_one") as own:
+        output = own(make_batch(["1", "22"]))
+    assert output.reward_tensor.sum(-1).tolist() == [1.0, 2.0]
+    assert output.extra_info == {"text": [None, "22"]}
+
+
+def test_a_result_without_a_score_is_named():
+    class Silent(Single):
+        async def run_single(self, data):
+            return {"reward_extra_info": {}}
+
+    with manager("one_by_one") as own:
+        own._manager._manager = Silent(None, TOKENIZER, None)
+        with pytest.raises(RewardError, match="reward_manager=one_by_one raised KeyError: 'reward_score'"):
+            own(make_batch(["1"]))

@@ -171,7 +171,7 @@ def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model
     """The project's, or the user's own of that name. Raises ConfigError."""
     settings, function = config.reward_model, reward_function(config)
     if get_reward_manager_cls(settings.reward_manager) is not NaiveRewardManager:
-        return OwnRewardManager(settings.reward_manager, tokenizer, function, config.data.reward_fn_key)
+        return OwnRewardManager(settings.reward_manager, tokenizer, function, config.data.reward_fn_key, config)
     return NaiveRewardManager(
         tokenizer,
         function,

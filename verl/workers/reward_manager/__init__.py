@@ -4,6 +4,7 @@ from typing import Protocol, Self
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
+from verl.workers.reward_manager.one_by_one import RewardManagerBase
 from verl.workers.reward_manager.overlong import OverlongPenalty, overlong_penalty
 from verl.workers.reward_manager.registry import OwnRewardManager, get_reward_manager_cls, register
 
@@ -24,6 +25,7 @@ __all__ = [
     "OwnRewardManager",
     "RewardError",
     "RewardManager",
+    "RewardManagerBase",
     "RewardOutput",
     "get_reward_manager_cls",
     "overlong_penalty",

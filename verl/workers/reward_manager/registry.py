@@ -12,15 +12,19 @@ from verl.utils.config import ConfigError
 from verl.utils.plain import plain
 from verl.utils.registry import Registry, require_keywords
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
+from verl.workers.reward_manager.one_by_one import OneByOne
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.utils.reward_score import RewardFunction
+    from verl.workers.config import PPOConfig
 
 KEY = "reward_model.reward_manager"
 REWARD_MANAGERS: Registry[Any] = Registry(KEY)
 ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
+ARGUMENTS_ONE_BY_ONE = ("config", "tokenizer", "compute_score")
+"""Of a class with `run_single`."""
 register = REWARD_MANAGERS.register
 """Class decorator: `reward_model.reward_manager=name` takes this class. It is made from `ARGUMENTS`, and called with a
 batch and `return_dict=True`."""
@@ -33,6 +37,9 @@ def get_reward_manager_cls(name: str) -> Any:
     """Raises ConfigError for a name that nobody registered, and for a class that cannot be made or called as verl's."""
     found = REWARD_MANAGERS.get(name)
     if found is NaiveRewardManager:
+        return found
+    if hasattr(found, "run_single"):
+        require_keywords(found, ARGUMENTS_ONE_BY_ONE, f"{KEY}={name}")
         return found
     require_keywords(found, ARGUMENTS, f"{KEY}={name}")
     signature = inspect.signature(found.__call__)
@@ -47,14 +54,24 @@ class OwnRewardManager:
     """A registered class in the place of `NaiveRewardManager`. It runs on the driver, in the driver's process."""
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, compute_score: RewardFunction, reward_fn_key: str
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        compute_score: RewardFunction,
+        reward_fn_key: str,
+        config: PPOConfig | None = None,
     ) -> None:
         """Raises ConfigError as `get_reward_manager_cls` does."""
         self._name = name
         self._tokenizer = tokenizer
-        self._manager = get_reward_manager_cls(name)(
-            tokenizer=tokenizer, num_examine=0, compute_score=compute_score, reward_fn_key=reward_fn_key
-        )
+        self._manager: Any
+        found = get_reward_manager_cls(name)
+        if hasattr(found, "run_single"):
+            self._manager = OneByOne(found(config=config, tokenizer=tokenizer, compute_score=compute_score))
+        else:
+            self._manager = found(
+                tokenizer=tokenizer, num_examine=0, compute_score=compute_score, reward_fn_key=reward_fn_key
+            )
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Raises RewardError for whatever the manager raises, and for a result that is no reward per token."""
@@ -80,7 +97,8 @@ class OwnRewardManager:
         return RewardOutput(reward_tensor=rewards.float(), responses=texts, extra_info=columns)
 
     def close(self) -> None:
-        """Nothing was started."""
+        if isinstance(self._manager, OneByOne):
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run check test lint style types imports format lock clean distclean
+.PHONY: help install run check test lint style types imports docs format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,12 @@ types: install ## mypy
 imports: install ## import-linter: which package may import which
 	$(BIN)/lint-imports
 
+docs: ## build the site into build/site; a broken link or page is an error
+	@test requirements/docs.txt -ot .venv-docs/installed || { \
+	    $(or $(PYTHON),$(shell command -v python3.11 python3 | head -n 1)) -m venv --clear .venv-docs && \
+	    .venv-docs/bin/pip install --quiet --requirement requirements/docs.txt && touch .venv-docs/installed; }
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir build/site
+
 format: install ## let ruff fix and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -52,4 +58,4 @@ clean: ## remove caches and build products; keeps .venv, outputs and checkpoints
 	find verl tests benchmarks examples recipe scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
-	rm -rf .venv
+	rm -rf .venv .venv-docs

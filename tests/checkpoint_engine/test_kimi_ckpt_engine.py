@@ -111,7 +111,7 @@ async def test_every_byte_leaves_its_owner_once_and_the_receivers_share_the_work
 async def test_a_single_node_only_pulls(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path, nodes=1) as fleet:
         await fleet.manager.update_weights(1)
-        assert engine_of(fleet.nodes[0])._holder.upstream is None
+        assert engine_of(fleet.nodes[0])._holder is None
         assert_bit_equal(fleet.replicas[0], 1, TENSORS)
 
 

@@ -180,6 +180,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
             if self._wire is not None:
                 self._wire.admit(Admission(addresses=topology.host_addresses))
             return
+        if self._holder is not None and topology.is_alone(self.member.name):
+            self._holder.close()
+            self._holder = None
+            self._expect(self._messages(min(self.most_nbytes, self.bounce_room())))
         if self._holder is not None:
             places = self.passed_at_once
             buckets = self._holder.join(topology, self.member, self.bounce_room() // places)

@@ -30,6 +30,10 @@ class Topology:
         """Where `passed_on`: the nodes that read from trainer ranks, each its part of a version."""
         return self.audience[self.trainers[0].name]
 
+    def is_alone(self, node: str) -> bool:
+        """Where `passed_on`: whether `node` neither serves another node nor reads from one."""
+        return not self.audience.get(node) and self.before(node) is None
+
     def before(self, node: str) -> Member | None:
         """Where `passed_on`: whom `node` reads what it does not get from trainer ranks."""
         return next((other for other in self.nodes if node in self.audience.get(other.name, ())), None)

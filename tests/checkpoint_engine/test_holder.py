@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint_engine.test_fetching import plan_of, plans
+from tests.checkpoint_engine.test_one_sided import MemoryWire
 from verl.checkpoint_engine.links.fetch import Bucket, messages_of
-from verl.checkpoint_engine.links.holder import UPSTREAM, InTurn, parts_of, shares_of
+from verl.checkpoint_engine.links.holder import UPSTREAM, InTurn, NodeHolder, Page, parts_of, shares_of
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Range
+from verl.checkpoint_engine.plan.topology import chain
+from verl.checkpoint_engine.plan.types import Member, Range
 
 
 @given(plan=plans, receivers=st.integers(1, 5))
@@ -73,3 +75,15 @@ def test_parts_are_taken_as_they_are_there_beside_buckets_in_their_order():
     flying.clear()
     assert start_all() == [parts[1]]
     assert not len(waiting)
+
+
+def test_a_node_that_goes_on_says_no_longer_that_it_waits():
+    plan = plan_of([(40, 40)] * 2, owners=1, columns=False, block_nbytes=64)
+    members = [Member(role=role, index=index, host="a") for role, index in (("trainer", 0), ("node", 0), ("node", 1))]
+    holder = NodeHolder(plan, MemoryWire(), 256)
+    buckets = holder.join(chain(members[:1], members[1:]), members[1], 256)
+    holder._offer(7, np.zeros(plan.layout.nbytes, np.uint8), buckets)
+    holder._say_who_is_awaited(1)
+    assert holder._page.awaited[0] == 1
+    holder._arrived(buckets[0])
+    assert holder._page.awaited[0] == Page.EMPTY

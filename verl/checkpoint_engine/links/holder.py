@@ -271,6 +271,7 @@ class NodeHolder:
         touched = self._touched_by(bucket)
         self._missing[touched] -= 1
         self._page.parts[touched] = self._missing[touched] == 0
+        self._page.awaited[0] = Page.EMPTY
         self._wire.changed()
 
     def _places_of(self, bucket: Bucket) -> tuple[Int64s, Int64s]:

@@ -15,7 +15,7 @@ from verl.checkpoint_engine.backends.naive import NaiveEngine
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.checkpoint_engine.plan.types import Member
-from verl.checkpoint_engine.registry import Backend, CheckpointEngineRegistry, resolve_backend
+from verl.checkpoint_engine.registry import BUILTIN, Backend, CheckpointEngineRegistry, resolve_backend
 
 OUTBOX = "tests.checkpoint_engine.outbox_backend"
 
@@ -36,21 +36,22 @@ def test_an_unknown_backend_gets_the_nearest_name_and_the_list():
     with pytest.raises(ConfigError) as raised:
         resolve(backend="naiv")
     message = str(raised.value)
-    assert "unknown checkpoint_engine.backend 'naiv'" in message
+    assert "checkpoint_engine.backend='naiv' is not registered" in message
     assert "Did you mean 'naive'?" in message
     assert re.search(r"Known: .*\bnaive\b", message)
     assert "custom_backend_module" in message
 
 
 def test_a_manager_with_an_unknown_backend_is_not_built(tmp_path: Path):
-    with pytest.raises(ConfigError, match="unknown checkpoint_engine.backend"):
+    with pytest.raises(ConfigError, match="checkpoint_engine.backend='carrier-pigeon' is not registered"):
         Fleet({"w": torch.zeros(1)}, tmp_path, backend="carrier-pigeon")
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it():
-    backend = Backend("a_package_that_nobody_has.engine:Engine", extra="fast")
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+    target = "a_package_that_nobody_has.engine:Engine"
+    monkeypatch.setitem(BUILTIN, "pigeon", Backend(target=target, remedy="pip install 'verl-sync[fast]'"))
     with pytest.raises(BackendUnavailable) as raised:
-        backend.load("pigeon")
+        CheckpointEngineRegistry.get("pigeon")
     message = str(raised.value)
     assert "checkpoint_engine.backend=pigeon needs the package 'a_package_that_nobody_has'" in message
     assert "pip install 'verl-sync[fast]'" in message

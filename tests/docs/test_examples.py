@@ -298,7 +298,7 @@ def test_the_training_engine_is_found_by_name(train_engine: Any):
         "trainer.n_gpus_per_node=1",
     )
     assert TrainEngineRegistry.get(config.actor_rollout_ref.actor.strategy) is type(train_engine)
-    with pytest.raises(ConfigError, match="already registered as 'fsdp'"):
+    with pytest.raises(ConfigError, match="strategy='fsdp' is already registered by"):
         TrainEngineRegistry.register("fsdp")(type(train_engine))
 
 

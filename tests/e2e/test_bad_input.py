@@ -206,7 +206,8 @@ def test_a_device_that_this_machine_does_not_have_is_refused(refuse):
 
 
 def test_a_backend_whose_package_is_missing_names_the_extra(refuse, monkeypatch):
-    monkeypatch.setitem(registry.BUILTIN, "far", registry.Backend("not_installed_anywhere:Engine", extra="far"))
+    far = registry.Backend(target="not_installed_anywhere:Engine", remedy="pip install 'verl-sync[far]'")
+    monkeypatch.setitem(registry.BUILTIN, "far", far)
     (message,) = refuse("checkpoint_engine.backend=far")
     assert "'not_installed_anywhere'" in message
     assert "pip install 'verl-sync[far]'" in message

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine
 from verl.checkpoint_engine.config import (
@@ -21,59 +20,50 @@ from verl.checkpoint_engine.config import (
 )
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.utils import config as strict
+from verl.utils.registry import Builtin, Registry
 
-EngineClass = TypeVar("EngineClass", bound=type[CheckpointEngine])
 
+@dataclass(frozen=True, kw_only=True)
+class Backend(Builtin):
+    """`remedy` is the pip extra that brings what it needs, and what else must be installed."""
 
-@dataclass(frozen=True)
-class Backend:
-    """Where a backend is, the pip extra that brings what it needs, and the dataclass of its options."""
-
-    target: str
-    extra: str | None = None
     options: type[Any] | None = None
-    system: str | None = None
-    """What else must be installed, outside of Python."""
+    """Dataclass of `checkpoint_engine.engine_kwargs.<name>`."""
 
-    def load(self, name: str) -> type[CheckpointEngine]:
-        """Import the class. Raises BackendUnavailable that names what is missing and the extra that brings it."""
-        module, _, attribute = self.target.partition(":")
-        try:
-            engine_class: type[CheckpointEngine] = getattr(importlib.import_module(module), attribute)
-        except ImportError as exc:
-            missing = (
-                f"needs the package {exc.name!r}" if isinstance(exc, ModuleNotFoundError) else f"cannot load: {exc}"
-            )
-            raise BackendUnavailable(
-                f"checkpoint_engine.backend={name} {missing}: pip install 'verl-sync[{self.extra or name}]'"
-                + (f", and {self.system}" if self.system else "")
-            ) from exc
-        return engine_class
+
+def _from(extra: str, system: str = "") -> str:
+    return f"pip install 'verl-sync[{extra}]'{system}"
 
 
 MOONCAKE_LIBRARIES = (
-    "the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)"
+    ", and the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)"
 )
+_BACKENDS = "verl.checkpoint_engine.backends"
 BUILTIN = {
-    "naive": Backend("verl.checkpoint_engine.backends.naive:NaiveEngine", options=NaiveOptions),
-    "gloo": Backend("verl.checkpoint_engine.backends.collective:GlooEngine", options=GlooOptions),
-    "nccl": Backend("verl.checkpoint_engine.backends.collective:NcclEngine", extra="cuda", options=NcclOptions),
-    "hccl": Backend("verl.checkpoint_engine.backends.collective:HcclEngine", extra="npu", options=HcclOptions),
-    "tcp": Backend("verl.checkpoint_engine.backends.tcp:TcpEngine", options=TcpOptions),
-    "nixl": Backend("verl.checkpoint_engine.backends.nixl:NixlEngine", extra="nixl", options=NixlOptions),
+    "naive": Backend(target=f"{_BACKENDS}.naive:NaiveEngine", options=NaiveOptions),
+    "gloo": Backend(target=f"{_BACKENDS}.collective:GlooEngine", options=GlooOptions),
+    "nccl": Backend(target=f"{_BACKENDS}.collective:NcclEngine", options=NcclOptions, remedy=_from("cuda")),
+    "hccl": Backend(target=f"{_BACKENDS}.collective:HcclEngine", options=HcclOptions, remedy=_from("npu")),
+    "tcp": Backend(target=f"{_BACKENDS}.tcp:TcpEngine", options=TcpOptions),
+    "nixl": Backend(target=f"{_BACKENDS}.nixl:NixlEngine", options=NixlOptions, remedy=_from("nixl")),
     "mooncake": Backend(
-        "verl.checkpoint_engine.backends.mooncake:MooncakeEngine",
-        extra="mooncake",
+        target=f"{_BACKENDS}.mooncake:MooncakeEngine",
         options=MooncakeOptions,
-        system=MOONCAKE_LIBRARIES,
+        remedy=_from("mooncake", MOONCAKE_LIBRARIES),
     ),
     "kimi_ckpt_engine": Backend(
-        "verl.checkpoint_engine.backends.kimi_ckpt_engine:KimiCkptEngine",
-        extra="kimi",
+        target=f"{_BACKENDS}.kimi_ckpt_engine:KimiCkptEngine",
         options=KimiCkptEngineOptions,
-        system=MOONCAKE_LIBRARIES,
+        remedy=_from("kimi", MOONCAKE_LIBRARIES),
     ),
 }
+CheckpointEngineRegistry: Registry[type[CheckpointEngine]] = Registry(
+    "checkpoint_engine.backend",
+    builtin=BUILTIN,
+    missing=BackendUnavailable,
+    hint=" A backend of yours is registered by the module in checkpoint_engine.custom_backend_module",
+)
+"""`register` adds a backend of one's own, `get` finds a class, `new` makes an instance."""
 
 
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
@@ -87,46 +77,6 @@ def backend_of_device(device: str) -> str:
             f"checkpoint_engine.backend=auto does not know the device {device!r}; known: {', '.join(COLLECTIVES)}"
         )
     return COLLECTIVES[device]
-
-
-class CheckpointEngineRegistry:
-    """`register` adds a backend of one's own, `get` finds a class, `new` makes an instance."""
-
-    _registered: dict[str, type[CheckpointEngine]] = {}
-
-    @classmethod
-    def register(cls, name: str) -> Callable[[EngineClass], EngineClass]:
-        """Class decorator. Raises ValueError if another class has the name."""
-
-        def add(engine_class: EngineClass) -> EngineClass:
-            known = cls._registered.get(name)
-            if name in BUILTIN or (known is not None and known.__qualname__ != engine_class.__qualname__):
-                raise ValueError(f"a checkpoint engine named {name!r} is already registered")
-            cls._registered[name] = engine_class
-            return engine_class
-
-        return add
-
-    @classmethod
-    def names(cls) -> list[str]:
-        return sorted({*BUILTIN, *cls._registered})
-
-    @classmethod
-    def get(cls, name: str) -> type[CheckpointEngine]:
-        """Raises ConfigError for an unknown name, BackendUnavailable (naming the extra) for a missing package."""
-        if name in cls._registered:
-            return cls._registered[name]
-        if name not in BUILTIN:
-            hint = strict.choose_from(name, cls.names())
-            raise ConfigError(
-                f"unknown checkpoint_engine.backend {name!r}.{hint} "
-                "A backend of yours is registered by the module in checkpoint_engine.custom_backend_module"
-            )
-        return BUILTIN[name].load(name)
-
-    @classmethod
-    def new(cls, name: str, **arguments: Any) -> CheckpointEngine:
-        return cls.get(name)(**arguments)
 
 
 def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[CheckpointEngine]) -> type[CheckpointEngine]:
@@ -151,8 +101,11 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
             raise ConfigError(
                 f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
             ) from exc
-    engine_class = CheckpointEngineRegistry.get(config.backend)
-    if config.backend in CheckpointEngineRegistry._registered:
+    try:
+        engine_class = CheckpointEngineRegistry.get(config.backend)
+    except strict.ConfigError as exc:
+        raise ConfigError(str(exc)) from exc
+    if config.backend in CheckpointEngineRegistry.functions:
         engine_class = _hosted_if_for_verl(config, engine_class)
     topologies = engine_class.capabilities.topologies
     if config.topology not in ("auto", *topologies):
@@ -166,7 +119,7 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
                 f"checkpoint_engine.engine_kwargs.{name}: no such backend."
                 + strict.did_you_mean(name, CheckpointEngineRegistry.names())
             )
-        registered = CheckpointEngineRegistry._registered.get(name)
+        registered = CheckpointEngineRegistry.functions.get(name)
         options_class = registered.options_class if registered is not None else BUILTIN[name].options
         if options_class is not None:
             try:

@@ -35,7 +35,7 @@ from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
@@ -109,7 +109,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         seed_everything(self._seed + self.rank)
         config = self.config
         if self._has_actor:
-            self._actor = TrainEngineRegistry.new(
+            self._actor = new_engine(
                 config.actor.strategy,
                 fsdp=config.actor.fsdp_config,
                 megatron=config.actor.megatron,
@@ -122,7 +122,7 @@ class ActorRolloutRefWorker(WeightPublisher):
             )
             self._actor.build()
         if self._has_ref:
-            self._ref = TrainEngineRegistry.new(
+            self._ref = new_engine(
                 config.actor.strategy,
                 fsdp=config.ref.fsdp_config,
                 megatron=config.actor.megatron,  # as RefMegatronConfig says

@@ -11,7 +11,7 @@ from tests.workers.engine.megatron_cases import tiny_moe
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, MegatronConfig
 from verl.workers.engine.megatron.checks import check, check_job
-from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 
 
@@ -137,6 +137,6 @@ def test_other_engines_are_not_asked(models):
     model = HFModelConfig(path=str(models("qwen2")))
     impossible = MegatronConfig(tensor_model_parallel_size=7)
     options = {"megatron": impossible, "model": model, "world_size": 2, "device": "cpu"}
-    TrainEngineRegistry.check_job("fsdp2", **options)
+    check_engine("fsdp2", **options)
     with pytest.raises(ConfigError, match="=7"):
-        TrainEngineRegistry.check_job("megatron", **options)
+        check_engine("megatron", **options)

@@ -52,7 +52,9 @@ def test_errors_survive_pickling():
 
 
 def test_an_unknown_engine_is_an_error_with_the_nearest_name_and_all_names():
-    with pytest.raises(ConfigError, match=r"rollout.name='vlm'. Did you mean 'vllm'. Known: .*hf, vllm"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.name='vlm' is not registered. Did you mean 'vllm'. Known: .*hf, vllm"
+    ):
         RolloutReplicaRegistry.get("vlm")
 
 
@@ -66,7 +68,7 @@ def test_an_engine_whose_package_is_missing_names_the_remedy(monkeypatch: pytest
 
 
 def test_an_engine_of_the_users_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(RolloutReplicaRegistry, "_registered", {})
+    monkeypatch.setattr(RolloutReplicaRegistry, "functions", {})
 
     @RolloutReplicaRegistry.register("mine")
     class Mine(RolloutReplicaRegistry.get("hf")):
@@ -74,7 +76,7 @@ def test_an_engine_of_the_users_own_is_found_by_its_name(monkeypatch: pytest.Mon
 
     assert RolloutReplicaRegistry.get("mine") is Mine
     assert "mine" in RolloutReplicaRegistry.names()
-    with pytest.raises(ConfigError, match="already registered as 'mine'"):
+    with pytest.raises(ConfigError, match="rollout.name='mine' is already registered by"):
         RolloutReplicaRegistry.register("mine")(RolloutReplicaRegistry.get("hf"))
 
 

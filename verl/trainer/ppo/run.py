@@ -39,7 +39,7 @@ from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
-from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
 from verl.workers.reward_manager import (
@@ -239,7 +239,7 @@ def _require_model(model: HFModelConfig, directory: Path) -> None:
 
 def _require_engine(config: PPOConfig, strategy: str, model: HFModelConfig, device: str, labels: int = 0) -> None:
     """Engines of `strategy` can hold the model in the local directory `model.path`; `labels` as a critic has them."""
-    TrainEngineRegistry.check_job(
+    check_engine(
         strategy,
         megatron=config.actor_rollout_ref.actor.megatron,
         model=model,

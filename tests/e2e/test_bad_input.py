@@ -125,8 +125,8 @@ MISTAKES = [
     (["data.val_files=[/no/a.parquet,/no/b.parquet]"], ["data.val_files", "/no/a.parquet", "/no/b.parquet"]),
     (["data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=4"], ["=4", "=6"]),
     (
-        ["data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "trainer.n_gpus_per_node=4"],
-        ["= 6 sequences", "4 trainer ranks"],
+        ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=4"],
+        ["= 2 sequences", "4 trainer ranks"],
     ),
     (["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"], ["32", "16 training samples"]),
     (["data.max_response_length=600"], ["max_response_length=600", "664", "max_position_embeddings=512"]),
@@ -151,10 +151,6 @@ MISTAKES = [
     (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib", "no_such_module"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/step"], ["/no/step", "not a checkpoint"]),
     (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
-    (
-        ["trainer.resume_from_path=/no/step"],
-        ["needs trainer.resume_mode=resume_path, not auto"],
-    ),
     (["trainer.rollout_data_dir=/proc/x"], ["trainer.rollout_data_dir=/proc/x is not writable"]),
     (["trainer.validation_data_dir=/proc/x"], ["trainer.validation_data_dir=/proc/x is not writable"]),
     (["checkpoint_engine.report_path=/proc/x/y"], ["the directory of checkpoint_engine.report_path=/proc/x is not"]),

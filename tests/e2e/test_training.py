@@ -151,6 +151,10 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     run, job = real
     assert [line.split(" (")[0] for line in job.stderr.splitlines()] == [
         f"training builtin:tiny-qwen2 on builtin:arithmetic; output in {run.out}",
+        "rollout: vllm, 1 replicas of 1 ranks, colocated; 4 responses per prompt",
+        "batch: 8 prompts per step, 4 per optimizer step, micro-batches of up to 16384 tokens; "
+        "prompts of 64, responses of 16 tokens",
+        "algorithm: grpo, loss vanilla",
         "starting Ray",
         "starting 2 trainer ranks on cpu",
         "starting 1 vllm rollout engine",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,7 @@ markers =
 def check(pytester, monkeypatch):
     """Runs a file of tests as `make check` does, with a small budget."""
     monkeypatch.setattr(tiers, "FILE_CPU_S", 0.1)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))  # others' of this process
 
     def run(text: str, *options: str):
         pytester.makepyfile(text)

@@ -33,6 +33,7 @@ class QueueEngine(CheckpointEngine):
             return {}
         publisher = self.context.socket(zmq.XPUB)
         publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+        publisher.setsockopt(zmq.SNDHWM, 0)  # a publisher drops what is beyond it
         self.sockets.append(publisher)
         return {"port": publisher.bind_to_random_port("tcp://127.0.0.1")}
 
@@ -53,6 +54,7 @@ class QueueEngine(CheckpointEngine):
         self.rank = rank
         if rank > 0:
             socket = self.context.socket(zmq.SUB)
+            socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(f"tcp://127.0.0.1:{port}")
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)

@@ -30,6 +30,12 @@ MANY = {"5,000 tiny tensors"}
 ALL = {"all of these in one"}
 
 
+def every_kind(version: int) -> dict[str, torch.Tensor]:
+    """The models of the contract suite, in one, but for those that are only large or many."""
+    cases = CASES.keys() - LARGE - MANY - ALL
+    return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
+
+
 def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **options: Any) -> Fleet:
     options = {"topology": "chain", "update_weights_bucket_megabytes": 1, "block_kilobytes": 4, "retries": 0, **options}
     return Fleet(tensors, tmp_path, nodes=nodes, replicas=nodes, **options)
@@ -40,14 +46,9 @@ def chain_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int, **
 async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_node(
     backend: str, nodes: int, source: type[RowShardedSource], tmp_path: Path
 ):
-    def tensors(version: int) -> dict[str, torch.Tensor]:
-        """The models of the contract suite, in one, but for those that are only large or many."""
-        cases = CASES.keys() - LARGE - MANY - ALL
-        return {f"{case}.{name}": value for case in sorted(cases) for name, value in tensors_of(case, version).items()}
-
-    async with chain_of(tensors(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
+    async with chain_of(every_kind(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
         for version in range(3):
-            expected = tensors(version)
+            expected = every_kind(version)
             fleet.set_weights(expected)
             report = await fleet.manager.update_weights(version)
             for replica in fleet.replicas:

@@ -10,13 +10,12 @@ import torch
 
 from tests.checkpoint_engine import queue_backend
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource
-from tests.checkpoint_engine.test_contract import assert_bit_equal, tensors_of
+from tests.checkpoint_engine.test_chain import every_kind
+from tests.checkpoint_engine.test_contract import assert_bit_equal
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError
 from verl.checkpoint_engine.registry import resolve_backend
-
-CASE = "all of these in one"
 
 
 def fleet_of(tensors: dict[str, torch.Tensor], tmp_path: Path, *, nodes: int = 1, **options: Any) -> Fleet:
@@ -42,9 +41,9 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
     trainers: int, nodes: int, source: type[RowShardedSource], tmp_path: Path
 ):
     options = {"trainers": trainers, "nodes": nodes, "source": source, "update_weights_bucket_megabytes": 1}
-    async with fleet_of(tensors_of(CASE, 0), tmp_path, **options) as fleet:
+    async with fleet_of(every_kind(0), tmp_path, **options) as fleet:
         for version in range(3):
-            expected = tensors_of(CASE, version)
+            expected = every_kind(version)
             fleet.set_weights(expected)
             await fleet.manager.update_weights(version)
             for replica in fleet.replicas:
@@ -83,7 +82,11 @@ async def test_methods_are_called_in_verl_s_order_for_every_version(tmp_path: Pa
         ("bit", "are not what the trainer sent"),
     ],
 )
-async def test_what_a_backend_does_wrong_aborts_the_sync_and_is_said(wrong: str, message: str, tmp_path: Path):
+async def test_what_a_backend_does_wrong_aborts_the_sync_and_is_said(
+    wrong: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if wrong == "raises":  # the node goes on waiting in a call that nobody can end
+        monkeypatch.setattr(queue_backend, "TIMEOUT_MS", 3000)
     tensors = {"w": torch.randn(8, 8), "z": torch.randn(8, 8)}
     async with fleet_of(tensors, tmp_path, kwargs={"wrong": wrong}) as fleet:
         with pytest.raises(SyncAborted, match=message) as raised:

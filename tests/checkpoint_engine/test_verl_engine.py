@@ -127,3 +127,20 @@ def test_a_module_that_cannot_be_imported_is_one_line():
     config = CheckpointEngineConfig.from_mapping({"backend": "mine", "custom_backend_module": "no.such.module"})
     with pytest.raises(ConfigError, match=r"custom_backend_module='no.such.module' cannot be imported"):
         resolve_backend(config)
+
+
+async def test_nothing_stays_open_when_a_backend_cannot_be_finalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with fleet_of({"w": torch.randn(8, 8)}, tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        engine = fleet.trainers[0].member._engine
+        wires, finalize = list(engine._wires), engine._engine.finalize
+
+        def fail() -> None:
+            finalize()
+            raise ValueError("already gone")
+
+        monkeypatch.setattr(engine._engine, "finalize", fail)
+        with pytest.raises(TransportError, match="QueueEngine.finalize: ValueError: already gone"):
+            engine.finalize()
+        assert [wire._registered for wire in wires] == [{}, {}]
+        assert engine._wires == []

@@ -207,13 +207,15 @@ class VerlEngine(CheckpointEngineWithCache):
 
     def finalize(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is not None:
-            self._calling("finalize", engine.finalize)
-        for wire in self._wires:
-            wire.close()
-        self._wires = []
-        self._owners.clear()
-        self._plan, self._region = None, None
+        try:
+            if engine is not None:
+                self._calling("finalize", engine.finalize)
+        finally:
+            for wire in self._wires:
+                wire.close()
+            self._wires = []
+            self._owners.clear()
+            self._plan, self._region = None, None
 
     def _tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the model, whole, in the order of the layout; memory of its own, some tensors at a time."""

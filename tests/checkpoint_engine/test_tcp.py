@@ -201,10 +201,14 @@ def test_closing_a_wire_ends_who_watches_it(owner: TcpWire, node: TcpWire):
 def test_a_peer_that_opens_to_other_hosts_a_little_later_is_reached(owner: TcpWire):
     endpoint = msgspec.json.decode(owner.address(), type=Endpoint)
     elsewhere = TcpWire("127.0.0.2", 1, listens=False)
+    memory, target = np.full(100, 7, np.uint8), np.zeros(100, np.uint8)
+    owner.register(memory)
     opening = threading.Timer(0.2, owner.admit, [Admission(addresses=("127.0.0.2",))])
     opening.start()
     try:
         elsewhere.connect(0, msgspec.json.encode(endpoint), DEADLINE_S)
+        wait(elsewhere, elsewhere.read(0, memory.ctypes.data, target.ctypes.data, 100))
+        assert (target == 7).all()
     finally:
         elsewhere.close()
         opening.join()

@@ -169,7 +169,7 @@ class CheckpointEngineManager:
                 if not self._engine_class.capabilities.late_nodes:
                     raise ConfigError(
                         f"checkpoint_engine.backend={self._config.backend}: a rollout node cannot join after the first "
-                        "sync, because nodes of this backend cannot fetch a version by themselves. Those of nixl, "
+                        "sync, because nodes of this backend cannot fetch a version by themselves. Those of tcp, nixl, "
                         "mooncake and kimi_ckpt_engine can"
                     )
                 calls = {node.name: self._join(node) for node in added}

@@ -24,7 +24,7 @@ run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=v
 test: install ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; 3 minutes
+check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; about 4 minutes
 	@$(BIN)/python -m pytest -m "not job" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: style types imports ## everything below that only reads the code

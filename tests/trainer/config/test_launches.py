@@ -11,6 +11,7 @@ from verl.trainer.config.translation import translated
 from verl.trainer.config.verl_rules import ALL_KEYS, known_to_verl
 
 
+@pytest.mark.job  # a second each
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
 def test_a_launch_is_accepted_or_refused_with_one_sentence(launch):
     code, out, errors = check(launch)

@@ -73,7 +73,7 @@ def analyse(run: Path, warm_up: int, cool_down: int) -> dict[str, Any]:
     window_s = stop - start - seconds(tests)
 
     def total(name: str) -> float:
-        return sum(record.get(f"timing_s/{name}", 0.0) for record in steps.values())
+        return float(sum(record.get(f"timing_s/{name}", 0.0) for record in steps.values()))
 
     def mean_of(name: str) -> float:
         return fmean(record[name] for record in steps.values())

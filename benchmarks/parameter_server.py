@@ -239,11 +239,11 @@ def analyse(reports: list[UpdateReport]) -> dict[str, float]:
     busy = dict.fromkeys(("fetch", "broadcast", "load"), 0.0)
     for stage in busy:
         free = 0.0
-        for bucket in range(report.buckets):
-            if (f"{stage}-start", bucket) in when:
+        for number in range(report.buckets):
+            if (f"{stage}-start", number) in when:
                 # An engine that is offered a bucket may still load the one before.
-                start = max(when[f"{stage}-start", bucket], free)
-                free = when[f"{stage}-end", bucket]
+                start = max(when[f"{stage}-start", number], free)
+                free = when[f"{stage}-end", number]
                 busy[stage] += free - start
     moving = max(when.values()) - min(when.values())
     bucket = sum(busy.values()) / report.buckets

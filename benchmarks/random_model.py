@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from verl.utils.builtin import make_tiny_model
 
@@ -16,7 +17,7 @@ def make_random_model(directory: str | Path, size_mib: float) -> Path:
     return make_tiny_model(directory, **_shape(int(size_mib * 2**20)), dtype="bfloat16", head_dim=64)
 
 
-def _shape(nbytes: int) -> dict[str, int]:
+def _shape(nbytes: int) -> dict[str, Any]:
     def layer_nbytes(hidden: int) -> int:
         return 2 * (2 * hidden * hidden + 2 * 128 * hidden + 3 * 4 * hidden * hidden)
 

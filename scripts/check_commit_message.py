@@ -47,7 +47,7 @@ def problems(message: str) -> list[str]:
     subject, *rest = lines or [""]
     if subject.startswith(BY_GIT):
         return []
-    first = re.match(r"\w*", subject)[0]
+    first = re.findall(r"^\w*", subject)[0]
     found = []
     if len(subject) > LONGEST:
         found.append(f"it has {len(subject)} characters, {LONGEST} are allowed: say the rest below an empty line")

@@ -73,14 +73,16 @@ class Run:
     """`main_ppo` on three hosts, its driver on the first of them; the rollouts on two without trainer ranks."""
 
     hosts: tuple[Host, ...]
-    driver: subprocess.Popen[str]
+    driver: subprocess.Popen[bytes]
+    said: Path
+    """A file: a pipe that nobody reads would stop a driver that says much."""
     output_dir: Path
 
     def output(self) -> str:
         """All that it has said when it has ended, in order."""
-        output, _ = self.driver.communicate(timeout=RUN_S)
-        assert self.driver.returncode == 0, output
-        return output
+        assert soon(lambda: self.driver.poll() is not None, RUN_S), self.said.read_text()
+        assert self.driver.returncode == 0, self.said.read_text()
+        return self.said.read_text()
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -120,17 +122,17 @@ def running(model: Path, output_dir: Path, *overrides: str, ray: Mapping[str, st
         except NotPermitted as exc:
             pytest.skip(str(exc))
         address = stack.enter_context(ray_on(hosts, environment | dict(ray or {})))
+        said = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="verl-run-", suffix=".log"))
         driver = subprocess.Popen(
             [sys.executable, "-m", "verl.trainer.main_ppo", *settings, f"ray_kwargs.ray_init.address={address}"],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=said,
             stderr=subprocess.STDOUT,
-            text=True,
             preexec_fn=hosts[0].enter,
         )
         stack.callback(end, driver)
-        yield Run(hosts, driver, output_dir)
+        yield Run(hosts, driver, Path(said.name), output_dir)
     assert soon(lambda: not list(envs.shm_dir().glob(f"verl-{driver.pid}-*")))
 
 
@@ -159,7 +161,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
     )
     checks = {f"RAY_health_check_{name}": str(value) for name, value in MISSED_SOON.items()}
     with running(tiny_model, tmp_path, *overrides, ray=checks) as run:
-        assert soon((tmp_path / "sync_reports.jsonl").exists, RUN_S)
+        assert soon((tmp_path / "sync_reports.jsonl").exists, RUN_S), run.said.read_text()
         lost = run.hosts_with("ray::CheckpointEngineWorker")[-1]
         assert lost is not run.hosts[0]
         lost.cut_off()

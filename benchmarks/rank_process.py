@@ -19,6 +19,7 @@ from benchmarks.machine import private_nbytes
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.sync.participants import Holding, Published, TrainerRank
@@ -150,8 +151,10 @@ class RankProcess:
     async def connect(self, topology: Topology) -> None:
         await self.call("connect", topology)
 
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None:
-        await self.call("publish", version, dict(slots), waits)
+    async def publish(
+        self, version: int, slots: Mapping[str, str], waits: bool, deltas: DeltaRequest | None = None
+    ) -> None:
+        await self.call("publish", version, dict(slots), waits, deltas)
 
     async def published(self, version: int) -> Published:
         published: Published = await self.call("published", version)

@@ -27,6 +27,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.memory.arena import NodeArena, open_committed
 from verl.checkpoint_engine.memory.digest import PieceDigests
 from verl.checkpoint_engine.memory.publishing import Publication
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member
@@ -75,6 +76,8 @@ class Capabilities:
     """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
+    deltas: bool = False
+    """It can move what changed alone: `checkpoint_engine.delta`."""
     connects_once: bool = False
     """Members are prepared and connected for one version, and again for the next."""
 
@@ -118,6 +121,16 @@ class CheckpointEngine(ABC):
     def init_process_group(self, topology: Topology) -> None:
         """Connect to the peers that `topology` gives this member. Called on every member. Raises TransportError."""
 
+    def offer_deltas(self, request: DeltaRequest | None) -> None:  # noqa: B027 - most backends send in full
+        """Let the next `send_weights` send what changed since a version, if it can; None: it must not.
+
+        Called on every trainer rank before `send_weights`, of backends that can move `deltas`.
+        """
+
+    def encoded(self, version: int) -> Encoded | None:
+        """What `send_weights` did with the offer; None if it had none."""
+        return None
+
     @abstractmethod
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
         """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
@@ -152,6 +165,10 @@ class CheckpointEngine(ABC):
 
         Called on every node. Raises TransportError.
         """
+
+    def staging(self, version: int) -> Staging:
+        """What `receive_weights` did for `version`, where deltas were offered. Called on every node after it."""
+        return Staging()
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
         """What `receive_weights` digested of `version` in the slot, each piece after its last byte had arrived.

@@ -160,6 +160,13 @@ class CheckpointEngineConfig:
         "and chain where there are more hosts of rollout nodes than of trainer ranks",
         choices=("auto", "direct", "broadcast", "chain", "tree", "p2p_broadcast"),
     )
+    delta: str = option(
+        "auto",
+        "move only what changed since the version before: auto: where the job's own measurements say that it is "
+        "faster; always: wherever it is possible. Every piece is verified either way (tcp, nixl, mooncake, "
+        "kimi_ckpt_engine)",
+        choices=("auto", "off", "always"),
+    )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
     check_engine: str = option(

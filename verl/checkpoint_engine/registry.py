@@ -113,6 +113,13 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
             f"checkpoint_engine.topology={config.topology} is impossible with "
             f"checkpoint_engine.backend={config.backend}; possible: {', '.join(('auto', *topologies))}"
         )
+    if config.delta == "always" and not engine_class.capabilities.deltas:
+        raise ConfigError(
+            f"checkpoint_engine.delta=always is impossible with checkpoint_engine.backend={config.backend}; "
+            "tcp, nixl, mooncake and kimi_ckpt_engine can"
+        )
+    if config.delta == "always" and not config.verify:
+        raise ConfigError("checkpoint_engine.delta=always needs checkpoint_engine.verify=true: deltas are verified")
     for name, options in config.engine_kwargs.items():
         if name not in CheckpointEngineRegistry.names():
             raise ConfigError(

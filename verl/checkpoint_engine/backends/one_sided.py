@@ -24,6 +24,7 @@ from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.links.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
+from verl.checkpoint_engine.links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting, reader_of
 from verl.checkpoint_engine.links.fetch import (
     STOPPED_S,
     Bucket,
@@ -42,16 +43,18 @@ from verl.checkpoint_engine.links.holder import (
     publication_of,
 )
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
-from verl.checkpoint_engine.memory.arena import NodeArena
-from verl.checkpoint_engine.memory.digest import PieceDigests
-from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.delta import Applier
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
+from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
 from verl.checkpoint_engine.memory.publishing import Publication, publish
 from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.encoded import parsed
 from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
-from verl.checkpoint_engine.plan.types import Member
+from verl.checkpoint_engine.plan.types import Member, Range
 from verl.checkpoint_engine.ports import WeightSource
 from verl.utils.admission import NOBODY, OWN_USER, Admission
 
@@ -68,6 +71,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         device_types=("cpu", "cuda", "npu"),
         late_nodes=True,
         topologies=("direct", "chain", "tree", "p2p_broadcast"),
+        deltas=True,
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20
     """At most this many bytes per transfer, however large the buckets: failures are noticed in between."""
@@ -83,6 +87,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._address = ""
         self._region: PackedRegion | None = None
         self._stamp: Stamp | None = None
+        self._owner_deltas: OwnerDeltas | None = None
+        self._request: DeltaRequest | None = None
+        self._node_deltas: NodeDeltas | None = None
+        self._staging = Staging()
         self._arena: NodeArena | None = None
         self._owners: dict[int, OwnerAddress] = {}
         self._buckets: list[Bucket] = []
@@ -164,14 +172,27 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._buckets = buckets
         self._bounce = np.zeros(align(bounce_nbytes(buckets)) + self._plan.num_owners * Stamp.NBYTES, np.uint8)
 
+    @property
+    def _moves_deltas(self) -> bool:
+        return self.config.delta != "off" and self.config.verify
+
     def _expose(self, plan: SyncPlan) -> str:
         self._region = PackedRegion(plan, self.member.index)
         self._stamp = Stamp()
         self._wire = self.open_wire(None)
         self._wire.register(self._region.bytes.numpy())
         self._wire.register(self._stamp.bytes)
+        deltas = 0
+        if self._moves_deltas:
+            self._owner_deltas = OwnerDeltas(plan, self.member.index, self._region)
+            self._wire.register(self._owner_deltas.bytes)
+            deltas = self._owner_deltas.bytes.ctypes.data
         address = OwnerAddress(
-            self._wire.address(), self._stamp.incarnation, self._region.address, self._stamp.bytes.ctypes.data
+            self._wire.address(),
+            self._stamp.incarnation,
+            self._region.address,
+            self._stamp.bytes.ctypes.data,
+            deltas=deltas,
         )
         return msgspec.json.encode(address).decode()
 
@@ -191,8 +212,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._wire = self.open_wire(self._read_from(topology))
         if self._holder is None:
             self._open_helpers(self._wire, topology)
-        for wire in self._wires:
-            wire.register(self._bounce)
+        self._register_targets()
         if self._holder is not None:
             self._holder.connect(self._wire, _before(self.config.deadlines.prepare_s))
         assert self._plan is not None
@@ -206,6 +226,17 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
+
+    def _register_targets(self) -> None:
+        """What reads write to, but for slots."""
+        assert self._plan is not None
+        for wire in self._wires:
+            wire.register(self._bounce)
+        if self._moves_deltas:
+            if self._node_deltas is None:
+                regions = [Packing.of(self._plan, owner).region_nbytes for owner in range(self._plan.num_owners)]
+                self._node_deltas = NodeDeltas(self._plan, regions)
+            self._wires[0].register(self._node_deltas.bytes)
 
     def _read_from(self, topology: Topology) -> Topology:
         """`topology` with everybody whom this node reads in place of the trainer ranks."""
@@ -233,10 +264,24 @@ class OneSidedEngine(CheckpointEngineWithCache):
         assert self._plan is not None  # the manager prepares every member before it publishes
         assert self._region is not None
         assert self._stamp is not None
+        request, self._request = self._request, None
         self._stamp.begin()
-        publication = publish(source, self._region)
-        self._stamp.finish(version)
+        if self._owner_deltas is None:
+            publication = publish(source, self._region)
+            self._stamp.finish(version)
+        else:
+            publication = self._owner_deltas.publish(version, source, request)
+            self._stamp.finish(version, *self._owner_deltas.leads_from)
         return publication
+
+    def offer_deltas(self, request: DeltaRequest | None) -> None:
+        self._request = request
+
+    def encoded(self, version: int) -> Encoded | None:
+        return self._owner_deltas.encoded(version) if self._owner_deltas is not None else None
+
+    def staging(self, version: int) -> Staging:
+        return self._staging
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         assert self._plan is not None
@@ -244,6 +289,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
         deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
         self._arrived = (version, PieceDigests.none_of(len(self._plan))) if self.config.verify else None
+        self._staging = Staging()
         try:
             reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
             before = self._stamps(reader, deadline)
@@ -258,13 +304,85 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return nbytes
 
     def _fetch(self, reader: WireReader, stamps: npt.NDArray[np.int64], deadline: float) -> int:
+        bases = {owner: int(words[3]) for owner, words in zip(self._owners, stamps, strict=True) if words[4]}
+        places = self._places_of_deltas(stamps)
+        assert self._arena is not None
+        assert self._plan is not None
+        base = self._arena.base() if places else None
+        fit = fitting(base[0], bases) if base is not None else set()
+        # Nodes that pass something on agree on what: on what all stamps say, whatever they hold themselves.
+        wanted = fit if self._holder is None else places.keys() if len(places) == len(self._owners) else ()
+        if wanted:
+            places = {owner: place for owner, place in places.items() if owner in wanted}
+            return self._fetch_deltas(reader, stamps, places, fit, base, deadline)
         if self._holder is not None:
             loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
-            return self._holder.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
+            self._holder.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
+            return self._plan.layout.payload_nbytes
         loops = [self._reading_loop(replace(reader, wire=wire), deadline) for wire in self._wires]
         if len(loops) == 1:
             return loops[0].run(self._buckets)
         return run_together(loops, self._buckets)
+
+    def _places_of_deltas(self, stamps: npt.NDArray[np.int64]) -> dict[int, Range]:
+        offered = {owner: int(words[4]) for owner, words in zip(self._owners, stamps, strict=True) if words[4]}
+        return self._node_deltas.places(offered) if self._node_deltas is not None else {}
+
+    def _fetch_deltas(
+        self,
+        reader: WireReader,
+        stamps: npt.NDArray[np.int64],
+        places: Mapping[int, Range],
+        fit: Collection[int],
+        base: tuple[Manifest, SlotView] | None,
+        deadline: float,
+    ) -> int:
+        """Fetch the deltas at `places`, also those that only other nodes need; make the slot of those that `fit`."""
+        assert self._plan is not None
+        assert self._node_deltas is not None
+        assert self._arrived is not None
+        start_s = time.perf_counter()
+        total = max(place.dst_offset + place.nbytes for place in places.values())
+        memory = self._node_deltas.bytes
+        pulls = reader_of(reader, memory)
+        loop = self._loop(pulls, pulls, deadline)
+        if self._holder is not None:
+            cut = self._holder.cut_of(total)
+            buckets = buckets_of(places, self.most_nbytes, cut.own) if cut.own is not None else []
+            self._holder.fetch(loop, pulls, publication_of(stamps), buckets, memory, deadline, cut)
+        else:
+            loop.run(buckets_of(places, self.most_nbytes))
+        fetched_s = time.perf_counter()
+        wrong, made = [], 0
+        if fit and base is not None:
+            deltas = [self._node_deltas.parse(owner, places[owner]) for owner in sorted(fit)]
+            made = sum(self._plan.nbytes_of(owner) for owner in fit)
+            applier = Applier(self._plan, base[1].bytes.numpy(), reader.slot, self._arrived[1])
+            wrong = applier.apply(deltas, threads=memory_threads(), stopped=self._stop.is_set)
+            self._raise_if_stopped(reader.version)
+        applied_s = time.perf_counter()
+        whole = [part for part in self._messages(self.most_nbytes) if part.owner not in fit]
+        whole += pieces_again(self._plan, wrong)
+        nbytes = sum(place.nbytes for place in places.values()) + sum(bucket.nbytes for bucket in whole)
+        self._fetch_directly(reader, whole, deadline)
+        self._staging = Staging(
+            nbytes_delta=sum(place.nbytes for place in places.values()),
+            nbytes_made=made,
+            fetch_s=fetched_s - start_s,
+            apply_s=applied_s - fetched_s,
+            pieces_whole=len(wrong) + sum(len(self._plan.pieces_of(owner)) for owner in self._owners.keys() - fit),
+        )
+        return nbytes
+
+    def _fetch_directly(self, reader: WireReader, buckets: Sequence[Bucket], deadline: float) -> None:
+        """From the owners, whoever the bytes came from before, one bucket after the other."""
+        if not buckets:
+            return
+        bounce = np.zeros(max(bounce_nbytes(buckets), 1), np.uint8)
+        reader.wire.register(bounce)
+        reader = replace(reader, bounce=bounce)
+        replace(self._loop(reader, reader, deadline), bounce=bounce, max_in_flight=1).run(buckets)
+        reader.wire.deregister(bounce)
 
     def _served(self, reader: WireReader) -> UInt8s:
         """The open slot as the next node may see it: read-only, so that nobody writes into it through this process.
@@ -287,16 +405,11 @@ class OneSidedEngine(CheckpointEngineWithCache):
         if self._wire is None:
             raise TransportError("not connected", version=version, phase="verify", member=self.member.name)
         deadline = time.monotonic() + _before(self.config.deadlines.verify_s)
-        buckets = pieces_again(self._plan, pieces)
-        bounce = np.zeros(max(bounce_nbytes(buckets), 1), np.uint8)
         try:
-            self._wire.register(bounce)
-            stamps_reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
-            reader = replace(stamps_reader, bounce=bounce)
-            before = self._stamps(stamps_reader, deadline)
-            replace(self._loop(reader, reader, deadline), bounce=bounce, max_in_flight=1).run(buckets)
-            self._raise_if_changed(stamps_reader, before, self._stamps(stamps_reader, deadline))
-            self._wire.deregister(bounce)
+            reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
+            before = self._stamps(reader, deadline)
+            self._fetch_directly(reader, pieces_again(self._plan, pieces), deadline)
+            self._raise_if_changed(reader, before, self._stamps(reader, deadline))
         except BaseException:
             self._abandon()
             raise
@@ -346,6 +459,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             self._holder.close()
             self._holder = None
         self._region, self._stamp, self._arena, self._plan = None, None, None, None
+        self._owner_deltas, self._node_deltas, self._request = None, None, None
         self._encoded_plan, self._address = b"", ""
         self._buckets, self._bounce, self._steps = [], np.zeros(0, np.uint8), {}
 
@@ -390,8 +504,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
                 raise TransportTimeout(f"{names} cannot be read", version=reader.version, phase="stage")
             if waiting:
                 reader.wait(STOPPED_S)
-        stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, 3)
-        for (owner, address), (incarnation, _, version) in zip(self._owners.items(), stamps.tolist(), strict=True):
+        stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, Stamp.WORDS)
+        for (owner, address), (incarnation, _, version, *_) in zip(self._owners.items(), stamps.tolist(), strict=True):
             if (incarnation, version) != (address.incarnation, reader.version):
                 raise TransportError(
                     _what_is_there(incarnation == address.incarnation, version),

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import msgspec
@@ -139,6 +139,30 @@ def parts_of(shares: Sequence[Range], part_nbytes: int) -> list[Bucket]:
     ]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How memory that is passed on is cut. The same on every node but for `own`."""
+
+    parts: Sequence[Bucket]
+    shares: Int64s
+    """Where the shares of receivers begin."""
+    starts: Int64s
+    """Where the parts begin."""
+    own: Range | None
+    """What this node gets from owners."""
+
+    @classmethod
+    def of(cls, shares: Sequence[Range], part_nbytes: int, own: int | None) -> Cut:
+        """`own`: which of the shares is that of this node. Pure."""
+        parts = parts_of(shares, part_nbytes)
+        return cls(
+            parts,
+            np.array([share.dst_offset for share in shares], np.int64),
+            np.array([part.ranges[0].dst_offset for part in parts], np.int64),
+            shares[own] if own is not None else None,
+        )
+
+
 class NodeHolder:
     """One node's part in passing a version on: what it offers to others, and what it gets from the node before."""
 
@@ -152,13 +176,11 @@ class NodeHolder:
         self._page, self._copy = Page(room), Page(room)
         """This node's own, and what is known of that of the node before."""
         self._served: dict[int, UInt8s] = {}
-        self._parts: list[Bucket] = []
-        self._cuts: Int64s = np.zeros(0, np.int64)
-        """Where the shares of receivers begin."""
-        self._starts: Int64s = np.zeros(0, np.int64)
+        self._receivers: tuple[int, int | None] = 1, None
+        """How many there are, and which of them this node is."""
+        self._cut = self._cut_of_slot = Cut.of([], part_nbytes, None)
         self._missing: Int64s = np.zeros(0, np.int64)
         """Of each part: how many buckets are to come."""
-        self._own: Range | None = None
         self._upstream: Member | None = None
         self._known_wire = b""
         self._timeout_s = 0.0
@@ -176,20 +198,26 @@ class NodeHolder:
         """
         receivers = topology.receivers[:MOST_RECEIVERS]
         shares = shares_of(self._plan, len(receivers))
-        self._parts = parts_of(shares, self._part_nbytes)
-        self._cuts = np.array([share.dst_offset for share in shares], np.int64)
-        self._starts = np.array([part.ranges[0].dst_offset for part in self._parts], np.int64)
-        self._own = shares[receivers.index(member.name)] if member.name in receivers else None
+        own = receivers.index(member.name) if member.name in receivers else None
+        self._receivers = len(receivers), own
+        self._cut = self._cut_of_slot = Cut.of(shares, self._part_nbytes, own)
         self._upstream = topology.before(member.name)
         self._wire.admit(Admission(addresses=topology.host_addresses))
-        if self._own is None:
+        if self._cut.own is None:
             return []
         buckets = [
             bucket
             for owner in range(self._plan.num_owners)
-            for bucket in messages_of(self._plan, owner, min(bucket_nbytes, self._part_nbytes), self._own)
+            for bucket in messages_of(self._plan, owner, min(bucket_nbytes, self._part_nbytes), self._cut.own)
         ]
         return sorted(buckets, key=lambda bucket: int(self._places_of(bucket)[0].min()))
+
+    def cut_of(self, nbytes: int) -> Cut:
+        """Of so many bytes that are not a slot, cut anywhere."""
+        count, own = self._receivers
+        bounds = [align(nbytes * turn // count) for turn in range(count)] + [nbytes]
+        shares = [Range(low, low, max(high - low, 0)) for low, high in pairwise(bounds)]
+        return Cut.of(shares, self._part_nbytes, own)
 
     @property
     def upstream(self) -> Member | None:
@@ -220,37 +248,39 @@ class NodeHolder:
         buckets: Sequence[Bucket],
         served: UInt8s,
         deadline: float,
-    ) -> int:
-        """Fill `reader.slot` and offer what is there to other nodes; the bytes of tensors that were moved.
+        cut: Cut | None = None,
+    ) -> None:
+        """Fill `reader.slot` and offer what is there to other nodes.
 
         `served` is the memory of the slot, too, for other nodes. `loop` and `reader` are those for the owners;
-        `buckets` are those of `join`. Raises TransportError.
+        `buckets` are those of `join`, or what `cut` gives this node of other memory. Raises TransportError.
         """
+        self._cut = cut or self._cut_of_slot
         passed = self._passed()
-        self._offer(publication, served, [*buckets, *(self._parts[number] for number in passed)])
+        self._offer(publication, served, [*buckets, *(self._cut.parts[number] for number in passed)])
         loop.on_bucket = self._arrived
         loop.on_stall = lambda owners: self._say_who_is_awaited(1 + max(owners))
         if not passed:
             loop.fetch(InTurn(self._in_flight, buckets))
-            return self._plan.layout.payload_nbytes
+            return
         upstream = self._upstream
         assert upstream is not None
         source = UpstreamReader(self, reader, upstream, self._endpoint, self._copy, publication)
         loop.reader = source
         loop.name_of = lambda owner: _name(source.blamed(owner))
         loop.on_stall = lambda owners: self._say_who_is_awaited(source.blamed(max(owners)))
-        loop.fetch(InTurn(self._in_flight, buckets, self._parts, passed, source.there))
+        loop.fetch(InTurn(self._in_flight, buckets, self._cut.parts, passed, source.there))
         source.check(deadline)
-        return self._plan.layout.payload_nbytes
 
     def _passed(self) -> list[int]:
         """The numbers of the parts that come from the node before, those of all receivers by turns."""
         if self._upstream is None:
             return []
         shares: dict[int, list[int]] = {}
-        for number, start in enumerate(self._starts.tolist()):
-            if self._own is None or not 0 <= start - self._own.dst_offset < self._own.nbytes:
-                share = int(np.searchsorted(self._cuts, start, side="right"))
+        own = self._cut.own
+        for number, start in enumerate(self._cut.starts.tolist()):
+            if own is None or not 0 <= start - own.dst_offset < own.nbytes:
+                share = int(np.searchsorted(self._cut.shares, start, side="right"))
                 shares.setdefault(share, []).append(number)
         return [number for turn in zip_longest(*shares.values()) for number in turn if number is not None]
 
@@ -261,7 +291,7 @@ class NodeHolder:
         if slot.ctypes.data not in self._served:
             self._wire.register(slot)
             self._served[slot.ctypes.data] = slot
-        self._missing = np.zeros(len(self._parts), np.int64)
+        self._missing = np.zeros(len(self._cut.parts), np.int64)
         for bucket in buckets:
             self._missing[self._touched_by(bucket)] += 1
         self._page.write(publication, slot.ctypes.data, self._wire.address(), self._missing == 0)
@@ -285,9 +315,9 @@ class NodeHolder:
     def _touched_by(self, bucket: Bucket) -> Int64s:
         """The parts of the slot in which some bytes of `bucket` lie."""
         starts, ends = self._places_of(bucket)
-        first = np.searchsorted(self._starts, starts, side="right") - 1
-        last = np.searchsorted(self._starts, ends - 1, side="right") - 1
-        touched = np.zeros(len(self._parts) + 1, np.int64)
+        first = np.searchsorted(self._cut.starts, starts, side="right") - 1
+        last = np.searchsorted(self._cut.starts, ends - 1, side="right") - 1
+        touched = np.zeros(len(self._cut.parts) + 1, np.int64)
         np.add.at(touched, first, 1)
         np.add.at(touched, last + 1, -1)
         return np.flatnonzero(np.cumsum(touched)[:-1])

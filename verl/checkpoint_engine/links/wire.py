@@ -102,18 +102,24 @@ class OwnerAddress(msgspec.Struct, frozen=True):
     stamp: int
     device: str = ""
     """The network device behind it, where that is known: ranks of one host may share it."""
+    deltas: int = 0
+    """Where its deltas begin in its process; 0: it makes none."""
 
 
 class Stamp:
-    """[incarnation, publication, version] of an owner's region, in a page of its own."""
+    """[incarnation, publication, version, base, bytes of the deltas] of an owner's region, in a page of its own.
+
+    Deltas lead from the base, as `identity_of` names it, to what the region holds; 0 bytes: there are none.
+    """
 
     WRITING = -(2**63)
-    NBYTES = 24
+    WORDS = 5
+    NBYTES = 8 * WORDS
 
     def __init__(self) -> None:
         self.bytes: UInt8s = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._words = self.bytes.view(np.int64)
-        self._words[:3] = secrets.randbits(62), 0, self.WRITING
+        self._words[: self.WORDS] = secrets.randbits(62), 0, self.WRITING, 0, 0
 
     @property
     def incarnation(self) -> int:
@@ -124,7 +130,8 @@ class Stamp:
         self._words[2] = self.WRITING
         self._words[1] += 1
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int, base: int = 0, deltas_nbytes: int = 0) -> None:
+        self._words[3:5] = base, deltas_nbytes
         self._words[2] = version
 
 

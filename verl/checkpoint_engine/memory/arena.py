@@ -99,6 +99,8 @@ class _Slot:
     path: Path
     version: int | None = None
     """The committed version that it holds; None while it is spare or being written."""
+    manifest: Manifest | None = None
+    """Of that version; with a single slot also while it is being overwritten, as long as the bytes may be there."""
 
     @property
     def manifest_path(self) -> Path:
@@ -178,14 +180,27 @@ class NodeArena:
         if self._writing is not None:
             self.drop()
         slot = self._spare()
+        overwritten = slot.manifest if slot is self._current else None
         if slot is self._current:
             (self.directory / "current").unlink(missing_ok=True)
             self._current = None
         self._forget(slot)
         if not slot.path.exists() or _is_read_by_someone(slot.path):
             self._replace(slot)
+        elif overwritten is not None:
+            slot.manifest = overwritten
         self._writing = slot
         return slot.path
+
+    def base(self) -> tuple[Manifest, SlotView] | None:
+        """The version that was committed last, as long as it is whole: what a delta may lead from.
+
+        With a single slot it is in the one that `begin` has opened, until that is written.
+        """
+        slot = self._current or self._writing
+        if slot is None or slot.manifest is None:
+            return None
+        return slot.manifest, self._view(slot.path)
 
     def slot_view(self) -> SlotView:
         """The slot opened by `begin`, mapped read-only into the owner; kept mapped from sync to sync."""
@@ -208,7 +223,7 @@ class NodeArena:
         if slot is None or manifest.version != version:
             raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
         write_private(slot.manifest_path, manifest.encode())
-        slot.version = version
+        slot.version, slot.manifest = version, manifest
         self._point_at(slot)
         self._writing = None
 
@@ -263,7 +278,7 @@ class NodeArena:
 
     @staticmethod
     def _forget(slot: _Slot) -> None:
-        slot.version = None
+        slot.version = slot.manifest = None
         slot.manifest_path.unlink(missing_ok=True)
 
     def _replace(self, slot: _Slot) -> None:
@@ -271,6 +286,7 @@ class NodeArena:
             if view := views.pop(slot.path, None):
                 view.close()
         slot.path.unlink(missing_ok=True)
+        slot.manifest = None
         stem = slot.path.name.partition(".")[0]
         slot.path = self.directory / f"{stem}.{self._generation}"
         self._generation += 1

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl.checkpoint_engine.memory.arena import SlotView
+    from verl.checkpoint_engine.memory.delta import DeltaWriter
 
 COPY_NBYTES = 16 * 2**20
 """At most so many bytes, or one piece, are asked of a source at once."""
@@ -82,28 +83,48 @@ class Publication:
     """Of what the trainer had. Those that are missing are taken from the copy."""
 
 
-def publish(source: WeightSource, memory: PieceMemory) -> Publication:
+def publish(source: WeightSource, memory: PieceMemory, deltas: DeltaWriter | None = None) -> Publication:
     """Copy every piece of an owner out of `source`, converted to the dtype of its spec. Called on the owner's rank.
+
+    `deltas`: what is overwritten is a version of the same pieces, and the difference is wanted.
 
     Nobody may change the weights meanwhile. What can be done with the copy comes later: other slots, wires, and the
     digests of pieces that the source could not show.
     """
     start_s = time.perf_counter()
     nbytes, viewable = memory.extents.nbytes, source if isinstance(source, ViewableSource) else None
-    digests = PieceDigests.none_of(len(nbytes))
+    digests, aside = PieceDigests.none_of(len(nbytes)), Aside()
     for place in memory.places(source.shards()):
         values = viewable.view(place.shard) if viewable is not None else None
+        if values is None and deltas is not None:  # the old bytes are to be compared, so the new ones go elsewhere
+            values = aside.like(place.tensor)
+            source.copy(place.shard, values)
         if values is None or not place.tensor.is_contiguous():
             source.copy(place.shard, place.tensor)
         else:
             rows = slice(place.pieces.start, place.pieces.stop)
-            digests.values[rows] = _copy_and_digest(values, place)
+            digests.values[rows] = _copy_and_digest(values, place, deltas)
             digests.known[rows] = True
     seconds = time.perf_counter() - start_s
     return Publication(memory, int(nbytes.sum()), seconds, digests)
 
 
-def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:
+class Aside:
+    """Memory for one tensor at a time."""
+
+    def __init__(self) -> None:
+        self._bytes: torch.Tensor | None = None
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """With the shape and dtype of `tensor`; whatever was asked for before is gone."""
+        import torch
+
+        if self._bytes is None or self._bytes.nbytes < tensor.nbytes:
+            self._bytes = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _copy_and_digest(values: torch.Tensor, place: Place, deltas: DeltaWriter | None) -> list[int]:
     """The digests of the pieces of `place`, as `digest_piece` would find them in it, of what the cache has.
 
     Neither the copy nor the digest holds Python's global lock: the rank may be training meanwhile.
@@ -112,9 +133,12 @@ def _copy_and_digest(values: torch.Tensor, place: Place) -> list[int]:
 
     readable = values.detach().reshape(-1).view(torch.uint8).numpy().data
     source, target, found, start = values.data_ptr(), place.tensor.data_ptr(), [], 0
-    for nbytes in place.sizes:
+    for piece, nbytes in zip(place.pieces, place.sizes, strict=True):
         end = start + nbytes
-        if nbytes <= CACHED_NBYTES:  # by default all are; in one go the digest takes a tenth less
+        if deltas is not None:
+            deltas.take(piece, source + start, target + start, nbytes)
+            found.append(xxhash.xxh3_64_intdigest(readable[start:end]))
+        elif nbytes <= CACHED_NBYTES:  # by default all are; in one go the digest takes a tenth less
             ctypes.memmove(target + start, source + start, nbytes)
             found.append(xxhash.xxh3_64_intdigest(readable[start:end]))
         else:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.encoded import UNREADABLE
@@ -55,6 +56,11 @@ class SyncPlan:
     def extents(self) -> Extents:
         """Of all pieces: for members that handle them all. 32 bytes for each."""
         return extents_of(self.layout, self.boxes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ when any tensor, piece or owner differs."""
+        return xxhash.xxh3_128_digest(self.encode())
 
     def extents_of(self, owner: int) -> Extents:
         """Of the pieces of `owner` alone."""

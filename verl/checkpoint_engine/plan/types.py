@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from verl.checkpoint_engine.plan.delta_choice import DeltaReport
+
 ITEMSIZE = {
     "float64": 8,
     "float32": 4,
@@ -156,6 +158,8 @@ class SyncReport:
     error: str | None = None
     engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
     """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
+    delta: DeltaReport | None = None
+    """Of syncs in which owners might have sent what changed alone."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -179,5 +183,18 @@ class SyncReport:
             "pieces_repaired": self.pieces_repaired,
             "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
         }
+        if self.delta is not None:
+            scalars |= {
+                "delta/is_delta": self.delta.way != "full",
+                "delta/changed_fraction": self.delta.changed_fraction,
+                "delta/bits_per_change": self.delta.bits_per_change,
+                "delta/nbytes": self.delta.nbytes_delta,
+                "delta/predicted_full_s": self.delta.predicted_full_s,
+                "delta/predicted_delta_s": self.delta.predicted_delta_s,
+                "delta/encode_s": self.delta.encode_s,
+                "delta/fetch_s": self.delta.fetch_s,
+                "delta/apply_s": self.delta.apply_s,
+                "delta/tensors_unchanged": self.delta.tensors_unchanged,
+            }
         scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}
         return {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}

@@ -28,6 +28,7 @@ from verl.checkpoint_engine.plan.types import Member, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
+from verl.checkpoint_engine.sync.delta_policy import DeltaPolicy
 from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
 from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.utils.records import append
@@ -76,6 +77,7 @@ class CheckpointEngineManager:
         self._node_members: list[Member] = []
         self._held: Held | None = None
         self._version: int | None = None
+        self._deltas = DeltaPolicy(config, possible=self._engine_class.capabilities.deltas)
         self._lock = asyncio.Lock()
 
     @property
@@ -126,7 +128,13 @@ class CheckpointEngineManager:
                 reconnect=lambda: self._connect(plan),
             )
             transaction = SyncTransaction(
-                global_steps, fleet, self._config, clock, boundary=boundary, released=released
+                global_steps,
+                fleet,
+                self._config,
+                clock,
+                boundary=boundary,
+                released=released,
+                deltas=self._deltas.request(self._version, plan),
             )
             try:
                 report = await transaction.run()
@@ -139,6 +147,8 @@ class CheckpointEngineManager:
                 self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
             self._committed(transaction, plan)
+            if not report.retries:
+                self._deltas.learn(plan, report.phase_s, report.delta)
             if self._engine_class.capabilities.connects_once:
                 self._plan = None
             self._quarantine(transaction.quarantined)

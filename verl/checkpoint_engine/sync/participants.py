@@ -27,6 +27,7 @@ from verl.checkpoint_engine.memory.arena import NodeArena, require_free_bytes, r
 from verl.checkpoint_engine.memory.digest import Manifest, differing, named, verify
 from verl.checkpoint_engine.memory.publishing import Publication
 from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
@@ -64,6 +65,8 @@ class Published:
     """For which its trainer waited, until it might change its weights."""
     digests: bytes
     """Of its pieces, in plan order."""
+    encoded: Encoded | None = None
+    """What it did with a `DeltaRequest`."""
 
 
 class MemberPort(Protocol):
@@ -90,7 +93,9 @@ class TrainerPort(MemberPort, Protocol):
 
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool) -> None: ...
+    async def publish(
+        self, version: int, slots: Mapping[str, str], waits: bool, deltas: DeltaRequest | None = None
+    ) -> None: ...
     async def published(self, version: int) -> Published: ...
     async def serve(self, version: int) -> int: ...
 
@@ -102,6 +107,7 @@ class NodePort(MemberPort, Protocol):
     async def prepare(self, plan: bytes) -> Member: ...
     async def begin(self, version: int) -> str: ...
     async def stage(self, version: int) -> int: ...
+    async def staged(self, version: int) -> Staging: ...
     async def verify(self, version: int, digests: bytes) -> int: ...
     async def commit(self, version: int, digests: bytes) -> None: ...
     async def drop(self) -> None: ...
@@ -159,13 +165,20 @@ class _Copy:
     """One version on its way out of a rank's weights, on the thread of the sync."""
 
     def __init__(
-        self, version: int, send: Callable[[], Publication], *, thread: ThreadPoolExecutor, waits: bool
+        self,
+        version: int,
+        send: Callable[[], Publication],
+        encoded: Callable[[], Encoded | None],
+        *,
+        thread: ThreadPoolExecutor,
+        waits: bool,
     ) -> None:
-        """`waits`: the trainer does nothing until it is made."""
+        """`waits`: the trainer does nothing until it is made. `encoded`: is called once it is."""
         self.version = version
         self.trainer_came_s: float | None = None
         """When the trainer asked for its weights back, if it came before they were copied."""
         self._waits = waits
+        self._encoded = encoded
         self._publication: Publication | None = None
         self._ended_s = 0.0
         self.made: Future[None] = thread.submit(self._make, send)
@@ -187,7 +200,12 @@ class _Copy:
             seconds = publication.seconds
         elif self.trainer_came_s is not None:
             seconds = max(self._ended_s - self.trainer_came_s, 0.0)
-        return Published(nbytes=publication.nbytes, seconds=seconds, digests=_digests_of(publication))
+        return Published(
+            nbytes=publication.nbytes,
+            seconds=seconds,
+            digests=_digests_of(publication),
+            encoded=self._encoded(),
+        )
 
 
 class TrainerRank(_Participant):
@@ -229,17 +247,25 @@ class TrainerRank(_Participant):
         self._prepared = True
         return address
 
-    async def publish(self, version: int, slots: Mapping[str, str], waits: bool = True) -> None:
-        """Copy this rank's pieces into `slots`.
+    async def publish(
+        self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
+    ) -> None:
+        """Copy this rank's pieces into `slots`. `deltas`: what changed since another version may be sent.
 
         With `waits` this returns when they are copied, and the trainer may change its weights. Otherwise it returns
         when copying has begun, and the trainer calls `await_copied` before it changes them.
         """
         if not self._prepared:
             raise TransportError("it was never prepared", member=self.name)
+
+        def send() -> Publication:
+            self._engine.offer_deltas(deltas)
+            return self._engine.send_weights(version, self._source, slots)
+
         copy = self._copy = _Copy(
             version,
-            lambda: self._engine.send_weights(version, self._source, slots),
+            send,
+            lambda: self._engine.encoded(version),
             thread=self._thread,
             waits=waits,
         )
@@ -338,6 +364,10 @@ class RolloutNode(_Participant):
     async def stage(self, version: int) -> int:
         """Return when the open slot holds every byte, with the bytes moved."""
         return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
+
+    async def staged(self, version: int) -> Staging:
+        """What `stage` has just done."""
+        return await self._run(lambda: self._engine.staging(version))
 
     async def verify(self, version: int, digests: bytes) -> int:
         """Compare the digests of the open slot; the number of pieces that were wrong and had to be fetched again.

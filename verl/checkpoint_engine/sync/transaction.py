@@ -35,10 +35,12 @@ from verl.checkpoint_engine.errors import (
     TransportError,
 )
 from verl.checkpoint_engine.memory.digest import Manifest
+from verl.checkpoint_engine.plan.delta_choice import DeltaReport, DeltaRequest
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import PHASES, EngineCheckResult, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
+from verl.checkpoint_engine.sync.delta_policy import delta_report
 from verl.checkpoint_engine.sync.participants import NodePort, TrainerPort
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ class SyncTransaction:
     clock: Stopwatch
     boundary: Boundary | None = None
     """Awaited between verify and commit."""
+    deltas: DeltaRequest | None = None
+    """Owners may send what changed."""
     released: Callable[[], None] | None = None
     """Called when every rank has begun to copy its shards: the trainer goes on, and each rank's `await_copied` says
     when it may change its weights."""
@@ -109,6 +113,7 @@ class SyncTransaction:
     engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
     digests: bytes = b""
     """Of all pieces, once they are staged."""
+    delta: DeltaReport | None = None
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
     _is_released: bool = False
@@ -148,6 +153,7 @@ class SyncTransaction:
             pieces_repaired=self.pieces_repaired,
             error=str(error) or type(error).__name__ if error else None,
             engine_checks=dict(self.engine_checks),
+            delta=self.delta,
         )
 
     async def _move_with_retries(self) -> bytes:
@@ -180,7 +186,7 @@ class SyncTransaction:
 
     async def _move(self) -> bytes:
         """Publish, stage and verify; the digests of all pieces."""
-        deadlines, nodes = self.config.deadlines, self.fleet.nodes
+        deadlines, nodes, start_s = self.config.deadlines, self.fleet.nodes, time.perf_counter()
         with self.clock.phase("publish"):
             await self._publish()
             if self.released is not None:
@@ -208,6 +214,12 @@ class SyncTransaction:
                     deadlines.verify_s, {node.name: node.verify(self.version, digests) for node in nodes}, "verify"
                 )
             self.pieces_repaired += sum(repaired.values())
+        if self.deltas is not None:
+            seconds = time.perf_counter() - start_s
+            calls = {node.name: node.staged(self.version) for node in nodes}
+            staged = await self._all(deadlines.verify_s, calls, "verify")
+            encoded = [published[trainer.name].encoded for trainer in self.fleet.trainers]
+            self.delta = delta_report(self.fleet.plan, self.deltas, encoded, list(staged.values()), seconds)
         return digests
 
     async def _publish(self) -> None:
@@ -219,7 +231,10 @@ class SyncTransaction:
         calls: dict[str, Awaitable[Any]] = {node.name: node.begin(self.version) for node in self.fleet.nodes}
         if self.fleet.same_host:
             slots, calls = await self._all(self.config.deadlines.publish_s, calls, "publish"), {}
-        calls |= {trainer.name: trainer.publish(self.version, slots, waits) for trainer in self.fleet.trainers}
+        with_deltas = [self.deltas] if self.deltas is not None else []
+        calls |= {
+            trainer.name: trainer.publish(self.version, slots, waits, *with_deltas) for trainer in self.fleet.trainers
+        }
         await self._all(self.config.deadlines.publish_s, calls, "publish")
 
     async def _wait(self, boundary: Boundary) -> None:

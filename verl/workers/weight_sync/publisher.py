@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.sync.participants import Holding, Published, TrainerRank
@@ -36,12 +37,15 @@ class WeightPublisher(Worker, ABC):
     async def connect_weight_sync(self, topology: Topology) -> None:
         await self._sync.connect(topology)
 
-    async def sync_rollout_weights_by_checkpoint(self, version: int, slots: dict[str, str], waits: bool = True) -> None:
+    async def sync_rollout_weights_by_checkpoint(
+        self, version: int, slots: dict[str, str], waits: bool = True, deltas: DeltaRequest | None = None
+    ) -> None:
         """Publish: copy this rank's shards, cast to the rollout dtype, out of the trainer. No gather, no collective.
 
         `slots` are paths of the nodes' spare slots. `waits`: return when the copy is made, not when it has begun.
+        `deltas`: what changed since another version may be sent.
         """
-        await self._sync.publish(version, slots, waits)
+        await self._sync.publish(version, slots, waits, deltas)
 
     async def published_weight_sync(self, version: int) -> Published:
         """What was published, once it is copied and digested, while the rank's own thread trains on."""

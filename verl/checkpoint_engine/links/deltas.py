@@ -1,0 +1,230 @@
+"""Both ends of a sync that moves what changed: the owner that makes deltas, the node that fetches and applies them.
+
+    owner    its region is the last version; while it publishes the next one it also writes what changed
+             (`DeltaWriter`), and its stamp says from what to what that leads
+    node     whose committed version is what the stamp says fetches the deltas in place of the pieces, and makes the
+             spare slot of the committed one; what does not work out is fetched whole
+
+The region always has the whole version, too: for nodes whose version is another one, for those that join later, and for
+pieces that come out wrong.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.links.fetch import Bucket
+from verl.checkpoint_engine.links.wire import UInt8s, WireReader
+from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, room_nbytes
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import Aside, Publication, publish
+from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Predicted, predict, prefers_delta
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.types import Range
+from verl.checkpoint_engine.ports import ViewableSource, WeightSource
+
+if TYPE_CHECKING:
+    from verl.checkpoint_engine.memory.publishing import Place
+
+SAMPLED_OF = 32
+"""One of so many places is compared before it is decided whether all are."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Deltas that are there."""
+
+    base_version: int
+    base: int
+    nbytes: int
+
+
+class OwnerDeltas:
+    """What a trainer rank publishes, and the deltas that lead to it."""
+
+    def __init__(self, plan: SyncPlan, owner: int, region: PackedRegion) -> None:
+        self._plan, self._owner, self._region = plan, owner, region
+        self._writer = DeltaWriter(plan, owner, region.nbytes)
+        self._last: tuple[int, PieceDigests] | None = None
+        """The version that the region holds, and its digests."""
+        self._made: _Made | None = None
+        self._encoded: tuple[int, Encoded] | None = None
+
+    @property
+    def bytes(self) -> UInt8s:
+        return self._writer.bytes
+
+    @property
+    def leads_from(self) -> tuple[int, int]:
+        """For the stamp: the identity of the base, and the bytes of the deltas; 0 of both if there are none."""
+        return (self._made.base, self._made.nbytes) if self._made is not None else (0, 0)
+
+    def encoded(self, version: int) -> Encoded | None:
+        return self._encoded[1] if self._encoded is not None and self._encoded[0] == version else None
+
+    def publish(self, version: int, source: WeightSource, request: DeltaRequest | None) -> Publication:
+        """As `publishing.publish`, with deltas if `request` asks for them and the region holds its base."""
+        last, made = self._last, self._made
+        self._last = self._made = self._encoded = None
+        if request is None or last is None:
+            publication = publish(source, self._region)
+        elif last[0] == request.base:
+            publication = self._publish_from(last[1], version, source, request)
+        else:
+            before = self._completed(last[1])
+            publication = publish(source, self._region)
+            is_again = last[0] == version and made is not None and made.base_version == request.base
+            if is_again and (self._completed(publication.digests) == before).all():
+                self._made = made  # it is tried again: what led to these bytes still does
+                self._note(version, self.leads_from[1], publication)
+        self._last = version, publication.digests
+        return publication
+
+    def _completed(self, digests: PieceDigests) -> UInt64s:
+        return digests.completed(self._region.bytes.numpy(), self._region.extents, threads=memory_threads())
+
+    def _publish_from(
+        self, before: PieceDigests, version: int, source: WeightSource, request: DeltaRequest
+    ) -> Publication:
+        base = identity_of(self._plan, self._owner, self._completed(before))
+        start_s = time.perf_counter()
+        predicted, words, changed = None, 0, 0
+        if not request.always:
+            words, changed = self._sample(source)
+            predicted = predict(
+                request.rates,
+                nbytes=request.nbytes,
+                owner_nbytes=self._region.nbytes,
+                fraction=changed / max(words, 1),
+                word_nbytes=self._region.nbytes / max(self._words, 1),
+            )
+        if predicted is not None and not prefers_delta(predicted, was_delta=request.was_delta):
+            publication = publish(source, self._region)
+            self._encoded = (
+                version,
+                Encoded(
+                    nbytes=0,
+                    nbytes_full=publication.nbytes,
+                    words=words,
+                    changed=changed,
+                    seconds=publication.seconds,
+                    predicted=predicted,
+                ),
+            )
+            return publication
+        self._writer.begin()
+        publication = publish(source, self._region, self._writer)
+        publication = replace(publication, seconds=time.perf_counter() - start_s)
+        nbytes = self._writer.finish()
+        if nbytes:
+            self._made = _Made(request.base, base, nbytes)
+        self._note(version, nbytes, publication, predicted)
+        return publication
+
+    def _note(self, version: int, nbytes: int, publication: Publication, predicted: Predicted | None = None) -> None:
+        changed = self._writer.changed
+        self._encoded = (
+            version,
+            Encoded(
+                nbytes=nbytes,
+                nbytes_full=publication.nbytes,
+                words=self._words,
+                changed=int(changed.sum()),
+                changed_of_pieces=changed.astype(np.int32).tobytes(),
+                seconds=publication.seconds,
+                predicted=predicted,
+            ),
+        )
+
+    @property
+    def _words(self) -> int:
+        pieces = self._plan.pieces_of(self._owner)
+        widths = codes_of(self._plan, slice(pieces.start, pieces.stop))[:, 0]
+        return int((self._region.packing.nbytes // widths).sum())
+
+    def _sample(self, source: WeightSource) -> tuple[int, int]:
+        """(words that were compared, words of these that changed)"""
+        from verl.checkpoint_engine.memory import delta_codec
+
+        places, aside, words, changed = self._region.places(source.shards()), Aside(), 0, 0
+        viewable = source if isinstance(source, ViewableSource) else None
+        for place in places[:: min(SAMPLED_OF, max(len(places) // 8, 1))]:
+            values = viewable.view(place.shard) if viewable is not None else None
+            if values is None:
+                values = aside.like(place.tensor)
+                source.copy(place.shard, values)
+            width = self._width_of(place)
+            nbytes = place.tensor.nbytes
+            words += nbytes // width
+            changed += delta_codec.count_changed(values.data_ptr(), place.tensor.data_ptr(), nbytes, width)
+        return words, changed
+
+    def _width_of(self, place: Place) -> int:
+        return min(place.tensor.dtype.itemsize, 8)
+
+
+class NodeDeltas:
+    """The memory in which a node has the deltas of one version, one owner's after the other."""
+
+    def __init__(self, plan: SyncPlan, region_nbytes: Sequence[int]) -> None:
+        """`region_nbytes`: of each owner's packed region."""
+        self._plan = plan
+        self._room = [room_nbytes(nbytes, len(plan.pieces_of(owner))) for owner, nbytes in enumerate(region_nbytes)]
+        memory = mmap.mmap(-1, max(sum(self._room), 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes: UInt8s = np.frombuffer(memory, np.uint8)
+
+    def places(self, offered: Mapping[int, int]) -> dict[int, Range]:
+        """Where the deltas of each owner go, all that are `offered`: from the beginning of its memory, on to there."""
+        places, end = {}, 0
+        for owner, nbytes in offered.items():
+            if not 0 < nbytes <= self._room[owner] or nbytes % 8:
+                raise TransportError(f"it says that it has {nbytes} bytes of deltas", member=f"trainer-{owner}")
+            places[owner] = Range(0, end, nbytes)
+            end += align(nbytes)
+        return places
+
+    def parse(self, owner: int, place: Range) -> Deltas:
+        return Deltas.parse(self._plan, owner, self.bytes[place.dst_offset : place.dst_offset + place.nbytes])
+
+
+def buckets_of(places: Mapping[int, Range], most_nbytes: int, within: Range | None = None) -> list[Bucket]:
+    """What is fetched of owners' deltas: all, or what belongs into one part of the memory. Pure."""
+    buckets = []
+    for owner, place in places.items():
+        low, high = place.dst_offset, place.dst_offset + place.nbytes
+        if within is not None:
+            low, high = max(low, within.dst_offset), min(high, within.dst_offset + within.nbytes)
+        for start in range(low, high, most_nbytes):
+            nbytes = min(most_nbytes, high - start)
+            buckets.append(Bucket(owner, (Range(start - place.dst_offset, start, nbytes),), nbytes))
+    return buckets
+
+
+def reader_of(reader: WireReader, memory: UInt8s) -> WireReader:
+    """Reads deltas where `reader` reads pieces, into `memory`."""
+    owners = {
+        owner: msgspec.structs.replace(address, region=address.deltas) for owner, address in reader.owners.items()
+    }
+    return replace(reader, owners=owners, slot=memory)
+
+
+def fitting(manifest: Manifest, bases: Mapping[int, int]) -> set[int]:
+    """The owners whose deltas lead from the version of `manifest`; `bases`: the identities that they name."""
+    plan, digests = manifest.plan, manifest.digests
+    return {
+        owner
+        for owner, base in bases.items()
+        if owner < plan.num_owners
+        and identity_of(plan, owner, digests[plan.pieces_of(owner).start : plan.pieces_of(owner).stop]) == base
+    }

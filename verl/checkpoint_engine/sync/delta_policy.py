@@ -1,0 +1,131 @@
+"""Whether a sync may move deltas, and what is learned from each: on the driver, next to the manager.
+
+Owners choose (`plan/delta_choice.py`): each can look at what has changed, once it is told how fast everything was so
+far. Where a delta could not win even if nothing had changed, nobody is asked to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.plan.delta_choice import (
+    DeltaReport,
+    DeltaRequest,
+    Encoded,
+    Rates,
+    Staging,
+    predict,
+    prefers_delta,
+)
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+
+MOST_CHANGED = 10
+"""Tensors that a report names."""
+LEAST_FETCH_S = 0.05
+"""A shorter transfer of deltas says nothing about the link."""
+
+
+class DeltaPolicy:
+    """What is known of the rates of one job."""
+
+    def __init__(self, config: CheckpointEngineConfig, *, possible: bool) -> None:
+        """`possible`: the backend can move deltas."""
+        self._mode = config.delta if possible and config.verify else "off"
+        self._rates = Rates()
+        self._was_delta = False
+
+    def request(self, base: int | None, plan: SyncPlan) -> DeltaRequest | None:
+        """What owners are told before a sync from version `base`; None: they publish in full."""
+        if base is None or self._mode == "off":
+            return None
+        nbytes = plan.layout.payload_nbytes
+        asked = DeltaRequest(
+            base=base,
+            always=self._mode == "always",
+            rates=self._rates,
+            nbytes=nbytes,
+            was_delta=self._was_delta,
+        )
+        if asked.always:
+            return asked
+        owner_nbytes = nbytes // max(plan.num_owners, 1)
+        best = predict(self._rates, nbytes=nbytes, owner_nbytes=owner_nbytes, fraction=0.0, word_nbytes=2)
+        return asked if self._rates.link and prefers_delta(best, was_delta=self._was_delta) else None
+
+    def learn(self, plan: SyncPlan, phase_s: Mapping[str, float], report: DeltaReport | None) -> None:
+        """From a sync that was committed at the first attempt."""
+        nbytes = plan.layout.payload_nbytes
+        if report is None or report.way == "full":
+            owner_nbytes = max((plan.nbytes_of(owner) for owner in range(plan.num_owners)), default=0)
+            self._rates = self._rates.with_measured(
+                copy=_rate(owner_nbytes, phase_s["publish"]),
+                link=_rate(nbytes, phase_s["stage"]),
+                verify=_rate(nbytes, phase_s["verify"]),
+            )
+        elif report.way == "delta":
+            link = _rate(report.nbytes_delta, report.fetch_s) if report.fetch_s > LEAST_FETCH_S else 0.0
+            self._rates = self._rates.with_measured(
+                encode=_rate(nbytes / max(plan.num_owners, 1), report.encode_s),
+                link=link,
+                apply=_rate(nbytes, report.apply_s),
+            )
+        if report is not None:
+            self._was_delta = report.way != "full"
+
+
+def _rate(nbytes: float, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else 0.0
+
+
+def delta_report(
+    plan: SyncPlan,
+    request: DeltaRequest,
+    encoded: Sequence[Encoded | None],
+    staged: Sequence[Staging],
+    actual_s: float,
+) -> DeltaReport:
+    """What owners, in the order of their ranks, and nodes say of a sync for which `request` was sent."""
+    known = [one for one in encoded if one is not None]
+    sent = [one for one in known if one.nbytes]
+    words, changed = sum(one.words for one in known), sum(one.changed for one in known)
+    nbytes = sum(one.nbytes for one in sent)
+    way = "full" if not sent else "delta" if len(sent) == len(encoded) else "mixed"
+    predicted = [one.predicted for one in known if one.predicted is not None]
+    unchanged, most = _by_tensor(plan, encoded)
+    return DeltaReport(
+        way=way,
+        base=request.base,
+        changed_fraction=changed / words if words else 0.0,
+        bits_per_change=8 * nbytes / max(sum(one.changed for one in sent), 1) if sent else 0.0,
+        nbytes_full=plan.layout.payload_nbytes,
+        nbytes_delta=nbytes,
+        predicted_full_s=max((one.full_s for one in predicted), default=0.0),
+        predicted_delta_s=max((one.delta_s for one in predicted), default=0.0),
+        actual_s=actual_s,
+        encode_s=max((one.seconds for one in sent), default=0.0),
+        fetch_s=max((one.fetch_s for one in staged), default=0.0),
+        apply_s=max((one.apply_s for one in staged), default=0.0),
+        pieces_whole=sum(one.pieces_whole for one in staged),
+        tensors_unchanged=unchanged,
+        most_changed=most,
+    )
+
+
+def _by_tensor(plan: SyncPlan, encoded: Sequence[Encoded | None]) -> tuple[int, list[tuple[str, float]]]:
+    """Tensors in which no word changed, and those with the largest fractions, of owners that compared all of theirs."""
+    tensors = len(plan.layout.specs)
+    changed, compared = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
+    numel = np.prod(plan.boxes.stop - plan.boxes.start, axis=1, dtype=np.int64)
+    for owner, one in enumerate(encoded):
+        if one is not None and one.changed_of_pieces:
+            rows = slice(plan.pieces_of(owner).start, plan.pieces_of(owner).stop)
+            np.add.at(changed, plan.boxes.tensor[rows], np.frombuffer(one.changed_of_pieces, np.int32))
+            np.add.at(compared, plan.boxes.tensor[rows], numel[rows])
+    fractions = changed / np.maximum(compared, 1)
+    order = np.argsort(-fractions, kind="stable")[:MOST_CHANGED].tolist()
+    most = [(plan.layout.specs[index].name, float(fractions[index])) for index in order if changed[index]]
+    whole = compared == plan.layout.shapes.prod(axis=1)
+    return int((whole & (changed == 0) & (compared > 0)).sum()), most

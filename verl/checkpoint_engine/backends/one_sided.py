@@ -10,6 +10,7 @@ A library comes in as a `Wire`, which reads one run of bytes at a time and knows
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +45,7 @@ from verl.checkpoint_engine.links.holder import (
 )
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.delta import Applier
+from verl.checkpoint_engine.memory.delta import Applier, warm_up
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
 from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
 from verl.checkpoint_engine.memory.publishing import Publication, publish
@@ -197,6 +198,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return msgspec.json.encode(address).decode()
 
     def init_process_group(self, topology: Topology) -> None:
+        may_get_deltas = self._moves_deltas and (self.config.delta == "always" or not topology.is_on_one_host)
+        if may_get_deltas:
+            threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
         if self._arena is None:
             if self._wire is not None:
                 self._wire.admit(Admission(addresses=topology.host_addresses))
@@ -212,7 +216,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._wire = self.open_wire(self._read_from(topology))
         if self._holder is None:
             self._open_helpers(self._wire, topology)
-        self._register_targets()
+        self._register_targets(may_get_deltas)
         if self._holder is not None:
             self._holder.connect(self._wire, _before(self.config.deadlines.prepare_s))
         assert self._plan is not None
@@ -227,12 +231,12 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
 
-    def _register_targets(self) -> None:
+    def _register_targets(self, may_get_deltas: bool) -> None:
         """What reads write to, but for slots."""
         assert self._plan is not None
         for wire in self._wires:
             wire.register(self._bounce)
-        if self._moves_deltas:
+        if may_get_deltas:
             if self._node_deltas is None:
                 regions = [Packing.of(self._plan, owner).region_nbytes for owner in range(self._plan.num_owners)]
                 self._node_deltas = NodeDeltas(self._plan, regions)
@@ -341,6 +345,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         assert self._plan is not None
         assert self._node_deltas is not None
         assert self._arrived is not None
+        warm_up()
         start_s = time.perf_counter()
         total = max(place.dst_offset + place.nbytes for place in places.values())
         memory = self._node_deltas.bytes

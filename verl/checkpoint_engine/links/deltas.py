@@ -23,7 +23,7 @@ import numpy as np
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.links.fetch import Bucket
 from verl.checkpoint_engine.links.wire import UInt8s, WireReader
-from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, room_nbytes
+from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, room_nbytes, warm_up
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import Aside, Publication, publish
@@ -98,6 +98,7 @@ class OwnerDeltas:
         self, before: PieceDigests, version: int, source: WeightSource, request: DeltaRequest
     ) -> Publication:
         base = identity_of(self._plan, self._owner, self._completed(before))
+        warm_up()
         start_s = time.perf_counter()
         predicted, words, changed = None, 0, 0
         if not request.always:

@@ -75,6 +75,13 @@ def codes_of(plan: SyncPlan, pieces: slice) -> Int64s:
     return table[plan.boxes.tensor[pieces]]
 
 
+def warm_up() -> None:
+    """Have the compiled code ready: in good time, because it may take seconds. Idempotent."""
+    from verl.checkpoint_engine.memory import delta_codec
+
+    delta_codec.warm()
+
+
 class DeltaWriter:
     """An owner's deltas, in memory of their own that is there once it is written. Used by one thread at a time."""
 
@@ -132,8 +139,9 @@ class DeltaWriter:
 
     def _scratch_for(self, words: int) -> tuple[Any, ...]:
         if not self._scratch or len(self._scratch[0]) < words:
-            types = (np.int64, np.uint64, np.int64, np.uint8)
-            self._scratch = tuple(np.empty(words, kind) for kind in types)
+            from verl.checkpoint_engine.memory import delta_codec
+
+            self._scratch = tuple(np.empty(words, kind) for kind in delta_codec.SCRATCH)
         return self._scratch
 
 

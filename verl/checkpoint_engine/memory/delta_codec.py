@@ -21,6 +21,7 @@ A decoder trusts nothing: it never writes outside of its piece, nor reads more t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import exp, log, log2
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ TOO_LARGE = -1
 """The delta does not fit into the room that was given."""
 BAD = -1
 """The words are not a delta of such a piece."""
+SCRATCH = (np.int64, np.uint64, np.int64, np.uint8)
+"""What `replace` and `encode` note of a changed word: number, what it was, difference, code of its size."""
 CLASSES = 32
 UNDERSTOOD = 255
 """In place of a parameter: differences of this exponent are +-1, but for outliers."""
@@ -410,3 +413,17 @@ def count_changed(new: Any, old: Any, nbytes: Any, width: Any) -> Any:
             count += 1
             changed &= ~(lane << (_trailing_zeros(changed) // bits * bits))
     return count
+
+
+@cache
+def warm() -> None:
+    """Have everything compiled, or loaded from the cache on disk that numba keeps. The first call takes seconds."""
+    old, new = np.zeros(16, np.uint8), np.zeros(16, np.uint8)
+    new[::5] = 1
+    positions, before, differences, kinds = (np.empty(16, kind) for kind in SCRATCH)
+    out = np.zeros(64, np.uint64)
+    source, target = new.ctypes.data, old.ctypes.data
+    count_changed(source, target, 16, 2)
+    count = replace(source, target, 16, 2, positions, before, differences)
+    words = encode(count, positions, before, differences, kinds, 7, 255, out, 56)
+    decode(out.ctypes.data, words, target, 16, 2, 7, 255)

@@ -81,11 +81,10 @@ class PieceDigests:
 
     def completed(self, region: npt.NDArray[np.uint8], extents: Extents, *, threads: int) -> UInt64s:
         """The digests of all pieces; those that are missing are taken from `region`, where pieces lie at `extents`."""
-        missing = np.flatnonzero(~self.known)
+        values, missing = self.values.copy(), np.flatnonzero(~self.known)
         if len(missing):
-            self.values[missing] = digest_pieces(region, extents.take(missing), threads=threads)
-            self.known[missing] = True
-        return self.values
+            values[missing] = digest_pieces(region, extents.take(missing), threads=threads)
+        return values
 
 
 def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:

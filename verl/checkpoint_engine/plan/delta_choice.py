@@ -17,8 +17,12 @@ from math import log2
 
 MARGIN = 0.9
 """What the other way may take of the time of the present one, at most, to be taken instead of it."""
+LEAST_SAVED_S = 0.05
+"""For less nobody looks what has changed."""
 SMOOTHING = 0.5
 """The weight of the newest measurement."""
+
+RECOVERY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,16 @@ class Rates:
                 else SMOOTHING * rate + (1 - SMOOTHING) * before[name]
                 for name, rate in known.items()
             },
+        )
+
+    def recovered(self) -> Rates:
+        """After a sync in full: what it did not measure comes nearer to what is usual, so that one slow sync with
+        deltas, on a host that was busy, is not the last one."""
+        usual = Rates()
+        return replace(
+            self,
+            encode=max(self.encode, RECOVERY * usual.encode + (1 - RECOVERY) * self.encode),
+            apply=max(self.apply, RECOVERY * usual.apply + (1 - RECOVERY) * self.apply),
         )
 
 
@@ -155,4 +169,5 @@ def predict(rates: Rates, *, nbytes: int, owner_nbytes: int, fraction: float, wo
 def prefers_delta(predicted: Predicted, *, was_delta: bool) -> bool:
     if was_delta:
         return predicted.full_s >= MARGIN * predicted.delta_s
-    return predicted.delta_s < MARGIN * predicted.full_s
+    saved_s = predicted.full_s - predicted.delta_s
+    return predicted.delta_s < MARGIN * predicted.full_s and saved_s > LEAST_SAVED_S

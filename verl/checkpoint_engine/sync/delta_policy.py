@@ -37,8 +37,11 @@ class DeltaPolicy:
         self._rates = Rates()
         self._was_delta = False
 
-    def request(self, base: int | None, plan: SyncPlan) -> DeltaRequest | None:
-        """What owners are told before a sync from version `base`; None: they publish in full."""
+    def request(self, base: int | None, plan: SyncPlan, *, across_hosts: bool) -> DeltaRequest | None:
+        """What owners are told before a sync from version `base`; None: they publish in full.
+
+        `across_hosts`: there is a network between some owner and some node. Memory is faster than any delta.
+        """
         if base is None or self._mode == "off":
             return None
         nbytes = plan.layout.payload_nbytes
@@ -51,9 +54,11 @@ class DeltaPolicy:
         )
         if asked.always:
             return asked
+        if not across_hosts or not self._rates.link:
+            return None
         owner_nbytes = nbytes // max(plan.num_owners, 1)
         best = predict(self._rates, nbytes=nbytes, owner_nbytes=owner_nbytes, fraction=0.0, word_nbytes=2)
-        return asked if self._rates.link and prefers_delta(best, was_delta=self._was_delta) else None
+        return asked if prefers_delta(best, was_delta=self._was_delta) else None
 
     def learn(self, plan: SyncPlan, phase_s: Mapping[str, float], report: DeltaReport | None) -> None:
         """From a sync that was committed at the first attempt."""
@@ -64,7 +69,7 @@ class DeltaPolicy:
                 copy=_rate(owner_nbytes, phase_s["publish"]),
                 link=_rate(nbytes, phase_s["stage"]),
                 verify=_rate(nbytes, phase_s["verify"]),
-            )
+            ).recovered()
         elif report.way == "delta":
             link = _rate(report.nbytes_delta, report.fetch_s) if report.fetch_s > LEAST_FETCH_S else 0.0
             self._rates = self._rates.with_measured(

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
-from verl.checkpoint_engine.plan.topology import TOPOLOGIES, Topology
+from verl.checkpoint_engine.plan.topology import TOPOLOGIES, Topology, direct
 from verl.checkpoint_engine.plan.types import Member, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
@@ -134,7 +134,7 @@ class CheckpointEngineManager:
                 clock,
                 boundary=boundary,
                 released=released,
-                deltas=self._deltas.request(self._version, plan),
+                deltas=self._deltas.request(self._version, plan, across_hosts=self._is_across_hosts),
             )
             try:
                 report = await transaction.run()
@@ -154,6 +154,10 @@ class CheckpointEngineManager:
             self._quarantine(transaction.quarantined)
             self._record(report)
             return report
+
+    @property
+    def _is_across_hosts(self) -> bool:
+        return not direct(self._trainer_members, self._node_members).is_on_one_host
 
     def _committed(self, transaction: SyncTransaction, plan: SyncPlan) -> None:
         self._version = transaction.version

@@ -138,8 +138,8 @@ def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes
 class BounceBuffer:
     """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
 
-    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
-        """`origin`: where in the slot the memory begins that is given for it."""
+    def __init__(self, plan: SyncPlan | None, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
+        """`plan`: None if nothing is scattered. `origin`: where in the slot the memory begins that is given for it."""
         self._plan = plan
         self._bounce = bounce
         self._origin = origin
@@ -161,6 +161,7 @@ class BounceBuffer:
         """Each scattered piece of `bucket`: its bytes in the bounce buffer, and its rows in the slot."""
         if not bucket.scatter:
             return
+        assert self._plan is not None
         if bucket.owner not in self._packings:
             self._packings[bucket.owner] = Packing.of(self._plan, bucket.owner)
         packing = self._packings[bucket.owner]
@@ -261,7 +262,8 @@ class FetchLoop:
     """Fetches buckets of one version, several in flight, at most `bucket_nbytes` per owner at a time."""
 
     reader: RangeReader
-    plan: SyncPlan
+    plan: SyncPlan | None
+    """None if no bucket is scattered."""
     region: npt.NDArray[np.uint8]
     """The slot."""
     bounce: npt.NDArray[np.uint8]

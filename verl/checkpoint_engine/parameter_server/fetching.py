@@ -6,19 +6,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
+from verl.checkpoint_engine.parameter_server.peers import PeerReader
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
@@ -28,8 +29,6 @@ POLL_S = 0.2
 LAST_WORD_S = 0.5
 MAX_LENT = 128
 """File descriptors that go to an engine; one message carries 253 at most."""
-LANDING = "update/landing"
-"""Names of what the P2P store has registered for reads to land in, while an update runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,7 @@ class Sources:
     """Registered here."""
     own_incarnation: int
     """Of the owner in `metas` that is this rank itself (ranks of another job may have the same number); 0: none."""
-    open_store: Callable[[], P2PStore | None]
-    """This rank's P2P store, started when it is needed; None if it cannot have one."""
+    reader: PeerReader
     deadline: Deadline
     stop: threading.Event
     """Ends reads."""
@@ -78,30 +76,20 @@ class Sources:
             memory.copy_(landing[: bucket.nbytes])
         self.device.synchronize()
 
-    def check_stamp(self, owner: int, stamp: torch.Tensor) -> None:
-        """Raises TransportError if `owner` no longer holds what its metas say. `stamp`: 8 registered bytes."""
+    def check_stamp(self, owner: int, memory: torch.Tensor) -> None:
+        """Raises TransportError if `owner` no longer holds what its metas say. Its stamp is read into `memory`."""
         meta = self.metas[owner]
-        self._read(owner, meta.stamp, stamp)
-        if int(stamp.view(torch.int64).item()) != meta.incarnation:
+        self._read(owner, meta.stamp, memory)
+        if int(memory.view(torch.int64).item()) != meta.incarnation:
             raise TransportError(
                 f"rank {owner} at {meta.p2p_address} no longer holds what it held when metas were gathered: "
                 "gather, or save, its metas again"
             )
 
     def _read(self, owner: int, source: int, memory: torch.Tensor) -> None:
-        meta, store = self.metas[owner], self.open_store()
-        if store is None or not meta.p2p_address:
-            who = "this rank" if store is None else f"rank {owner}"
-            raise TransportError(f"bytes of rank {owner} can only be read peer to peer, but {who} has no P2P store")
-        if len(memory):
-            store.batch_transfer_sync_read(
-                meta.p2p_address,
-                [source],
-                [memory.data_ptr()],
-                [len(memory)],
-                max(self.deadline.remaining_s, 0.001),
-                self.stop,
-            )
+        if not self.metas[owner].p2p_address:
+            raise _unreadable(owner, f"rank {owner}")
+        self.reader.read(self.metas[owner], source, memory, self.deadline.remaining_s, self.stop)
 
 
 class LinkBuffers:
@@ -205,19 +193,20 @@ class Fetcher:
         """On devices, where reads from peers arrive."""
         if self._peers and sources.device.kind != "cpu":
             self._landing = sources.device.host_bounce(len(halves.whole()[0]))
-        self._release_targets: Callable[[], None] = lambda: None
+        self._targets = ExitStack()
+        """Where reads from peers may land."""
         self._ready: tuple[int, int] | None = None
         """Number of a bucket, and the half in which it is."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        store = self._sources.open_store() if self._peers else None
-        if store is not None:
+        if self._peers:
             places = [self._landing] if self._landing is not None else self._halves.whole()
-            targets = {f"{LANDING}-{number}": memory for number, memory in enumerate((self._stamp, *places))}
-            store.register_named_tensors(targets)
-            self._release_targets = lambda: store.unregister_named_tensors(list(targets))
+            try:
+                self._targets.enter_context(self._sources.reader.into([self._stamp, *places]))
+            except BackendUnavailable as exc:
+                raise _unreadable(self._peers[0], "this rank") from exc
         return self
 
     def start(self) -> None:
@@ -236,7 +225,7 @@ class Fetcher:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._release_targets()
+        self._targets.close()
 
     def try_take(self, number: int) -> int | None:
         """The half in which the next of this rank's buckets is, if it is there."""
@@ -297,3 +286,7 @@ class Fetcher:
         self._sources.fill(self._halves.memory(half, bucket.nbytes), bucket, self._landing)
         self._events.record("fetch-end", number)
         return half
+
+
+def _unreadable(owner: int, who: str) -> TransportError:
+    return TransportError(f"bytes of rank {owner} can only be read peer to peer, but {who} has no P2P store")

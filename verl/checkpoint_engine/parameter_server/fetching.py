@@ -15,6 +15,7 @@ import torch
 
 from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.links.wire import Stamp
 from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
@@ -24,7 +25,6 @@ from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailur
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 
-STAMP_NBYTES = 8
 POLL_S = 0.2
 LAST_WORD_S = 0.5
 MAX_LENT = 128
@@ -80,7 +80,8 @@ class Sources:
         """Raises TransportError if `owner` no longer holds what its metas say. Its stamp is read into `memory`."""
         meta = self.metas[owner]
         self._read(owner, meta.stamp, memory)
-        if int(memory.view(torch.int64).item()) != meta.incarnation:
+        _, _, version = memory.view(torch.int64)[:3].tolist()
+        if version != meta.incarnation:
             raise TransportError(
                 f"rank {owner} at {meta.p2p_address} no longer holds what it held when metas were gathered: "
                 "gather, or save, its metas again"
@@ -188,7 +189,7 @@ class Fetcher:
         self._events = events
         self._failure = failure
         self._peers = sorted({bucket.owner for _, bucket in buckets if not sources.is_own(bucket.owner)})
-        self._stamp = torch.zeros(STAMP_NBYTES, dtype=torch.uint8)
+        self._stamp = torch.zeros(Stamp.NBYTES, dtype=torch.uint8)
         self._landing: torch.Tensor | None = None
         """On devices, where reads from peers arrive."""
         if self._peers and sources.device.kind != "cpu":

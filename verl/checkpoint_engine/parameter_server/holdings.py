@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,9 @@ from pathlib import Path
 import torch
 
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.links.wire import Wire
+from verl.checkpoint_engine.links.wire import Stamp, Wire
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer, load_buffers
 from verl.checkpoint_engine.parameter_server.records import BufferMeta, RankMetas
-from verl.checkpoint_engine.parameter_server.stamps import Stamps
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ class Holding:
     """One checkpoint, or what this rank has of it."""
 
     buffers: tuple[HostBuffer, ...] = ()
-    stamp: int = 0
-    """Address of the number that says that they are registered; 0 if they are not."""
+    stamp: Stamp | None = None
+    """What says that they are registered."""
     incarnation: int = 0
-    """That number."""
+    """The version that it shows."""
 
 
 NOTHING = Holding()
@@ -45,7 +45,8 @@ class Holdings:
         self._held: dict[str, Holding] = {}
         self._spare: tuple[HostBuffer, ...] = ()
         """Memory of a checkpoint that is unregistered, for the next one of the same layout."""
-        self._stamps = Stamps()
+        self._stamps: list[Stamp] = []
+        """Those of checkpoints that are gone, too: who still looks for one reads that."""
         self._wire: Wire | None = None
 
     def register(self, name: str, files: Sequence[Path], named_tensors: Mapping[str, torch.Tensor] | None) -> None:
@@ -65,7 +66,8 @@ class Holdings:
         if (wire := self._serving()) is not None:
             for buffer in buffers:
                 wire.register(buffer.memory.numpy())
-        stamp, incarnation = self._stamps.take()
+        stamp, incarnation = self._free_stamp(), secrets.randbits(62) | 1
+        stamp.finish(incarnation)
         self._held[name] = Holding(buffers=buffers, stamp=stamp, incarnation=incarnation)
 
     def unregister(self, name: str) -> None:
@@ -74,7 +76,8 @@ class Holdings:
         if holding is None:
             known = ", ".join(self._held) or "none"
             raise ConfigError(f"checkpoint {name!r} is not registered on rank {self._rank}; registered: {known}")
-        self._stamps.give_back(holding.stamp)
+        assert holding.stamp is not None
+        holding.stamp.begin()
         if self._wire is not None:
             for buffer in holding.buffers:
                 self._wire.deregister(buffer.memory.numpy())
@@ -97,7 +100,7 @@ class Holdings:
                 BufferMeta(address=buffer.memory.data_ptr(), nbytes=buffer.memory.nbytes, tensors=buffer.tensors)
                 for buffer in holding.buffers
             ),
-            stamp=holding.stamp,
+            stamp=holding.stamp.bytes.ctypes.data if holding.stamp is not None else 0,
             incarnation=holding.incarnation,
         )
 
@@ -108,14 +111,24 @@ class Holdings:
                 self._wire = self._new_wire()
             except BackendUnavailable as exc:
                 logger.warning("rank %d can only take part in broadcasts: %s", self._rank, exc)
-                return None
-            self._wire.register(self._stamps.memory.view(torch.uint8).numpy())
         return self._wire
+
+    def _free_stamp(self) -> Stamp:
+        taken = [holding.stamp for holding in self._held.values()]
+        for stamp in self._stamps:
+            if stamp not in taken:
+                return stamp
+        stamp = Stamp()
+        if self._wire is not None:
+            self._wire.register(stamp.bytes)
+        self._stamps.append(stamp)
+        return stamp
 
     def close(self) -> None:
         """Let go of all of it. Idempotent."""
         self._held.clear()
         self._spare = ()
+        self._stamps.clear()
         if self._wire is not None:
             self._wire.close()
             self._wire = None

@@ -44,6 +44,6 @@ class RankMetas(msgspec.Struct, frozen=True, kw_only=True):
     """`host:port` of the rank's P2P store; empty if it has none."""
     buffers: tuple[BufferMeta, ...]
     stamp: int = 0
-    """Address of 8 bytes in the rank's process that say whether the buffers still hold this; 0 if there are none."""
+    """Where in the rank's process the checkpoint has its `Stamp`; 0 if the rank holds nothing of it."""
     incarnation: int = 0
-    """What these bytes hold as long as the checkpoint is registered: a number that no other registration has."""
+    """The version that it shows as long as the checkpoint is registered: a number that no other registration has."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -184,7 +185,8 @@ class Fetcher:
         """
         self._sources = sources
         self._halves = halves
-        self._buckets = list(buckets)
+        self._buckets = deque(buckets)
+        """Those that have not been begun ahead."""
         self._ahead = ahead
         self._events = events
         self._failure = failure
@@ -196,10 +198,9 @@ class Fetcher:
             self._landing = sources.device.host_bounce(len(halves.whole()[0]))
         self._targets = ExitStack()
         """Where reads from peers may land."""
-        self._ready: tuple[int, int] | None = None
-        """Number of a bucket, and the half in which it is."""
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parameter-server-fetch")
+        self._next: Future[int | None] | None = None
+        """The half in which the bucket will be that is fetched ahead."""
 
     def __enter__(self) -> Self:
         if self._peers:
@@ -213,52 +214,43 @@ class Fetcher:
     def start(self) -> None:
         """Raises TransportError if an owner no longer holds what it should."""
         self.check_stamps()  # before there is a thread that reads, too
-        if self._ahead and self._buckets:
-            self._halves.reserve()
-            self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
-            self._thread.start()
+        if self._ahead:
+            self._begin_next()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:  # ends what the thread may be waiting for
             self._failure.set(error if isinstance(error, Exception) else TransportError("interrupted"))
         self._sources.stop.set()
-        with self._changed:
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown()
         self._targets.close()
 
-    def try_take(self, number: int) -> int | None:
+    def try_take(self) -> int | None:
         """The half in which the next of this rank's buckets is, if it is there."""
-        with self._changed:
-            return self._hand_over() if self._ready is not None and self._ready[0] == number else None
+        return self._hand_over(self._next) if self._next is not None and self._next.done() else None
 
     def take(self, number: int, bucket: Bucket) -> int:
-        """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
-        if not self._ahead:
+        """The half in which the next of this rank's buckets is, this one. Raises what went wrong, TransportTimeout."""
+        if self._next is None:
             return self._fetch(number, bucket, self._halves.take())
         # The thread waits for engine and owner, which it names, until the same deadline: it has the last word.
         end = time.monotonic() + self._sources.deadline.remaining_s + LAST_WORD_S
-        with self._changed:
-            while self._ready is None or self._ready[0] != number:
-                self._failure.check()
-                if time.monotonic() > end:
-                    owner = self._sources.metas[bucket.owner]
-                    raise TransportTimeout(
-                        f"bucket {number} of rank {bucket.owner} on {owner.host} not fetched within "
-                        f"{self._sources.deadline.timeout_s:.1f} s"
-                    )
-                self._changed.wait(POLL_S)
-            return self._hand_over()
+        while not wait([self._next], POLL_S).done:
+            self._failure.check()
+            if time.monotonic() > end:
+                owner = self._sources.metas[bucket.owner]
+                raise TransportTimeout(
+                    f"bucket {number} of rank {bucket.owner} on {owner.host} not fetched within "
+                    f"{self._sources.deadline.timeout_s:.1f} s"
+                )
+        return self._hand_over(self._next)
 
-    def _hand_over(self) -> int:
+    def _hand_over(self, fetched: Future[int | None]) -> int:
         """The half that is ready; the next bucket is fetched while this one is broadcast."""
-        assert self._ready is not None
-        number, half = self._ready
-        if number != self._buckets[-1][0]:
-            self._halves.reserve()
-        self._ready = None
-        self._changed.notify_all()
+        half = fetched.result()
+        if half is None:
+            self._failure.check()
+        assert half is not None
+        self._begin_next()
         return half
 
     def check_stamps(self) -> None:
@@ -266,21 +258,19 @@ class Fetcher:
         for owner in self._peers:
             self._sources.check_stamp(owner, self._stamp)
 
-    def _run(self) -> None:
+    def _begin_next(self) -> None:
+        self._next = None
+        if self._buckets:
+            self._halves.reserve()
+            self._next = self._thread.submit(self._fetch_ahead, *self._buckets.popleft())
+
+    def _fetch_ahead(self, number: int, bucket: Bucket) -> int | None:
+        """None if it failed, which ends everything: a future would keep the error, and with it all of its frames."""
         try:
-            for number, bucket in self._buckets:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ready is None or self._sources.stop.is_set())
-                if self._sources.stop.is_set():
-                    return
-                half = self._fetch(number, bucket, self._halves.take_reserved())
-                with self._changed:
-                    self._ready = number, half
-                    self._changed.notify_all()
+            return self._fetch(number, bucket, self._halves.take_reserved())
         except Exception as exc:  # noqa: BLE001 - raised in the thread that waits for the bucket
             self._failure.set(exc)
-            with self._changed:
-                self._changed.notify_all()
+            return None
 
     def _fetch(self, number: int, bucket: Bucket, half: int) -> int:
         self._events.record("fetch-start", number)

@@ -17,6 +17,7 @@ import torch
 from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.links.wire import Stamp
+from verl.checkpoint_engine.memory.host_memory import pinned_memory
 from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
@@ -195,7 +196,7 @@ class Fetcher:
         self._landing: torch.Tensor | None = None
         """On devices, where reads from peers arrive."""
         if self._peers and sources.device.kind != "cpu":
-            self._landing = sources.device.host_bounce(len(halves.whole()[0]))
+            self._landing = pinned_memory(len(halves.whole()[0]))
         self._targets = ExitStack()
         """Where reads from peers may land."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parameter-server-fetch")

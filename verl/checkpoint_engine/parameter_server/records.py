@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import msgspec
 
 
@@ -16,10 +14,6 @@ class PackedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """torch's name without the prefix: `bfloat16`."""
     offset: int
     nbytes: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 class BufferMeta(msgspec.Struct, frozen=True, kw_only=True):

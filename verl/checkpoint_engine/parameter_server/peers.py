@@ -17,6 +17,7 @@ from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, Tr
 from verl.checkpoint_engine.links.fetch import Bucket, FetchLoop, Stop
 from verl.checkpoint_engine.links.network import own_address
 from verl.checkpoint_engine.links.wire import OwnerAddress, Wire, WireReader
+from verl.checkpoint_engine.parameter_server.groups import is_inside
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.plan.types import Range
 from verl.utils.admission import ANY_HOST, NOBODY, OWN_USER
@@ -39,7 +40,7 @@ def open_wire(protocol: str, rdma_device: str, *, serves: bool) -> Wire:
             "libibverbs1 libnuma1 libcurl4"
         ) from exc
     host = own_address(None)
-    admission = NOBODY if not serves else OWN_USER if host.startswith("127.") else ANY_HOST
+    admission = NOBODY if not serves else OWN_USER if is_inside(host) else ANY_HOST
     return MooncakeWire(host=host, protocol=protocol, devices=rdma_device, admission=admission)
 
 

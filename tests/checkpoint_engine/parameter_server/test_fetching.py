@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
 from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.links.wire import Wire
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.fetching import Fetcher, LinkBuffers, Sources
+from verl.checkpoint_engine.parameter_server.peers import PeerReader
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
+from verl.checkpoint_engine.parameter_server.records import RankMetas
 
 NBYTES = 64
 BUCKETS = [
@@ -46,6 +50,10 @@ class Numbered:
     memory = torch.arange(len(BUCKETS), dtype=torch.uint8).repeat_interleave(NBYTES)
 
 
+def no_wire() -> Wire:
+    raise BackendUnavailable("the P2P store needs Mooncake")
+
+
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
     own: Any = [Numbered()]
@@ -55,7 +63,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
         metas={},
         own=own,
         own_incarnation=1,
-        open_store=lambda: None,
+        reader=PeerReader(no_wire),
         deadline=Deadline(20.0),
         stop=threading.Event(),
     )
@@ -104,3 +112,15 @@ def test_waiting_for_a_half_ends_with_the_first_failure():
     failure.set(TransportError("rank 3 has died"))
     with pytest.raises(TransportError, match="rank 3 has died"):
         halves.take()
+
+
+def test_who_has_no_p2p_store_is_named(sources: Sources, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Sources, "is_own", lambda _self, _owner: False)
+    owner = RankMetas(rank=0, host="far", device_id="cpu-0", rdma_device="cpu-0", p2p_address="", buffers=())
+    read = replace(sources, metas={0: owner})
+    halves = LinkBuffers(Link(), 3, Deadline(20.0), FirstFailure())  # type: ignore[arg-type]
+    fetcher = Fetcher(read, halves, BUCKETS, ahead=True, events=Events(0), failure=FirstFailure())
+    with pytest.raises(TransportError, match="bytes of rank 0 can only be read .* but this rank has no P2P store"):
+        fetcher.__enter__()
+    with pytest.raises(TransportError, match="bytes of rank 0 can only be read .* but rank 0 has no P2P store"):
+        fetcher.start()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.shards import extents_of
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import Range
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes
 class BounceBuffer:
     """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
 
-    def __init__(self, plan: SyncPlan, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
-        """`origin`: where in the slot the memory begins that is given for it."""
+    def __init__(self, plan: SyncPlan | None, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
+        """`plan`: None if nothing is scattered. `origin`: where in the slot the memory begins that is given for it."""
         self._plan = plan
         self._bounce = bounce
         self._origin = origin
@@ -161,6 +163,7 @@ class BounceBuffer:
         """Each scattered piece of `bucket`: its bytes in the bounce buffer, and its rows in the slot."""
         if not bucket.scatter:
             return
+        assert self._plan is not None
         if bucket.owner not in self._packings:
             self._packings[bucket.owner] = Packing.of(self._plan, bucket.owner)
         packing = self._packings[bucket.owner]
@@ -261,7 +264,8 @@ class FetchLoop:
     """Fetches buckets of one version, several in flight, at most `bucket_nbytes` per owner at a time."""
 
     reader: RangeReader
-    plan: SyncPlan
+    plan: SyncPlan | None
+    """None if no bucket is scattered."""
     region: npt.NDArray[np.uint8]
     """The slot."""
     bounce: npt.NDArray[np.uint8]
@@ -287,7 +291,8 @@ class FetchLoop:
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
         reader's TransportError; nothing is in flight then."""
-        return self.fetch(InOrder(_interleaved(buckets) if self.interleave else buckets, self.max_in_flight))
+        ordered = by_turns(buckets, lambda bucket: bucket.owner) if self.interleave else buckets
+        return self.fetch(InOrder(ordered, self.max_in_flight))
 
     def fetch(self, waiting: Waiting) -> int:
         """As `run`, in the order of `waiting`."""
@@ -387,13 +392,13 @@ def _awaited(flying: Sequence[_Flight], waiting: Iterable[Bucket]) -> set[int]:
     return {flight.bucket.owner for flight in flying} or {bucket.owner for bucket in waiting}
 
 
-def _interleaved(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-    """Round-robin over the owners, so that every sender is busy from the start."""
-    queues: dict[int, deque[Bucket]] = {}
-    for bucket in buckets:
-        queues.setdefault(bucket.owner, deque()).append(bucket)
+def by_turns(items: Iterable[T], sender: Callable[[T], Any]) -> Iterator[T]:
+    """`items`, the senders by turns, so that every one is busy from the start; in order within one. Pure."""
+    queues: dict[Any, deque[T]] = {}
+    for item in items:
+        queues.setdefault(sender(item), deque()).append(item)
     while queues:
-        for owner in list(queues):
-            yield queues[owner].popleft()
-            if not queues[owner]:
-                del queues[owner]
+        for key in list(queues):
+            yield queues[key].popleft()
+            if not queues[key]:
+                del queues[key]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.links.fetch import by_turns
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def assign_receiver_ranks(
     receivers = sorted(min(ranks) for ranks in local_topo.values() if ranks)[: len(remote_topo)]
     if not receivers:
         raise PlanError("there is no rank to receive buckets")
-    waiting = deque(round_robin(buckets, device_of))
+    waiting = deque(by_turns(buckets, lambda owned: device_of[owned[0]]))
     assigned: list[tuple[int, int, T]] = []
     while waiting:
         busy: set[str] = set()
@@ -48,12 +49,3 @@ def assign_receiver_ranks(
             busy.add(device_of[owner])
             assigned.append((receiver, owner, bucket))
     return assigned
-
-
-def round_robin(buckets: list[tuple[int, T]], device_of: Mapping[int, str]) -> list[tuple[int, T]]:
-    """(owner rank, bucket), the owners' devices by turns, in order within one. There is at least one bucket."""
-    queues: dict[str, list[tuple[int, T]]] = {}
-    for owner, bucket in buckets:
-        queues.setdefault(device_of[owner], []).append((owner, bucket))
-    longest = max(map(len, queues.values()))
-    return [queue[turn] for turn in range(longest) for queue in queues.values() if turn < len(queue)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from verl.checkpoint_engine.errors import ConfigError, PlanError
-from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks, round_robin, topology_of
+from verl.checkpoint_engine.links.fetch import by_turns
+from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks, topology_of
 from verl.checkpoint_engine.parameter_server.records import PackedTensor, RankMetas
 
 
@@ -91,7 +92,7 @@ def order_of(
     _raise_if_twice(metas)
     owned = [(rank, bucket) for rank in sorted(metas) for bucket in buckets_of(metas[rank], bucket_nbytes)]
     if receivers is None:
-        return round_robin(owned, {rank: str(rank) for rank in metas}) if owned else []
+        return list(by_turns(owned, lambda pair: pair[0]))
     owners = [meta for meta in metas.values() if meta.buffers]
     assigned = assign_receiver_ranks(owned, topology_of(receivers), topology_of(owners))
     return [(receiver, bucket) for receiver, _, bucket in assigned]

@@ -6,30 +6,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.links.wire import Stamp
+from verl.checkpoint_engine.memory.host_memory import pinned_memory
 from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.parameter_server.buckets import Bucket
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
+from verl.checkpoint_engine.parameter_server.peers import PeerReader
 from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 
-STAMP_NBYTES = 8
 POLL_S = 0.2
 LAST_WORD_S = 0.5
 MAX_LENT = 128
 """File descriptors that go to an engine; one message carries 253 at most."""
-LANDING = "update/landing"
-"""Names of what the P2P store has registered for reads to land in, while an update runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,7 @@ class Sources:
     """Registered here."""
     own_incarnation: int
     """Of the owner in `metas` that is this rank itself (ranks of another job may have the same number); 0: none."""
-    open_store: Callable[[], P2PStore | None]
-    """This rank's P2P store, started when it is needed; None if it cannot have one."""
+    reader: PeerReader
     deadline: Deadline
     stop: threading.Event
     """Ends reads."""
@@ -78,30 +78,21 @@ class Sources:
             memory.copy_(landing[: bucket.nbytes])
         self.device.synchronize()
 
-    def check_stamp(self, owner: int, stamp: torch.Tensor) -> None:
-        """Raises TransportError if `owner` no longer holds what its metas say. `stamp`: 8 registered bytes."""
+    def check_stamp(self, owner: int, memory: torch.Tensor) -> None:
+        """Raises TransportError if `owner` no longer holds what its metas say. Its stamp is read into `memory`."""
         meta = self.metas[owner]
-        self._read(owner, meta.stamp, stamp)
-        if int(stamp.view(torch.int64).item()) != meta.incarnation:
+        self._read(owner, meta.stamp, memory)
+        _, _, version = memory.view(torch.int64)[:3].tolist()
+        if version != meta.incarnation:
             raise TransportError(
                 f"rank {owner} at {meta.p2p_address} no longer holds what it held when metas were gathered: "
                 "gather, or save, its metas again"
             )
 
     def _read(self, owner: int, source: int, memory: torch.Tensor) -> None:
-        meta, store = self.metas[owner], self.open_store()
-        if store is None or not meta.p2p_address:
-            who = "this rank" if store is None else f"rank {owner}"
-            raise TransportError(f"bytes of rank {owner} can only be read peer to peer, but {who} has no P2P store")
-        if len(memory):
-            store.batch_transfer_sync_read(
-                meta.p2p_address,
-                [source],
-                [memory.data_ptr()],
-                [len(memory)],
-                max(self.deadline.remaining_s, 0.001),
-                self.stop,
-            )
+        if not self.metas[owner].p2p_address:
+            raise _unreadable(owner, f"rank {owner}")
+        self.reader.read(self.metas[owner], source, memory, self.deadline.remaining_s, self.stop)
 
 
 class LinkBuffers:
@@ -195,80 +186,72 @@ class Fetcher:
         """
         self._sources = sources
         self._halves = halves
-        self._buckets = list(buckets)
+        self._buckets = deque(buckets)
+        """Those that have not been begun ahead."""
         self._ahead = ahead
         self._events = events
         self._failure = failure
         self._peers = sorted({bucket.owner for _, bucket in buckets if not sources.is_own(bucket.owner)})
-        self._stamp = torch.zeros(STAMP_NBYTES, dtype=torch.uint8)
+        self._stamp = torch.zeros(Stamp.NBYTES, dtype=torch.uint8)
         self._landing: torch.Tensor | None = None
         """On devices, where reads from peers arrive."""
         if self._peers and sources.device.kind != "cpu":
-            self._landing = sources.device.host_bounce(len(halves.whole()[0]))
-        self._release_targets: Callable[[], None] = lambda: None
-        self._ready: tuple[int, int] | None = None
-        """Number of a bucket, and the half in which it is."""
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+            self._landing = pinned_memory(len(halves.whole()[0]))
+        self._targets = ExitStack()
+        """Where reads from peers may land."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parameter-server-fetch")
+        self._next: Future[int | None] | None = None
+        """The half in which the bucket will be that is fetched ahead."""
 
     def __enter__(self) -> Self:
-        store = self._sources.open_store() if self._peers else None
-        if store is not None:
+        if self._peers:
             places = [self._landing] if self._landing is not None else self._halves.whole()
-            targets = {f"{LANDING}-{number}": memory for number, memory in enumerate((self._stamp, *places))}
-            store.register_named_tensors(targets)
-            self._release_targets = lambda: store.unregister_named_tensors(list(targets))
+            try:
+                self._targets.enter_context(self._sources.reader.into([self._stamp, *places]))
+            except BackendUnavailable as exc:
+                raise _unreadable(self._peers[0], "this rank") from exc
         return self
 
     def start(self) -> None:
         """Raises TransportError if an owner no longer holds what it should."""
         self.check_stamps()  # before there is a thread that reads, too
-        if self._ahead and self._buckets:
-            self._halves.reserve()
-            self._thread = threading.Thread(target=self._run, name="parameter-server-fetch", daemon=True)
-            self._thread.start()
+        if self._ahead:
+            self._begin_next()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:  # ends what the thread may be waiting for
             self._failure.set(error if isinstance(error, Exception) else TransportError("interrupted"))
         self._sources.stop.set()
-        with self._changed:
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        self._release_targets()
+        self._thread.shutdown()
+        self._targets.close()
 
-    def try_take(self, number: int) -> int | None:
+    def try_take(self) -> int | None:
         """The half in which the next of this rank's buckets is, if it is there."""
-        with self._changed:
-            return self._hand_over() if self._ready is not None and self._ready[0] == number else None
+        return self._hand_over(self._next) if self._next is not None and self._next.done() else None
 
     def take(self, number: int, bucket: Bucket) -> int:
-        """The half in which the next of this rank's buckets is. Raises what went wrong, TransportTimeout."""
-        if not self._ahead:
+        """The half in which the next of this rank's buckets is, this one. Raises what went wrong, TransportTimeout."""
+        if self._next is None:
             return self._fetch(number, bucket, self._halves.take())
         # The thread waits for engine and owner, which it names, until the same deadline: it has the last word.
         end = time.monotonic() + self._sources.deadline.remaining_s + LAST_WORD_S
-        with self._changed:
-            while self._ready is None or self._ready[0] != number:
-                self._failure.check()
-                if time.monotonic() > end:
-                    owner = self._sources.metas[bucket.owner]
-                    raise TransportTimeout(
-                        f"bucket {number} of rank {bucket.owner} on {owner.host} not fetched within "
-                        f"{self._sources.deadline.timeout_s:.1f} s"
-                    )
-                self._changed.wait(POLL_S)
-            return self._hand_over()
+        while not wait([self._next], POLL_S).done:
+            self._failure.check()
+            if time.monotonic() > end:
+                owner = self._sources.metas[bucket.owner]
+                raise TransportTimeout(
+                    f"bucket {number} of rank {bucket.owner} on {owner.host} not fetched within "
+                    f"{self._sources.deadline.timeout_s:.1f} s"
+                )
+        return self._hand_over(self._next)
 
-    def _hand_over(self) -> int:
+    def _hand_over(self, fetched: Future[int | None]) -> int:
         """The half that is ready; the next bucket is fetched while this one is broadcast."""
-        assert self._ready is not None
-        number, half = self._ready
-        if number != self._buckets[-1][0]:
-            self._halves.reserve()
-        self._ready = None
-        self._changed.notify_all()
+        half = fetched.result()
+        if half is None:
+            self._failure.check()
+        assert half is not None
+        self._begin_next()
         return half
 
     def check_stamps(self) -> None:
@@ -276,24 +259,26 @@ class Fetcher:
         for owner in self._peers:
             self._sources.check_stamp(owner, self._stamp)
 
-    def _run(self) -> None:
+    def _begin_next(self) -> None:
+        self._next = None
+        if self._buckets:
+            self._halves.reserve()
+            self._next = self._thread.submit(self._fetch_ahead, *self._buckets.popleft())
+
+    def _fetch_ahead(self, number: int, bucket: Bucket) -> int | None:
+        """None if it failed, which ends everything: a future would keep the error, and with it all of its frames."""
         try:
-            for number, bucket in self._buckets:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ready is None or self._sources.stop.is_set())
-                if self._sources.stop.is_set():
-                    return
-                half = self._fetch(number, bucket, self._halves.take_reserved())
-                with self._changed:
-                    self._ready = number, half
-                    self._changed.notify_all()
+            return self._fetch(number, bucket, self._halves.take_reserved())
         except Exception as exc:  # noqa: BLE001 - raised in the thread that waits for the bucket
             self._failure.set(exc)
-            with self._changed:
-                self._changed.notify_all()
+            return None
 
     def _fetch(self, number: int, bucket: Bucket, half: int) -> int:
         self._events.record("fetch-start", number)
         self._sources.fill(self._halves.memory(half, bucket.nbytes), bucket, self._landing)
         self._events.record("fetch-end", number)
         return half
+
+
+def _unreadable(owner: int, who: str) -> TransportError:
+    return TransportError(f"bytes of rank {owner} can only be read peer to peer, but {who} has no P2P store")

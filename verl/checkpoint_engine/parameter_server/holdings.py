@@ -1,24 +1,22 @@
-"""The checkpoints that one rank holds in host memory, and its P2P store, from which peers read them."""
+"""The checkpoints that one rank holds in host memory, and the wire through which peers read them."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.links.wire import Stamp, Wire
 from verl.checkpoint_engine.parameter_server.buffers import HostBuffer, load_buffers
-from verl.checkpoint_engine.parameter_server.p2p_store import P2PStore
 from verl.checkpoint_engine.parameter_server.records import BufferMeta, RankMetas
-from verl.checkpoint_engine.parameter_server.stamps import Stamps
 
 logger = logging.getLogger(__name__)
-
-STAMPS = "stamps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,29 +24,30 @@ class Holding:
     """One checkpoint, or what this rank has of it."""
 
     buffers: tuple[HostBuffer, ...] = ()
-    names: tuple[str, ...] = ()
-    """Under which the P2P store has the buffers."""
-    stamp: int = 0
-    """Address of the number that says that they are registered; 0 if they are not."""
+    stamp: Stamp | None = None
+    """What says that they are registered."""
     incarnation: int = 0
-    """That number."""
+    """The version that it shows."""
 
 
 NOTHING = Holding()
 
 
 class Holdings:
-    def __init__(self, *, rank: int, world_size: int, device_id: str, protocol: str, rdma_device: str) -> None:
-        """`rdma_device`: empty with TCP."""
+    def __init__(
+        self, *, rank: int, world_size: int, device_id: str, rdma_device: str, new_wire: Callable[[], Wire]
+    ) -> None:
+        """`rdma_device`: empty with TCP. `new_wire`: to serve with; it may raise BackendUnavailable."""
         self._rank, self._world_size = rank, world_size
         self._device_id = device_id
-        self._protocol = protocol
         self._rdma_device = rdma_device
+        self._new_wire = new_wire
         self._held: dict[str, Holding] = {}
         self._spare: tuple[HostBuffer, ...] = ()
         """Memory of a checkpoint that is unregistered, for the next one of the same layout."""
-        self._stamps = Stamps()
-        self._p2p: P2PStore | None = None
+        self._stamps: list[Stamp] = []
+        """Those of checkpoints that are gone, too: who still looks for one reads that."""
+        self._wire: Wire | None = None
 
     def register(self, name: str, files: Sequence[Path], named_tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Raises ConfigError for files that are unsound, too little memory, or a name that is taken."""
@@ -64,12 +63,12 @@ class Holdings:
             )
         )
         self._spare = ()
-        names = tuple(f"{name}/{number}" for number in range(len(buffers)))
-        store = self.open_p2p()
-        if store is not None:
-            store.register_named_tensors({key: held.memory for key, held in zip(names, buffers, strict=True)})
-        stamp, incarnation = self._stamps.take()
-        self._held[name] = Holding(buffers=buffers, names=names, stamp=stamp, incarnation=incarnation)
+        if (wire := self._serving()) is not None:
+            for buffer in buffers:
+                wire.register(buffer.memory.numpy())
+        stamp, incarnation = self._free_stamp(), secrets.randbits(62) | 1
+        stamp.finish(incarnation)
+        self._held[name] = Holding(buffers=buffers, stamp=stamp, incarnation=incarnation)
 
     def unregister(self, name: str) -> None:
         """Raises ConfigError for a name that is not registered."""
@@ -77,9 +76,11 @@ class Holdings:
         if holding is None:
             known = ", ".join(self._held) or "none"
             raise ConfigError(f"checkpoint {name!r} is not registered on rank {self._rank}; registered: {known}")
-        self._stamps.give_back(holding.stamp)
-        if self._p2p:
-            self._p2p.unregister_named_tensors(holding.names)
+        assert holding.stamp is not None
+        holding.stamp.begin()
+        if self._wire is not None:
+            for buffer in holding.buffers:
+                self._wire.deregister(buffer.memory.numpy())
         self._spare = holding.buffers
 
     def __getitem__(self, name: str) -> Holding:
@@ -94,30 +95,40 @@ class Holdings:
             host=socket.gethostname(),
             device_id=self._device_id,
             rdma_device=self._rdma_device or self._device_id,
-            p2p_address=self._p2p.address if self._p2p else "",
+            p2p_address=self._wire.address().decode() if self._wire is not None else "",
             buffers=tuple(
                 BufferMeta(address=buffer.memory.data_ptr(), nbytes=buffer.memory.nbytes, tensors=buffer.tensors)
                 for buffer in holding.buffers
             ),
-            stamp=holding.stamp,
+            stamp=holding.stamp.bytes.ctypes.data if holding.stamp is not None else 0,
             incarnation=holding.incarnation,
         )
 
-    def open_p2p(self) -> P2PStore | None:
-        """The P2P store, started when it is first needed; None without Mooncake, which broadcasts do not need."""
-        if self._p2p is None:
+    def _serving(self) -> Wire | None:
+        """Opened when it is first needed; None without Mooncake, which broadcasts do not need."""
+        if self._wire is None:
             try:
-                self._p2p = P2PStore(self._device_id, protocol=self._protocol, rdma_devices=self._rdma_device)
+                self._wire = self._new_wire()
             except BackendUnavailable as exc:
                 logger.warning("rank %d can only take part in broadcasts: %s", self._rank, exc)
-                return None
-            self._p2p.register_named_tensors({STAMPS: self._stamps.memory})
-        return self._p2p
+        return self._wire
+
+    def _free_stamp(self) -> Stamp:
+        taken = [holding.stamp for holding in self._held.values()]
+        for stamp in self._stamps:
+            if stamp not in taken:
+                return stamp
+        stamp = Stamp()
+        if self._wire is not None:
+            self._wire.register(stamp.bytes)
+        self._stamps.append(stamp)
+        return stamp
 
     def close(self) -> None:
         """Let go of all of it. Idempotent."""
         self._held.clear()
         self._spare = ()
-        if self._p2p:
-            self._p2p.close()
-            self._p2p = None
+        self._stamps.clear()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None

@@ -1,4 +1,4 @@
-"""The device that one rank of a ParameterServer feeds: its name, its free memory, memory on it."""
+"""The device that one rank of a ParameterServer feeds: its name, and how much memory of it buckets may take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from verl import envs
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
-from verl.checkpoint_engine.memory.packed import private_memory
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.utils.device import local_device, resolve_device
 
@@ -76,15 +75,3 @@ class Device:
         """Wait until what the calling thread has copied to or from the device is there."""
         if self.kind != "cpu":
             torch.get_device_module(self.kind).current_stream(self.torch_device).synchronize()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` of uint8 on the device."""
-        if self.kind == "cpu":
-            return torch.from_numpy(private_memory(nbytes))
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-
-    def host_bounce(self, nbytes: int) -> torch.Tensor:
-        """Host memory from which copies to the device are fast."""
-        if self.kind == "cpu":
-            return torch.from_numpy(private_memory(nbytes))
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

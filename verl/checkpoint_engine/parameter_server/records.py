@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import msgspec
 
 
@@ -16,10 +14,6 @@ class PackedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """torch's name without the prefix: `bfloat16`."""
     offset: int
     nbytes: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 class BufferMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +38,6 @@ class RankMetas(msgspec.Struct, frozen=True, kw_only=True):
     """`host:port` of the rank's P2P store; empty if it has none."""
     buffers: tuple[BufferMeta, ...]
     stamp: int = 0
-    """Address of 8 bytes in the rank's process that say whether the buffers still hold this; 0 if there are none."""
+    """Where in the rank's process the checkpoint has its `Stamp`; 0 if the rank holds nothing of it."""
     incarnation: int = 0
-    """What these bytes hold as long as the checkpoint is registered: a number that no other registration has."""
+    """The version that it shows as long as the checkpoint is registered: a number that no other registration has."""

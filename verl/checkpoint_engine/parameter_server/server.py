@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +27,7 @@ from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unles
 from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCalls
 from verl.checkpoint_engine.parameter_server.fetching import Sources
 from verl.checkpoint_engine.parameter_server.holdings import Holdings
+from verl.checkpoint_engine.parameter_server.peers import PeerReader, open_wire
 from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
 from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
@@ -77,9 +79,10 @@ class ParameterServer:
             rank=self.rank,
             world_size=self.world_size,
             device_id=self._device.id,
-            protocol=protocol,
             rdma_device=rdma_device,
+            new_wire=partial(open_wire, protocol, rdma_device, serves=True),
         )
+        self._reader = PeerReader(partial(open_wire, protocol, rdma_device, serves=False))
         self._calls = CollectiveCalls(
             rank=self.rank,
             world_size=self.world_size,
@@ -187,7 +190,7 @@ class ParameterServer:
                 metas=self._metas,
                 own=held.buffers,
                 own_incarnation=held.incarnation,
-                open_store=self._holdings.open_p2p,
+                reader=self._reader,
                 deadline=together.own_deadline,
                 stop=stop,
             )
@@ -229,6 +232,7 @@ class ParameterServer:
     def close(self) -> None:
         """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
         self._calls.close()
+        self._reader.close()
         self._holdings.close()
         self._kept.release()
         self._metas, self._metas_name = {}, None

@@ -104,7 +104,7 @@ class Transfer:
                     offer = partial(link.offer, self._num_halves + bucket.buffer, bucket.tensors, bucket.offset)
                     self._broadcast(number, root, self.sources.own_memory(bucket), [offer])
                     continue
-                half = fetcher.try_take(number) if root == self.rank else halves.try_take()
+                half = fetcher.try_take() if root == self.rank else halves.try_take()
                 if half is None:
                     self._land()  # so that the engine has something to load meanwhile
                     half = fetcher.take(number, bucket) if root == self.rank else halves.take()

@@ -38,7 +38,8 @@ ROWS, COLUMNS = 2**14, 256
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    w = torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS) + version
+    number = torch.arange(ROWS * COLUMNS, dtype=torch.int32).view(ROWS, COLUMNS)
+    w = number + version + (((number * 40503 * version) >> 8) & 0xFF)  # what changes takes a third of a version
     return {"w": w, "norm": w[:1, :9].clone(), "layer": w[:99, :9].clone()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import torch
 from tests.checkpoint_engine.backends import EXAMPLE, using
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.test_one_sided import engine_of
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
+from verl.checkpoint_engine.plan.delta_choice import DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.sync.participants import RolloutNode
 
 QUICK = ("tcp", "nixl", EXAMPLE)
 OPTIONS = {"delta": "always", "block_kilobytes": 4, "update_weights_bucket_megabytes": 1, "retries": 0}
@@ -30,6 +37,11 @@ def nudged(tensors: Mapping[str, torch.Tensor], fraction: float, seed: int) -> d
             bits += where * (2 * torch.randint(0, 2, bits.shape, generator=generator) - 1).to(integer)
         found[name] = changed
     return found
+
+
+def delta_of(report: SyncReport) -> DeltaReport:
+    assert report.delta is not None
+    return report.delta
 
 
 async def synced(fleet: Fleet, version: int, tensors: Mapping[str, torch.Tensor]) -> SyncReport:
@@ -83,3 +95,127 @@ async def test_nodes_pass_deltas_on(topology: str, tmp_path: Path) -> None:
             report = await synced(fleet, version, tensors)
             assert report.delta is not None
             assert (report.delta.way, report.delta.pieces_whole) == ("delta", 0)
+
+
+MODEL = {"w": torch.randn(640, 200).bfloat16(), "norm": torch.randn(33)}
+
+
+def fleet_of(tmp_path: Path, **config: object) -> Fleet:
+    return Fleet(MODEL, tmp_path, **{"backend": "memory-wire", **OPTIONS, **config})
+
+
+async def test_a_sync_that_is_tried_again_moves_the_same_deltas(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, retries=1) as fleet:
+        await synced(fleet, 0, MODEL)
+        failures = [TransportError("nobody knows why", phase="stage")]
+
+        def fail_once() -> None:
+            if failures:
+                raise failures.pop()
+
+        fleet.nodes[0].before["stage"] = fail_once
+        report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
+        assert (report.retries, delta_of(report).way, delta_of(report).pieces_whole) == (1, "delta", 0)
+
+
+async def test_after_a_sync_that_was_aborted_everything_is_sent(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as fleet:
+        first = nudged(MODEL, 0.02, 1)
+        await synced(fleet, 0, MODEL)
+        fleet.nodes[0].before["verify"] = lambda: (_ for _ in ()).throw(TransportError("gone", phase="verify"))
+        fleet.set_weights(first)
+        with pytest.raises(SyncAborted):
+            await fleet.manager.update_weights(1)
+        fleet.nodes[0].before.clear()
+        second = nudged(first, 0.02, 2)
+        assert delta_of(await synced(fleet, 2, second)).way == "full"
+        assert delta_of(await synced(fleet, 3, nudged(second, 0.02, 3))).way == "delta"
+
+
+async def test_a_node_that_joins_late_gets_deltas_from_then_on(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as fleet:
+        first = nudged(MODEL, 0.02, 1)
+        await synced(fleet, 0, MODEL)
+        await synced(fleet, 1, first)
+        late = RolloutNode(1, fleet.config, job="test", shm_dir=tmp_path, host="a")
+        await fleet.manager.add_nodes([late])
+        report = await synced(fleet, 2, nudged(first, 0.02, 2))  # everybody is connected anew
+        assert delta_of(report).pieces_whole == 0
+        assert delta_of(report).way == "delta"
+
+
+@pytest.mark.parametrize("topology", ["direct", "chain"])
+async def test_a_node_with_another_base_gets_the_version_whole(topology: str, tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, nodes=3, topology=topology) as fleet:
+        await synced(fleet, 0, MODEL)
+        arena = fleet.nodes[1].member._arena
+        slot = arena._current
+        slot.manifest = type(slot.manifest)(0, slot.manifest.plan, slot.manifest.digests + 1)
+        report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
+        assert delta_of(report).way == "delta"
+        assert delta_of(report).pieces_whole == len(slot.manifest.plan)
+
+
+async def test_one_slot_is_changed_in_place(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, slots=1) as fleet:
+        tensors = MODEL
+        await synced(fleet, 0, tensors)
+        for version in range(1, 4):
+            tensors = nudged(tensors, 0.02, version)
+            report = delta_of(await synced(fleet, version, tensors))
+            assert (report.way, report.pieces_whole) == ("delta", 0)
+
+
+async def test_a_base_that_was_damaged_is_noticed_and_its_piece_fetched_whole(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as fleet:
+        await synced(fleet, 0, MODEL)
+        arena = fleet.nodes[0].member._arena
+        with arena._current.path.open("r+b") as slot:
+            slot.seek(5000)
+            slot.write(b"damage")
+        report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
+        assert (delta_of(report).way, report.pieces_repaired) == ("delta", 1)
+
+
+@pytest.mark.parametrize("place", ["head", "table", "streams"])
+async def test_a_bit_that_flips_in_deltas_on_the_way_is_noticed(place: str, tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as fleet:
+        await synced(fleet, 0, MODEL)
+        node = engine_of(fleet.nodes[0])
+        flips = [{"head": 8, "table": 40, "streams": 220}[place]]
+
+        def flip_once(target: int, nbytes: int) -> None:
+            if nbytes > 1000 and flips:
+                ctypes.c_uint8.from_address(target + flips.pop()).value ^= 1
+
+        node._wire.after_read = flip_once
+        report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
+        assert (report.retries, flips) == (0, [])
+        whole = report.pieces_repaired + delta_of(report).pieces_whole
+        pieces = len(fleet.nodes[0].member._plan.pieces_of(0))
+        assert whole == (1 if place == "streams" else pieces)
+
+
+async def test_frozen_tensors_cost_nothing_and_are_counted(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as fleet:
+        await synced(fleet, 0, MODEL)
+        report = delta_of(await synced(fleet, 1, MODEL))
+        assert (report.tensors_unchanged, report.changed_fraction, report.most_changed) == (2, 0.0, [])
+
+
+async def test_on_one_host_nobody_looks_what_changed(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, delta="auto") as fleet:
+        for version in range(3):
+            assert (await synced(fleet, version, nudged(MODEL, 0.02, version))).delta is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "naive", "delta": "always"}, "delta=always is impossible with checkpoint_engine.backend=naive"),
+        ({"backend": "tcp", "delta": "always", "verify": False}, "needs checkpoint_engine.verify=true"),
+    ],
+)
+def test_deltas_that_are_impossible_are_refused_on_the_driver(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_backend(CheckpointEngineConfig.from_mapping(values))

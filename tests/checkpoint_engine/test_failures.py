@@ -27,10 +27,17 @@ OPTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "nixl-tcp": ("nixl", {"ucx_tls": "tcp"}),
     "mooncake": ("mooncake", {"host": "127.0.0.1"}),
     "kimi_ckpt_engine": ("kimi_ckpt_engine", {"host": "127.0.0.1"}),
+    "tcp-deltas": ("tcp", {"host": "127.0.0.1", "num_connections": 1}),
+    "nixl-deltas": ("nixl", {}),
+    "mooncake-deltas": ("mooncake", {"host": "127.0.0.1"}),
+    "kimi_ckpt_engine-deltas": ("kimi_ckpt_engine", {"host": "127.0.0.1"}),
 }
-NODES = {"kimi_ckpt_engine": 2, "gloo-chain": 3}
+NODES = {"kimi_ckpt_engine": 2, "kimi_ckpt_engine-deltas": 2, "gloo-chain": 3}
 """Where one would not pass anything on to another."""
-STAGES_ONLY = ("gloo-chain", "nixl-tcp", "mooncake", "kimi_ckpt_engine")
+STAGES_ONLY = (
+    *("gloo-chain", "nixl-tcp", "mooncake", "kimi_ckpt_engine"),
+    *("nixl-deltas", "mooncake-deltas", "kimi_ckpt_engine-deltas"),
+)
 """Other phases are as without a chain, or with another transport: nodes alone read, so a wire does nothing in them, and
 what it tears down after a death is torn down after one in the middle of a stage, too."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
@@ -63,6 +70,7 @@ class Case:
         return CheckpointEngineConfig.from_mapping(
             {
                 "backend": name,
+                "delta": "always" if self.backend.endswith("-deltas") else "off",
                 "engine_kwargs": {name: options},
                 "update_weights_bucket_megabytes": 1,
                 "retries": 1 if self.how == KILL else 0,
@@ -78,7 +86,8 @@ class Case:
         """
         if self.who == "node-0":
             return self.how == FLIP and self.config.backend not in ("naive", "gloo")
-        return self.when == "verify" or (self.backend == "nixl" and (self.how, self.when) == (STOP, "stage"))
+        through_memory = self.backend in ("nixl", "nixl-deltas")
+        return self.when == "verify" or (through_memory and (self.how, self.when) == (STOP, "stage"))
 
 
 def cases() -> Iterator[Any]:

@@ -45,7 +45,7 @@ from verl.checkpoint_engine.links.holder import (
 )
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.delta import Applier, warm_up
+from verl.checkpoint_engine.memory.delta import Applier, is_warm, warm_up
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
 from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
 from verl.checkpoint_engine.memory.publishing import Publication, publish
@@ -200,7 +200,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
     def init_process_group(self, topology: Topology) -> None:
         may_get_deltas = self._moves_deltas and (self.config.delta == "always" or not topology.is_on_one_host)
         if may_get_deltas:
-            threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
+            self._warm_up()
         if self._arena is None:
             if self._wire is not None:
                 self._wire.admit(Admission(addresses=topology.host_addresses))
@@ -230,6 +230,13 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
+
+    def _warm_up(self) -> None:
+        """Until it is done, versions are moved whole, unless deltas were asked for: then it is waited for here."""
+        if self.config.delta == "always":
+            warm_up()
+        else:
+            threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
 
     def _register_targets(self, may_get_deltas: bool) -> None:
         """What reads write to, but for slots."""
@@ -312,13 +319,14 @@ class OneSidedEngine(CheckpointEngineWithCache):
         places = self._places_of_deltas(stamps)
         assert self._arena is not None
         assert self._plan is not None
-        base = self._arena.base() if places else None
+        base = self._arena.base() if places and is_warm() else None
         fit = fitting(base[0], bases) if base is not None else set()
         # Nodes that pass something on agree on what: on what all stamps say, whatever they hold themselves.
         wanted = fit if self._holder is None else places.keys() if len(places) == len(self._owners) else ()
         if wanted:
             places = {owner: place for owner, place in places.items() if owner in wanted}
             return self._fetch_deltas(reader, stamps, places, fit, base, deadline)
+        self._staging = Staging(pieces_whole=len(self._plan) if places else 0)
         if self._holder is not None:
             loop, publication = self._loop(reader, reader, deadline), publication_of(stamps)
             self._holder.fetch(loop, reader, publication, self._buckets, self._served(reader), deadline)
@@ -345,7 +353,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
         assert self._plan is not None
         assert self._node_deltas is not None
         assert self._arrived is not None
-        warm_up()
         start_s = time.perf_counter()
         total = max(place.dst_offset + place.nbytes for place in places.values())
         memory = self._node_deltas.bytes
@@ -359,8 +366,9 @@ class OneSidedEngine(CheckpointEngineWithCache):
             loop.run(buckets_of(places, self.most_nbytes))
         fetched_s = time.perf_counter()
         wrong, made = [], 0
+        deltas = self._node_deltas.readable({owner: places[owner] for owner in sorted(fit)})
+        fit = {one.owner for one in deltas}
         if fit and base is not None:
-            deltas = [self._node_deltas.parse(owner, places[owner]) for owner in sorted(fit)]
             made = sum(self._plan.nbytes_of(owner) for owner in fit)
             applier = Applier(self._plan, base[1].bytes.numpy(), reader.slot, self._arrived[1])
             wrong = applier.apply(deltas, threads=memory_threads(), stopped=self._stop.is_set)

@@ -11,6 +11,7 @@ pieces that come out wrong.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.links.fetch import Bucket
 from verl.checkpoint_engine.links.wire import UInt8s, WireReader
-from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, room_nbytes, warm_up
+from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, is_warm, room_nbytes
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import Aside, Publication, publish
@@ -37,6 +38,7 @@ from verl.checkpoint_engine.ports import ViewableSource, WeightSource
 if TYPE_CHECKING:
     from verl.checkpoint_engine.memory.publishing import Place
 
+logger = logging.getLogger(__name__)
 SAMPLED_OF = 32
 """One of so many places is compared before it is decided whether all are."""
 
@@ -77,7 +79,7 @@ class OwnerDeltas:
         """As `publishing.publish`, with deltas if `request` asks for them and the region holds its base."""
         last, made = self._last, self._made
         self._last = self._made = self._encoded = None
-        if request is None or last is None:
+        if request is None or last is None or not is_warm():
             publication = publish(source, self._region)
         elif last[0] == request.base:
             publication = self._publish_from(last[1], version, source, request)
@@ -98,7 +100,6 @@ class OwnerDeltas:
         self, before: PieceDigests, version: int, source: WeightSource, request: DeltaRequest
     ) -> Publication:
         base = identity_of(self._plan, self._owner, self._completed(before))
-        warm_up()
         start_s = time.perf_counter()
         predicted, words, changed = None, 0, 0
         if not request.always:
@@ -195,8 +196,17 @@ class NodeDeltas:
             end += align(nbytes)
         return places
 
-    def parse(self, owner: int, place: Range) -> Deltas:
-        return Deltas.parse(self._plan, owner, self.bytes[place.dst_offset : place.dst_offset + place.nbytes])
+    def readable(self, places: Mapping[int, Range]) -> list[Deltas]:
+        """Those of `places` that have arrived as they were written, as far as their heads and tables tell."""
+        found = []
+        for owner, place in places.items():
+            try:
+                found.append(
+                    Deltas.parse(self._plan, owner, self.bytes[place.dst_offset : place.dst_offset + place.nbytes])
+                )
+            except TransportError as exc:
+                logger.warning("%s; its pieces are fetched whole", exc)
+        return found
 
 
 def buckets_of(places: Mapping[int, Range], most_nbytes: int, within: Range | None = None) -> list[Bucket]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,11 +76,19 @@ def codes_of(plan: SyncPlan, pieces: slice) -> Int64s:
     return table[plan.boxes.tensor[pieces]]
 
 
+_warm = threading.Event()
+
+
 def warm_up() -> None:
     """Have the compiled code ready: in good time, because it may take seconds. Idempotent."""
     from verl.checkpoint_engine.memory import delta_codec
 
     delta_codec.warm()
+    _warm.set()
+
+
+def is_warm() -> bool:
+    return _warm.is_set()
 
 
 class DeltaWriter:

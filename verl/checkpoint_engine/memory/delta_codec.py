@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import exp, log, log2
+from math import expm1, log1p, log2
 from typing import Any, TypeVar
 
 import numpy as np
@@ -182,7 +182,7 @@ def _parameter_for(mean: Any) -> Any:
 
 @_inlined
 def _mean_nbits(mean: Any, parameter: Any) -> Any:
-    return 1.0 + parameter + 1.0 / (exp(2.0**parameter * log(1.0 + 1.0 / mean)) - 1.0)
+    return 1.0 + parameter + 1.0 / expm1(2.0**parameter * log1p(1.0 / mean))
 
 
 @_inlined

@@ -25,6 +25,7 @@ PLACES = (
     "tests/checkpoint_engine/test_chain.py",
     "tests/checkpoint_engine/test_collective.py",
     "tests/checkpoint_engine/test_contract.py",
+    "tests/checkpoint_engine/test_deltas.py",
     "tests/checkpoint_engine/test_failures.py",
     "tests/checkpoint_engine/test_kimi_ckpt_engine.py",
     "tests/checkpoint_engine/test_late_nodes.py",

@@ -41,7 +41,7 @@ from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
-from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
+from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
@@ -341,7 +341,7 @@ class Cluster:
             use_accelerator=ACCELERATOR_RESOURCE[self._device],
             name_prefix="trainer",
         )
-        policy = replace(config.actor_rollout_ref, model=_local(config.actor_rollout_ref.model, model_path))
+        policy = replace(config.actor_rollout_ref, model=config.actor_rollout_ref.model.at(model_path))
         ranks = trainer.world_size
         logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), self._device)
         self._actor = RayWorkerGroup(
@@ -459,7 +459,10 @@ def sync_report_path(config: PPOConfig) -> Path:
 
 
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
-    """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
+    """The replicas of a run, to be started, of a `settled` configuration.
+
+    Raises ConfigError for what their engine cannot do.
+    """
     return [
         make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
     ]
@@ -467,12 +470,9 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
     """One of them."""
-    checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
-    traced = config.actor_rollout_ref.rollout.profiler
-    traced = replace(traced, save_path=traced.save_path or config.profile_directory)
-    rollout = replace(_resolved(config), checkpoint_engine=checked, profiler=traced)
-    return RolloutReplicaRegistry.get(rollout.name)(
-        replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
+    policy = config.actor_rollout_ref
+    return RolloutReplicaRegistry.get(policy.rollout.name)(
+        replica_rank=rank, config=policy.rollout, model=policy.model.at(model_path), device=device
     )
 
 
@@ -485,20 +485,6 @@ def _ray_nodes() -> dict[str, Any]:
     """What Ray says about each node that is alive, by its id."""
     cluster: Any = ray
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
-
-
-def _local(model: HFModelConfig, path: Path) -> HFModelConfig:
-    return replace(model, path=str(path))
-
-
-def _resolved(config: PPOConfig) -> RolloutConfig:
-    """The rollout section with lengths taken over from the data section."""
-    rollout = config.actor_rollout_ref.rollout
-    return replace(
-        rollout,
-        prompt_length=rollout.prompt_length or config.data.max_prompt_length,
-        response_length=rollout.response_length or config.data.max_response_length,
-    )
 
 
 def _thread_limits() -> dict[str, str]:

@@ -95,8 +95,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         _cluster(job) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
-        max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
-        rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
+        rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
         trainer = trainer_class(
             config=job.config,
             cluster=cluster,

@@ -26,7 +26,7 @@ from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 QUICK_S = 20.0
 """Far below every deadline."""
 LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
-MANY = {"5,000 tiny tensors"}
+MANY = {"1,000 tiny tensors"}
 ALL = {"all of these in one"}
 
 

@@ -5,7 +5,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def test_an_engine_leaves_a_trace_of_each_chosen_step(start):
+def test_an_engine_leaves_a_trace_of_each_chosen_step(start, warm):
     job = start(
         "trainer.total_training_steps=2",
         "data.train_batch_size=4",
@@ -17,6 +17,7 @@ def test_an_engine_leaves_a_trace_of_each_chosen_step(start):
         "actor_rollout_ref.actor.profiler.ranks=[0]",
         "global_profiler.tool=torch",
         "global_profiler.steps=[2]",
+        warm=warm,
     )
     assert job.wait(500) == 0, job.stderr
     names = sorted(path.name for path in (job.output_dir / "profile").iterdir())

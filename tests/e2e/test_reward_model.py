@@ -35,9 +35,14 @@ def samples(directory):
     return [json.loads(line) for file in sorted(directory.iterdir()) for line in file.read_text().splitlines()]
 
 
-def test_a_model_with_a_head_scores_what_was_said(start, tmp_path):
+def test_a_model_with_a_head_scores_what_was_said(start, warm, tmp_path):
     model = head.make(tmp_path / "reward")
-    job = start(f"reward.reward_model.model_path={model}", f"trainer.rollout_data_dir={tmp_path / 'samples'}", *SERVED)
+    job = start(
+        f"reward.reward_model.model_path={model}",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        *SERVED,
+        warm=warm,
+    )
     assert job.wait() == 0, job.stderr
     scores = {sample["score"] for sample in samples(tmp_path / "samples")}
     assert len(scores) > 1  # rules would say 0 and 1
@@ -45,7 +50,7 @@ def test_a_model_with_a_head_scores_what_was_said(start, tmp_path):
     assert not (job.output_dir / "reward_model.json").exists()
 
 
-def test_a_function_asks_a_model_that_writes(start, tmp_path, tiny_model):
+def test_a_function_asks_a_model_that_writes(start, warm, tmp_path, tiny_model):
     (tmp_path / "judge.py").write_text(JUDGE.replace("MODEL", repr(str(tiny_model))))
     job = start(
         f"reward.reward_model.model_path={tiny_model}",
@@ -53,6 +58,7 @@ def test_a_function_asks_a_model_that_writes(start, tmp_path, tiny_model):
         "reward.custom_reward_function.name=judge",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         *SERVED,
+        warm=warm,
     )
     assert job.wait() == 0, job.stderr
     assert {sample["score"] for sample in samples(tmp_path / "samples")} == {0.25}

@@ -18,6 +18,7 @@ from ray import cloudpickle
 from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from verl.compat.ray import class_behind
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
 from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed
@@ -41,22 +42,16 @@ class RayClassWithInitArgs:
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(cls, ActorClass):
-            cls = _class_behind(cls)
+            cls, options = class_behind(cls)
+            if options:
+                raise TypeError(
+                    f"ray.remote({options}): what a rank gets is said by its RayResourcePool; leave the options out"
+                )
         if not (inspect.isclass(cls) and issubclass(cls, Worker)):
             raise TypeError(f"RayClassWithInitArgs needs a subclass of Worker, not {cls!r}")
         self.cls = cls
         self.args = args
         self.kwargs = kwargs
-
-
-def _class_behind(remote: Any) -> Any:
-    """The class that `ray.remote` was given. Raises TypeError for options of the actor: the resource pool has them."""
-    options = {key: value for key, value in remote._default_options.items() if value is not None}
-    if options:
-        raise TypeError(
-            f"ray.remote({options}): what a rank gets is said by its RayResourcePool; leave the options out"
-        )
-    return remote.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class RayWorkerGroup:

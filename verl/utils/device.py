@@ -7,11 +7,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
 
 from verl.utils.config import ConfigError, did_you_mean
 
@@ -55,16 +53,6 @@ def distributed_backend(device: str) -> str:
     if device not in _BACKENDS:
         raise ConfigError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
     return _BACKENDS[device]
-
-
-def limit_collectives(timeout: timedelta) -> None:
-    """Give every process group of this rank the deadline `timeout`. A group takes torch's own unless told otherwise.
-
-    Torch 2.13 has no public name for this.
-    """
-    for group in distributed_c10d._world.pg_map:
-        if isinstance(group, ProcessGroup):  # not one of other ranks
-            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def local_device(device: str, local_rank: int = 0) -> torch.device:

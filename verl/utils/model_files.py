@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def _expected(config: PretrainedConfig, key: str, *, remote: bool) -> tuple[Shap
             model = auto.from_config(config, trust_remote_code=remote)
     except Exception as exc:
         raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {exc}") from exc
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, list(ignored)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, ignored_patterns(model)
 
 
 def _family(name: str) -> str:

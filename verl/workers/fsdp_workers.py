@@ -16,13 +16,13 @@ from torch.profiler import record_function
 from transformers import PretrainedConfig
 
 from verl.checkpoint_engine.ports import WeightSource
+from verl.compat.torch import limit_collectives
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
 from verl.utils.admission import Doorkeeper, listening_here
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import (
     distributed_backend,
-    limit_collectives,
     local_device,
     peak_memory_gib,
     resolve_device,

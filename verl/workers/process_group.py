@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from verl.compat.torch import TCPStore
 from verl.single_controller.worker import RankInfo
 from verl.utils.admission import Admission, Doorkeeper, opening
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from verl.compat.torch import dump_memory, record_memory
+
 
 class _Running(Protocol):
     def stop(self) -> None: ...
@@ -29,7 +31,7 @@ class RankProfiler:
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             self._stop = lambda _: torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         elif tool == "torch_memory":
-            torch.cuda.memory._record_memory_history()
+            record_memory(on=True)
             self._stop = _dump_memory
         else:
             running = _npu_profile() if tool == "npu" else _torch_profile(self._device)
@@ -64,5 +66,5 @@ def _export(running: _Running, path: Path) -> None:
 
 
 def _dump_memory(path: Path) -> None:
-    torch.cuda.memory._dump_snapshot(f"{path}.pickle")  # type: ignore[no-untyped-call]
-    torch.cuda.memory._record_memory_history(enabled=None)
+    dump_memory(f"{path}.pickle")
+    record_memory(on=False)

@@ -84,8 +84,13 @@ def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypat
 
 ORPHAN = """
 import subprocess, sys
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL).pid)
+nothing = subprocess.DEVNULL
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=nothing, stderr=nothing).pid)
 """
+
+
+def is_alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_an_interrupt_while_ray_starts_ends_also_what_has_lost_its_parent(monkeypatch):
@@ -94,13 +99,14 @@ def test_an_interrupt_while_ray_starts_ends_also_what_has_lost_its_parent(monkey
     def interrupted(**arguments):
         said = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
         orphans.append(psutil.Process(int(said)))
+        assert is_alive(orphans[0])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", interrupted)
     with pytest.raises(KeyboardInterrupt):
         RaySession().start({})
-    assert soon(lambda: not orphans[0].is_running() or orphans[0].status() == psutil.STATUS_ZOMBIE)
+    assert soon(lambda: not is_alive(orphans[0]))
     assert MARK not in os.environ
 
 

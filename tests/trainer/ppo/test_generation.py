@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from verl.protocol import DataProto
+from verl.trainer.fleet.recovery import REPLICAS, SERVICE, Recovery
 from verl.trainer.ppo.generation import HealingRollouts
 
 PROMPTS = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b"], dtype=object)})
@@ -33,25 +34,30 @@ class Engines:
 
     def __init__(self, *dead):
         self.dead = list(dead)
-        self.server_handles = ["first"]
-        self.changes = 0
+        self.servers = ["first"]
 
     def heal(self):
         healed = self.dead.pop(0) if self.dead else 0
-        self.changes += healed
-        self.server_handles = ["second"] if healed else self.server_handles
+        self.servers = ["second"] if healed else self.servers
+        return healed
+
+
+def healing(rollouts, engines, max_restarts=2):
+    recovery = Recovery(max_restarts=max_restarts)
+    recovery.watch(REPLICAS, engines.heal)
+    return HealingRollouts(rollouts, lambda: engines.servers, recovery), recovery
 
 
 def test_a_batch_whose_engine_died_is_generated_again_on_the_restarted_one():
     rollouts = Rollouts(failures=1)
-    assert HealingRollouts(rollouts, Engines(1), max_restarts=2).generate_sequences(PROMPTS) is PROMPTS
+    assert healing(rollouts, Engines(1))[0].generate_sequences(PROMPTS) is PROMPTS
     assert rollouts.batches == 2
     assert rollouts.servers == ["second"]
 
 
 def test_what_is_generated_in_the_background_is_healed_by_whoever_asks_for_it():
     rollouts = Rollouts(failures=1)
-    generation = HealingRollouts(rollouts, Engines(1), max_restarts=2).start(PROMPTS)
+    generation = healing(rollouts, Engines(1))[0].start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
         generation.future.result(timeout=10)
     assert rollouts.servers == ["first"]
@@ -61,52 +67,53 @@ def test_what_is_generated_in_the_background_is_healed_by_whoever_asks_for_it():
 
 
 def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_its_engine_by_then():
-    rollouts, engines = Rollouts(failures=1), Engines(1)
-    generation = HealingRollouts(rollouts, engines, max_restarts=2).start(PROMPTS)
+    rollouts = Rollouts(failures=1)
+    healed, recovery = healing(rollouts, Engines(1))
+    generation = healed.start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
         generation.future.result(timeout=10)
-    engines.heal()
+    recovery.look(SERVICE)
     assert generation.result() is PROMPTS
     assert rollouts.batches == 2
 
 
 def test_a_batch_whose_worker_died_is_generated_again():
     rollouts = Rollouts(failures=1, dead_workers=1)
-    assert HealingRollouts(rollouts, Engines(0), max_restarts=2).generate_sequences(PROMPTS) is PROMPTS
+    assert healing(rollouts, Engines(0))[0].generate_sequences(PROMPTS) is PROMPTS
     assert rollouts.batches == 2
 
 
 def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_its_worker_by_then():
     rollouts = Rollouts(failures=1, dead_workers=1)
-    healing = HealingRollouts(rollouts, Engines(0), max_restarts=2)
-    generation = healing.start(PROMPTS)
+    healed, _ = healing(rollouts, Engines(0))
+    generation = healed.start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
         generation.future.result(timeout=10)
-    assert healing.set_servers(["first"]) == 1
+    assert healed.set_servers(["first"]) == 1
     assert generation.result() is PROMPTS
 
 
 def test_what_was_generated_in_the_background_is_not_generated_again():
     rollouts = Rollouts(failures=0)
-    assert HealingRollouts(rollouts, Engines(), max_restarts=2).start(PROMPTS).result() is PROMPTS
+    assert healing(rollouts, Engines())[0].start(PROMPTS).result() is PROMPTS
     assert rollouts.batches == 1
 
 
 def test_a_failure_of_another_kind_is_raised_at_once():
     rollouts = Rollouts(failures=1)
     with pytest.raises(RuntimeError, match="first"):
-        HealingRollouts(rollouts, Engines(0), max_restarts=2).generate_sequences(PROMPTS)
+        healing(rollouts, Engines(0))[0].generate_sequences(PROMPTS)
     assert rollouts.batches == 1
 
 
 def test_engines_that_keep_dying_end_the_run():
     rollouts = Rollouts(failures=10)
     with pytest.raises(RuntimeError, match="second"):
-        HealingRollouts(rollouts, Engines(1, 1, 1, 1), max_restarts=2).generate_sequences(PROMPTS)
+        healing(rollouts, Engines(1, 1, 1, 1))[0].generate_sequences(PROMPTS)
     assert rollouts.batches == 3
 
 
 def test_restarts_can_be_forbidden():
     rollouts = Rollouts(failures=1)
     with pytest.raises(RuntimeError):
-        HealingRollouts(rollouts, Engines(1), max_restarts=0).generate_sequences(PROMPTS)
+        healing(rollouts, Engines(1), max_restarts=0)[0].generate_sequences(PROMPTS)

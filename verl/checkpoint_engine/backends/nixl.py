@@ -38,7 +38,7 @@ owner that slept 1 ms at most had 900 wakes a second, 4 % of a core, and took it
 
 _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
-    *(value for value in vars(nixl._bindings).values() if isinstance(value, type) and issubclass(value, Exception)),
+    *(value for value in vars(nixl).values() if isinstance(value, type) and issubclass(value, Exception)),
 )
 
 
@@ -224,13 +224,14 @@ def _new_agent(name: str, progress: bool) -> Any:
     """An agent whose progress thread sleeps until there is something to answer.
 
     The thread of the Python interface's own agents polls without a pause (nixl 1.5.1): a core for every trainer rank,
-    as long as it trains. The delay is an option of the agent underneath, so that one is replaced.
+    as long as it trains. The delay, which is what they poll by since
+    https://github.com/ai-dynamo/nixl/pull/347, is an option of the agent underneath, so that one is replaced.
     """
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=progress, backends=[]))
-    options = nixl._bindings.nixlAgentConfig()
+    options = nixl.nixlAgentConfig()
     options.useProgThread = progress
     options.pthrDelay = PROGRESS_DELAY_US
-    agent.agent = nixl._bindings.nixlAgent(name, options)
+    agent.agent = nixl.nixlAgent(name, options)
     return agent
 
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, Store
 
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.links.network import own_address
 from verl.checkpoint_engine.plan.topology import Lane
+from verl.compat.torch import BroadcastOptions, Store, gloo_group, hccl_class, set_timeout
 from verl.utils.admission import Doorkeeper
 
 
@@ -73,12 +73,8 @@ class Gloo:
         self._address, self._doors = host, doors
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [self._device(lane.device)]
-        options._threads = lane.threads
-        options._timeout = timedelta(seconds=timeout_s)
-        return gloo(store, rank, size, options)
+        timeout = timedelta(seconds=timeout_s)
+        return gloo_group(store, rank, size, device=self._device(lane.device), threads=lane.threads, timeout=timeout)
 
     def _device(self, number: int | None) -> Any:
         if number is None:
@@ -170,7 +166,7 @@ class Nccl(_OverDevice):
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         # NCCL's watchdog ends the process when an operation times out: ours has to come first.
-        options._timeout = timedelta(seconds=2 * timeout_s)
+        set_timeout(options, timedelta(seconds=2 * timeout_s))
         return nccl(store, rank, size, options)
 
 
@@ -187,10 +183,10 @@ class Hccl(_OverDevice):
                 "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
                 "without a device use checkpoint_engine.backend=gloo"
             )
-        self._group_class: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        self._group_class: Any = hccl_class(torch_npu)
         super().__init__(options, "npu")
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         options = self._group_class.Options()
-        options._timeout = timedelta(seconds=2 * timeout_s)
+        set_timeout(options, timedelta(seconds=2 * timeout_s))
         return self._group_class(store, rank, size, options)

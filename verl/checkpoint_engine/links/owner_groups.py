@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
@@ -41,6 +40,7 @@ from verl.checkpoint_engine.links.rendezvous import (
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, lane_of
 from verl.checkpoint_engine.plan.types import Member, Range
+from verl.compat.torch import PrefixStore, Store, TCPStore
 from verl.utils.admission import Admission, Doorkeeper
 
 T = TypeVar("T")

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+from verl.compat.torch import PrefixStore, Store, TCPStore
 from verl.utils.admission import Doorkeeper, opening
 
 POLL_S = 0.001

@@ -21,9 +21,9 @@ PROBE_TIMEOUT_S = 60.0
 _PROBE = """
 import sys
 import nixl
-options = nixl._bindings.nixlAgentConfig()
+options = nixl.nixlAgentConfig()
 options.useProgThread = False
-nixl._bindings.nixlAgent("probe", options).createBackend("UCX", {"ucx_error_handling_mode": sys.argv[1]})
+nixl.nixlAgent("probe", options).createBackend("UCX", {"ucx_error_handling_mode": sys.argv[1]})
 """
 _COMPLAINT = re.compile(r"UCX\s+(?:WARN|ERROR)\s+(.*)")
 _changing = threading.Lock()

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 from verl.checkpoint_engine.links.communicators import GroupMaker
@@ -18,6 +17,7 @@ from verl.checkpoint_engine.links.rendezvous import LOOPBACK, Deadline
 from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
 from verl.checkpoint_engine.parameter_server.progress import FirstFailure
 from verl.checkpoint_engine.parameter_server.roster import Roster
+from verl.compat.torch import HashStore, Store, TCPStore
 from verl.utils.admission import ANY_HOST, OWN_USER, Doorkeeper
 
 CLOSING_S = 2.0

@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from verl import envs
 from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
@@ -22,6 +21,7 @@ from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
 from verl.checkpoint_engine.links.communicators import Gloo, GroupMaker, Hccl, Nccl
 from verl.checkpoint_engine.links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
 from verl.checkpoint_engine.plan.topology import Lane
+from verl.compat.torch import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from verl.utils.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20

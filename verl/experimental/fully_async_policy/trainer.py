@@ -31,6 +31,7 @@ from verl.experimental.fully_async_policy.message_queue import MessageQueue, Sam
 from verl.experimental.fully_async_policy.rollouter import Rollouter, RollouterState
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.fleet.cluster import FAILED_SYNCS
+from verl.trainer.fleet.recovery import SYNC
 from verl.trainer.ppo.core_algos import BASELINES, needed_by
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Step, TrainingResult
 from verl.utils.config import ConfigError
@@ -180,8 +181,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         try:
             ray.get(self._running)
         except RayTaskError:
-            allowed = self.config.actor_rollout_ref.rollout.max_restarts
-            if restarts >= allowed or not self.rollouts.heal(self._changes):
+            if not self.rollouts.recovers(since=self._changes, tried=restarts):
                 raise
             self.follow_replicas()
             logger.warning("generating what was in flight again")
@@ -215,7 +215,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         try:
             report, metrics = self.cluster.end_update(syncing)
         except FAILED_SYNCS as exc:
-            self.cluster.recover()
+            self.cluster.recovery.look(SYNC)
             logger.warning("syncing again after: %s", exc)
             report = self.cluster.update_weights(version)
             metrics = ray.get(self._rollouter.synced.remote())

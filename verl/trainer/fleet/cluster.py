@@ -34,6 +34,7 @@ from verl.trainer.fleet.placement import (
     refuse_missing_files,
     require_machines,
 )
+from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, Recovery
 from verl.trainer.fleet.replicas import ReplicaPool
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
@@ -41,7 +42,7 @@ from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
-from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig, RolloutConfig
+from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
@@ -87,6 +88,10 @@ class Cluster:
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
         self.manager: CheckpointEngineManager | None = None
+        self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
+        self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
+        self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
+        self.recovery.watch(REPLICAS, lambda: self.run(self._pool.heal()))
         self._pool = ReplicaPool(
             replicas,
             make=lambda rank: make_replica(config, rank, model_path=model_path, device=device),
@@ -135,11 +140,6 @@ class Cluster:
         return self._pool.restarts
 
     @property
-    def changes(self) -> int:
-        """How many replicas were restarted or given up."""
-        return self._pool.restarts + self._pool.given_up
-
-    @property
     def server_handles(self) -> list[ActorHandle[Any]]:
         """Servers of the replicas in service."""
         in_service = {replica.name for replica in self._manager.replicas}
@@ -152,15 +152,15 @@ class Cluster:
         whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
         again, or without which the run can go on. Raises `FAILED_SYNCS`.
         """
-        try:
-            report = self.run(self._update_weights(version, generating))
-        except FAILED_SYNCS as exc:
-            if not self.recover():
-                raise
-            logger.warning("syncing again after: %s", exc)
-            report = self.run(self._update_weights(version, generating))
+
+        def sync(failure: Exception | None = None) -> SyncReport:
+            if failure is not None:
+                logger.warning("syncing again after: %s", failure)
+            return self.run(self._update_weights(version, generating))
+
+        report = self.recovery.attempt(SYNC, sync, failures=FAILED_SYNCS, again=sync)
         if self._manager.quarantined:
-            self.heal()
+            self.recovery.look(SERVICE)
         return report
 
     async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
@@ -196,7 +196,7 @@ class Cluster:
         """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
         result = updating.result()
         if self._manager.quarantined:
-            self.heal()
+            self.recovery.look(SERVICE)
         return result
 
     def rejoin(self, config: CheckpointEngineConfig) -> None:
@@ -215,35 +215,15 @@ class Cluster:
         if any(replica.can_sleep for replica in self.replicas):
             self.run(self._manager.sleep_replicas())
 
-    def heal(self) -> None:
-        """Restart the replicas that died or are quarantined, and load the current version from their nodes' arenas.
-
-        The trainer is not needed for it. Those on machines that are gone leave the run. Raises CheckpointEngineError if
-        none is in service then.
-        """
-        self.run(self._give_up_lost_machines())
-        self.run(self._pool.heal())
-
-    def recover(self) -> bool:
-        """After a sync that failed: start again what was lost. Whether there was anything, so that another may succeed.
-
-        Raises CheckpointEngineError if no replica is in service then.
-        """
-        changes, nodes = self.changes, len(self._node_machines)
-        self.run(self._give_up_lost_machines())
-        restarted = self.run(self.nodes.restart_lost())
-        self.heal()
-        return restarted > 0 or self.changes > changes or len(self._node_machines) < nodes
-
-    async def _give_up_lost_machines(self) -> None:
-        """Rollout nodes and replicas on machines that Ray does not have any more leave the run.
+    async def _give_up_lost_machines(self) -> int:
+        """Rollout nodes and replicas on machines that Ray does not have any more leave the run: how many.
 
         Raises CheckpointEngineError if no rollout node would be left.
         """
         alive = _ray_nodes()
         lost = [index for index, machine in self._node_machines.items() if machine not in alive]
         if not lost:
-            return
+            return 0
         addresses = ", ".join(sorted({self.nodes.hosts[index] for index in lost}))
         if len(lost) == len(self._node_machines):
             raise CheckpointEngineError(f"every machine with a rollout node is lost: {addresses}")
@@ -254,6 +234,7 @@ class Cluster:
         await self._manager.remove_nodes(nodes)
         names = ", ".join([*(node.name for node in nodes), *replicas])
         logger.warning("%s is lost; the run goes on without %s", addresses, names)
+        return len(nodes) + len(replicas)
 
     def resize(self, count: int) -> None:
         """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
@@ -341,7 +322,7 @@ class Cluster:
             use_accelerator=ACCELERATOR_RESOURCE[self._device],
             name_prefix="trainer",
         )
-        policy = replace(config.actor_rollout_ref, model=_local(config.actor_rollout_ref.model, model_path))
+        policy = replace(config.actor_rollout_ref, model=config.actor_rollout_ref.model.at(model_path))
         ranks = trainer.world_size
         logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), self._device)
         self._actor = RayWorkerGroup(
@@ -459,7 +440,10 @@ def sync_report_path(config: PPOConfig) -> Path:
 
 
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
-    """The replicas of a run, to be started. Raises ConfigError for what their engine cannot do."""
+    """The replicas of a run, to be started, of a `settled` configuration.
+
+    Raises ConfigError for what their engine cannot do.
+    """
     return [
         make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
     ]
@@ -467,12 +451,9 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
     """One of them."""
-    checked = {"check_engine": config.checkpoint_engine.check_engine}  # all that an engine needs of that section
-    traced = config.actor_rollout_ref.rollout.profiler
-    traced = replace(traced, save_path=traced.save_path or config.profile_directory)
-    rollout = replace(_resolved(config), checkpoint_engine=checked, profiler=traced)
-    return RolloutReplicaRegistry.get(rollout.name)(
-        replica_rank=rank, config=rollout, model=_local(config.actor_rollout_ref.model, model_path), device=device
+    policy = config.actor_rollout_ref
+    return RolloutReplicaRegistry.get(policy.rollout.name)(
+        replica_rank=rank, config=policy.rollout, model=policy.model.at(model_path), device=device
     )
 
 
@@ -485,20 +466,6 @@ def _ray_nodes() -> dict[str, Any]:
     """What Ray says about each node that is alive, by its id."""
     cluster: Any = ray
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
-
-
-def _local(model: HFModelConfig, path: Path) -> HFModelConfig:
-    return replace(model, path=str(path))
-
-
-def _resolved(config: PPOConfig) -> RolloutConfig:
-    """The rollout section with lengths taken over from the data section."""
-    rollout = config.actor_rollout_ref.rollout
-    return replace(
-        rollout,
-        prompt_length=rollout.prompt_length or config.data.max_prompt_length,
-        response_length=rollout.response_length or config.data.max_response_length,
-    )
 
 
 def _thread_limits() -> dict[str, str]:

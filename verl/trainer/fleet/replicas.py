@@ -40,8 +40,6 @@ class ReplicaPool:
         self.replicas = list(replicas)
         self.restarts = 0
         """Replicas that were restarted because they died or left service."""
-        self.given_up = 0
-        """Replicas that left the run because their machine is gone."""
         self._make = make
         self._launch = launch
         self._manager = manager
@@ -99,7 +97,6 @@ class ReplicaPool:
                 self._tasks[replica].cancel()
             replica.kill()
         self.replicas = [replica for replica in self.replicas if replica not in lost]
-        self.given_up += len(lost)
         await self._manager().remove_replicas(lost)
         return [replica.name for replica in lost]
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
+from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
 from verl.utils.cleanup_process import CleanupProcess
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.signals import uninterrupted
@@ -116,7 +114,7 @@ class RaySession:
         if ray.is_initialized():
             return
         logger.info("starting Ray")
-        _never_by_itself()
+        never_start_by_itself()
         self.owned = True
         ours: dict[str, Any] = {
             "address": "local",
@@ -126,7 +124,7 @@ class RaySession:
             "logging_level": "error",
         }
         ours |= arguments
-        with _sigterm_left_alone(), _without_idle_processes(ours):
+        with sigterm_left_alone(), without_idle_processes(ours):
             strangers = set(psutil.Process().children())
             os.environ[MARK] = mark = secrets.token_hex(8)
             try:
@@ -169,7 +167,7 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
     """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
     joins = arguments["address"] != "local"
     if joins:
-        _show_token()
+        show_token()
     try:
         return ray.init(**arguments)
     except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
@@ -181,69 +179,6 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
         logger.warning("Ray was too slow to start; starting it once more")
         _kill_with_descendants(set(psutil.Process().children()) - strangers)
     return ray.init(**arguments)
-
-
-def _show_token() -> None:
-    """Show the cluster the token of this machine, if there is one.
-
-    Ray makes one with the first Ray of its own that it starts here, and `ray start --head` asks for it from then on;
-    `ray.init` does not show it unless it is told to (Ray 2.60), and is refused for 20 s. A cluster that asks for none
-    does not mind.
-    """
-    setup: Any = importlib.import_module("ray._private.authentication.authentication_token_setup")
-    setup.logger.setLevel(logging.ERROR)  # it tells what it does on standard error
-    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-
-
-def _never_by_itself() -> None:
-    """Ray starts another Ray, with a dashboard, for a call that comes after the end of one: a thread that still waits
-    for samples makes such calls. From now on they raise."""
-    hook: Any = importlib.import_module("ray._private.auto_init_hook")
-    hook.enable_auto_connect = False
-
-
-@contextmanager
-def _sigterm_left_alone() -> Iterator[None]:
-    """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half a Ray crashes at exit.
-
-    Its C++ part writes a stack trace before it passes a signal on; ours is put back in front of it.
-    """
-    ours = signal.getsignal(signal.SIGTERM)
-    utils: Any = importlib.import_module("ray._private.utils")
-    original = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda _handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = original
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)
-
-
-@contextmanager
-def _without_idle_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """A Ray of this machine alone starts without three processes that nobody would use.
-
-    They are the autoscaler's monitor, the one that brings logs to a driver that does not want them, and what is left of
-    a dashboard that is not shown. Each imports Ray for a second of processor time and then looks for work for ever: a
-    Ray that has logged much cost 4 % of a core. `ray.init` has no arguments for that.
-    """
-    node: Any = importlib.import_module("ray._private.node").Node
-    unused: dict[str, Any] = {}
-    if arguments["address"] == "local":
-        unused["start_monitor"] = lambda _self: None
-        if not arguments["log_to_driver"]:
-            unused["start_log_monitor"] = lambda _self: None
-        if not arguments["include_dashboard"]:
-            unused["start_api_server"] = lambda self, **_: setattr(self, "_webui_url", None)
-    originals = {name: getattr(node, name) for name in unused}
-    try:
-        for name, replacement in unused.items():
-            setattr(node, name, replacement)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(node, name, original)
 
 
 def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:

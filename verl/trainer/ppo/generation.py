@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from verl.protocol import DataProto
+from verl.trainer.fleet.recovery import AGENT_LOOPS, BATCH, Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +32,6 @@ class Rollouts(Protocol):
         """Actors with `generate_sequences`, which take any part of a batch."""
 
 
-class Engines(Protocol):
-    """The rollout engines of a run; `Cluster` is one."""
-
-    @property
-    def server_handles(self) -> list[Any]:
-        """Servers of the engines in service."""
-
-    @property
-    def changes(self) -> int:
-        """How many engines have been restarted or given up so far, by whomever."""
-
-    def heal(self) -> None:
-        """Restart what died; give up what cannot be started again. Raises if none is in service then."""
-
-
 @dataclass(frozen=True)
 class Generation:
     """A batch that is being generated."""
@@ -65,18 +51,16 @@ class HealingRollouts:
     While another engine lives, the agent loops send the dead one's requests there, and nobody gets to see a failure.
     """
 
-    def __init__(self, rollouts: Rollouts, engines: Engines, *, max_restarts: int) -> None:
-        """A batch that fails is generated again at most `max_restarts` times."""
+    def __init__(self, rollouts: Rollouts, servers: Callable[[], Sequence[Any]], recovery: Recovery) -> None:
+        """`servers`: of the engines in service. The workers of `rollouts` are watched by `recovery` from now on."""
         self._rollouts = rollouts
-        self._engines = engines
-        self._max_restarts = max_restarts
-        self._restarted_workers = 0
+        self._recovery = recovery
         self._background = ThreadPoolExecutor(1, thread_name_prefix="generation")
+        recovery.watch(AGENT_LOOPS, lambda: rollouts.set_servers(servers()))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Raises what the last attempt raised, or at once if nothing had died: it was not for that reason then."""
-        attempt = partial(self._rollouts.generate_sequences, prompts)
-        return self._healing(prompts, attempt, self.changes)
+        return self._healing(prompts, partial(self._rollouts.generate_sequences, prompts), self.changes)
 
     @property
     def workers(self) -> list[Any]:
@@ -91,28 +75,22 @@ class HealingRollouts:
     @property
     def changes(self) -> int:
         """How many engines and workers have been restarted or given up so far, by whomever."""
-        return self._engines.changes + self._restarted_workers
+        return self._recovery.changes(BATCH)
 
-    def heal(self, since: int) -> bool:
-        """Restart what died. Whether anything has changed since `changes` was `since`: then another attempt may do."""
-        self._engines.heal()
-        self.set_servers(self._engines.server_handles)
-        return self.changes > since
+    def recovers(self, *, since: int, tried: int) -> bool:
+        """Restart what died. Whether what failed may be tried again; see `Recovery.recovers`."""
+        return self._recovery.recovers(BATCH, since=since, tried=tried)
 
-    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], changes: int) -> DataProto:
-        """`changes`: when the attempt began. A sync may have healed what died since."""
-        for _ in range(self._max_restarts):
-            try:
-                return attempt()
-            except Exception:
-                if not self.heal(changes):
-                    raise
-                changes = self.changes
-                logger.warning("generating the batch of %d samples again", len(prompts))
-            attempt = partial(self._rollouts.generate_sequences, prompts)
-        return attempt()
+    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], since: int) -> DataProto:
+        """`since`: `changes` when the attempt began. A sync may have healed what died since."""
+
+        def again(_: Exception) -> DataProto:
+            logger.warning("generating the batch of %d samples again", len(prompts))
+            return self._rollouts.generate_sequences(prompts)
+
+        return self._recovery.attempt(BATCH, attempt, failures=(Exception,), again=again, since=since)
 
     def set_servers(self, server_handles: Sequence[Any]) -> int:
         restarted = self._rollouts.set_servers(server_handles)
-        self._restarted_workers += restarted
+        self._recovery.found(AGENT_LOOPS, restarted)
         return restarted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,8 +22,8 @@ from verl.trainer.ppo.run import (
     _require_heads,
     _require_model,
     _require_positions,
-    _total_steps,
 )
+from verl.trainer.ppo.settled import settled, total_steps
 from verl.utils import builtin
 from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
@@ -47,7 +46,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     checked = Checked()
     attempt = _Attempt(checked)
     adapted = attempt(lambda: trainer_class.adapted(config))
-    config = adapted or config
+    config = settled(adapted or config)
     device = resolve_device(config.trainer.device)
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
@@ -79,7 +78,7 @@ class _Attempt:
 
 def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> None:
     model = config.actor_rollout_ref.model
-    local = replace(model, path=str(path))
+    local = model.at(path)
     stands_in = builtin.is_builtin(model.path)
     attempt(lambda: _require_model(model, path))
     attempt(lambda: _require_positions(config), stands_in=stands_in)
@@ -105,4 +104,4 @@ def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt
         return
     loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
     if loaders is not None:
-        attempt(lambda: _total_steps(config, len(loaders["train"])))
+        attempt(lambda: total_steps(config, len(loaders["train"])))

@@ -27,8 +27,8 @@ from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
+from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.validation import Validator
-from verl.utils import builtin
 from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
@@ -86,7 +86,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
-    job = _checked(trainer_class.adapted(config), trainer_class)
+    job = _checked(settled(trainer_class.adapted(config)), trainer_class)
     for line in in_force(job.config, job.device):
         logger.info("%s", line)
     with (
@@ -95,8 +95,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         _cluster(job) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
-        max_restarts = job.config.actor_rollout_ref.rollout.max_restarts
-        rollouts = HealingRollouts(manager, cluster, max_restarts=max_restarts)
+        rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
         trainer = trainer_class(
             config=job.config,
             cluster=cluster,
@@ -136,7 +135,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     _require_positions(config)
     _require_heads(config)
     adapters = _adapter_shapes(config, model_path)
-    policy = replace(config.actor_rollout_ref.model, path=str(model_path))
+    policy = config.actor_rollout_ref.model.at(model_path)
     _require_engine(config, config.actor_rollout_ref.actor.strategy, policy, device)
     arena_nbytes = _arena_nbytes(config, model_path, adapters)
     _require_of_this_host(config, arena_nbytes)
@@ -147,8 +146,8 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
     if resume_from is not None:
         loaders["train"].check(trainer_class.position_in_data(checkpoints.read(resume_from).dataloader))
-    total_steps = _total_steps(config, len(loaders["train"]))
-    config = _with_schedule(config, total_steps)
+    steps = total_steps(config, len(loaders["train"]))
+    config = scheduled(config, steps)
     return _Job(
         config=config,
         device=device,
@@ -163,7 +162,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         loaders=loaders,
         reward_manager=_reward_manager(config, tokenizer, model_path),
         reward_models=RewardModels(config, device) if config.reward_model.enable else None,
-        total_steps=total_steps,
+        total_steps=steps,
     )
 
 
@@ -188,7 +187,7 @@ def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model
 def _end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> set[int]:
     """What may end a response: as the model's files say, and as the chat template ends a message."""
     template = turns_of(tokenizer, None, config.data.apply_chat_template_kwargs)
-    model = replace(config.actor_rollout_ref.model, path=str(model_path))
+    model = config.actor_rollout_ref.model.at(model_path)
     return {*eos_token_ids(model), *template.stop_token_ids}
 
 
@@ -264,7 +263,7 @@ def _local_critic(
         require_whole_files(path, "critic.model.path")
         shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
-        hf_config = load_hf_config(replace(critic.hf_model(str(policy)), path=str(path)))
+        hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
         require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code)
         critic = replace(critic, model=replace(model, path=str(path)))
     _require_engine(config, critic.strategy, critic.hf_model(str(policy)), device, labels=1)
@@ -285,38 +284,6 @@ def _agent_loop_manager_class(config: PPOConfig) -> Any:
         raise ConfigError(f"rollout.agent.agent_loop_manager_class={target!r} is not module:Class: {exc}") from exc
     manager_class.check_config(config)
     return manager_class
-
-
-def _total_steps(config: PPOConfig, steps_per_epoch: int) -> int:
-    files = config.data.train_files
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    if isinstance(files, str) and builtin.is_builtin(files):
-        return builtin.TRAINING_STEPS
-    return config.trainer.total_epochs * steps_per_epoch
-
-
-def _with_schedule(config: PPOConfig, total_steps: int) -> PPOConfig:
-    """Fill in what depends on the model and the length of the run, where the user has not said it."""
-    actor = config.actor_rollout_ref.actor
-    optim = actor.optim
-    if optim.lr is None:
-        model = config.actor_rollout_ref.model
-        of_builtin = builtin.LORA_LEARNING_RATE if model.lora_rank else builtin.LEARNING_RATE
-        optim = replace(optim, lr=of_builtin if builtin.is_builtin(model.path) else optim.peak_lr)
-    if optim.total_training_steps <= 0:
-        optim = replace(optim, total_training_steps=total_steps)
-    policy = replace(config.actor_rollout_ref, actor=replace(actor, optim=optim))
-    return replace(config, actor_rollout_ref=policy, critic=_scheduled_critic(config, total_steps))
-
-
-def _scheduled_critic(config: PPOConfig, total_steps: int) -> CriticConfig:
-    optim = config.critic.optim
-    if optim.lr is None and builtin.is_builtin(config.critic.model.path or config.actor_rollout_ref.model.path):
-        optim = replace(optim, lr=builtin.CRITIC_LEARNING_RATE)
-    if optim.total_training_steps <= 0:
-        optim = replace(optim, total_training_steps=total_steps)
-    return replace(config.critic, optim=optim)
 
 
 def _require_positions(config: PPOConfig) -> None:
@@ -356,7 +323,7 @@ def _adapter_shapes(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]
         return []
     from verl.workers.engine.fsdp.model import adapter_shapes
 
-    return adapter_shapes(replace(model, path=str(model_path)))
+    return adapter_shapes(model.at(model_path))
 
 
 def _arena_nbytes(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:

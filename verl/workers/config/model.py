@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from verl.utils.config import ConfigError, option, section
@@ -52,6 +53,10 @@ class HFModelConfig:
     def __post_init__(self) -> None:
         if not self.target_modules:
             raise ConfigError("target_modules names no layer")
+
+    def at(self, directory: Path) -> HFModelConfig:
+        """The same model in a local directory: what engines get for a name or for a path of the user's."""
+        return replace(self, path=str(directory))
 
     @property
     def sends_adapters(self) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from verl.compat.python import PlainUnpickler
 from verl.utils.config import ConfigError
 from verl.utils.disk import DiskFull, full_disk_told, is_of_full_disk, require_space
 
@@ -133,11 +134,8 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-class _DataUnpickler(pickle._Unpickler):
-    """Makes nothing but what `_DATA` names: other pickles could run any code.
-
-    The one in Python: that in C takes as much memory as a number in the file says.
-    """
+class _DataUnpickler(PlainUnpickler):
+    """Makes nothing but what `_DATA` names: other pickles could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DATA:

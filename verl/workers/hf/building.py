@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.errors import PlanError
+from verl.compat.transformers import keep_parameters_as_they_are
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,10 @@ def require_buffers(model: nn.Module, reference: PreTrainedModel, loaded: Collec
     Raises PlanError that names the buffers that differ.
     """
     for module in reference.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                missing = float("nan") if buffer.is_floating_point() else UNTOUCHED
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype).fill_(missing)
-    for parameter in reference.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # nothing to do for those
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            missing = float("nan") if buffer.is_floating_point() else UNTOUCHED
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype).fill_(missing))
+    keep_parameters_as_they_are(reference)
     initializer: Any = reference
     initializer.initialize_weights()
     expected = dict(reference.named_buffers())

@@ -10,7 +10,6 @@ import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -25,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from verl.checkpoint_engine.errors import PlanError
+from verl.compat.transformers import sort_out
 from verl.workers.hf.rearranged import Piece, Rearranged
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -190,9 +190,7 @@ class _Loading:
 
     def _sort_out(self, nowhere: Mapping[str, str]) -> None:
         """What has no place is left aside if transformers leaves it out, too, or if it is a module of its own."""
-        info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(nowhere.values()))
-        rules: Any = self._model
-        rules._adjust_missing_and_unexpected_keys(info)
+        info = sort_out(self._model, unexpected=nowhere.values())
         for key, target in nowhere.items():
             ignored = target not in info.unexpected_keys
             (self.aside if ignored or self._is_apart(target) else self.unexpected).append(key)
@@ -241,10 +239,9 @@ class _Loading:
 
     def may_be_computed(self, name: str) -> bool:
         """Whether the model computes it where a checkpoint lacks it: a buffer that transformers does not miss."""
-        info = SimpleNamespace(missing_keys={name}, unexpected_keys=set())
-        rules: Any = self._model
-        rules._adjust_missing_and_unexpected_keys(info)
-        return not info.missing_keys and name not in dict(self._model.named_parameters())
+        return not sort_out(self._model, missing=[name]).missing_keys and name not in dict(
+            self._model.named_parameters()
+        )
 
     def checkpoint_names(self, targets: Iterable[str]) -> set[str]:
         """The names that a checkpoint should have for these tensors of the model, those that it has left out."""

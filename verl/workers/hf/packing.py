@@ -13,6 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
+
 logger = logging.getLogger(__name__)
 
 BY_SEQUENCE = "verl_by_sequence"
@@ -51,7 +53,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(BY_SEQUENCE, ALL_MASK_ATTENTION_FUNCTIONS[
 
 def attend_sequences_apart(model: PreTrainedModel) -> None:
     """Replace torch's fused attention, where `model` uses that, by the same for each sequence."""
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if attention(model) == "sdpa" and takes_other_attention(model):
         model.set_attn_implementation(BY_SEQUENCE)
 
 
@@ -63,7 +65,7 @@ def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
     and masks that are made without looking at positions mix sequences.
     """
     transformer: Any = model
-    if transformer._is_stateful:
+    if remembers_tokens(model):
         return False
     first, second = PROBE
     most = min(transformer.config.get_text_config().vocab_size, 1000)
@@ -87,5 +89,4 @@ def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
 
 def takes_lengths(model: nn.Module) -> bool:
     """Whether `attend_sequences_apart` has changed it."""
-    transformer: Any = model
-    return bool(transformer.config._attn_implementation == BY_SEQUENCE)
+    return attention(model) == BY_SEQUENCE

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.compat.transformers import names_kept_in_float32
 from verl.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def names_kept_wide(shapes: Mapping[str, tuple[int, ...]], checkpoint: HFCheckpo
 
 def names_kept_by_transformers(model: PreTrainedModel, conversion: Conversion) -> frozenset[str]:
     """Tensors of the checkpoint that transformers keeps in float32, whatever dtype a model is loaded in."""
-    modules: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    modules = names_kept_in_float32(model)
     patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in modules]
     return frozenset(
         name

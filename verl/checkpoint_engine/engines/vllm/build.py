@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
-from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from verl.compat.vllm import own_rotary_tables
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -54,23 +55,11 @@ def load_as_from_disk(vllm_config: VllmConfig, weights: Weights, watch: Watch | 
     """
     alone = standing_alone(vllm_config)
     filling = nullcontext() if watch is None else filled_memory()
-    with set_current_vllm_config(alone), own_tables(), filling, torch.no_grad():
+    with set_current_vllm_config(alone), own_rotary_tables(), filling, torch.no_grad():
         model: torch.nn.Module = _FromMemory(weights, watch).load_model(
             vllm_config=alone, model_config=alone.model_config
         )
     return model
-
-
-@contextmanager
-def own_tables() -> Iterator[None]:
-    """vLLM keeps the tables of rotary embeddings for all models of a process; one that is built here gets its own."""
-    shared = dict(rotary_embedding._ROPE_DICT)
-    rotary_embedding._ROPE_DICT.clear()
-    try:
-        yield
-    finally:
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(shared)
 
 
 @contextmanager

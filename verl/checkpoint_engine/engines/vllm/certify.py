@@ -18,10 +18,11 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
-from verl.checkpoint_engine.engines.vllm.build import own_tables, standing_alone
+from verl.checkpoint_engine.engines.vllm.build import standing_alone
 from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
 from verl.checkpoint_engine.engines.vllm.live import differences, live_tensors
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.compat.vllm import own_rotary_tables
 
 CPU_CACHE_NBYTES = 2**28
 
@@ -38,7 +39,7 @@ class ComparedWorker:
         alone.model_config = copy.copy(alone.model_config)
         alone.model_config.model = directory
         alone.load_config = LoadConfig()
-        with set_current_vllm_config(alone), own_tables(), torch.no_grad():
+        with set_current_vllm_config(alone), own_rotary_tables(), torch.no_grad():
             fresh = get_model(vllm_config=alone)
         live = live_tensors(self.model_runner.get_model())
         return len(live), differences(live, live_tensors(fresh))

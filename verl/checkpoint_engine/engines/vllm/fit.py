@@ -68,10 +68,9 @@ def _trial(vllm_config: Any) -> Iterator[_Trial]:
 def _put_on_meta(model: torch.nn.Module) -> None:
     """Some layers name the device of their parameters themselves."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                moved: Any = to_meta_tensor(parameter)
-                module._parameters[name] = moved
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                setattr(module, name, to_meta_tensor(parameter))
 
 
 class _Trial:

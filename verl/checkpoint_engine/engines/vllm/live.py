@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from verl.compat.vllm import packed_product
+
 STATE = "kv_cache"
 """The attribute of attention and state-space layers that holds sequences, not weights."""
 LOADERS = ("weight_loader", "_weight_loader")
@@ -85,7 +87,8 @@ class _Walk:
             self._module(prefix, module)
 
     def _module(self, prefix: str, module: torch.nn.Module) -> None:
-        tensors = {**module._parameters, **module._buffers}
+        tensors: dict[str, Any] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        tensors |= module.named_buffers(recurse=False, remove_duplicate=False)
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor):
             self._dtype = weight.dtype
@@ -168,11 +171,10 @@ def _is_foreign(kind: type) -> bool:
 
 def _packed(value: Any, dtype: torch.dtype) -> Packed | None:
     """`value` as packed weights of a layer, if that is what it is: vLLM's handle of a oneDNN matrix product."""
-    from vllm import _custom_ops as ops
-
-    if not isinstance(value, ops.CPUDNNLGEMMHandler) or value.handler_tensor is None:
+    product = packed_product(value)
+    if product is None:
         return None
-    return Packed(value, lambda rows: ops.onednn_mm(value, rows, None), value.k, value.n, dtype)
+    return Packed(value, product.multiply, product.num_inputs, product.num_outputs, dtype)
 
 
 def differences(found: Mapping[str, LiveTensor], expected: Mapping[str, LiveTensor]) -> dict[str, str]:

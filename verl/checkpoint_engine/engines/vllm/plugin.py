@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.compat.vllm import knows_weight_transfer_engine
 from verl.utils.lifetime import end_with
 
 
@@ -12,7 +13,7 @@ def register() -> None:
     """Make `ENGINE_NAME` known to vLLM. Idempotent: vLLM may load its plugins more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+    if not knows_weight_transfer_engine(ENGINE_NAME):
         WeightTransferEngineFactory.register_engine(
             ENGINE_NAME, "verl.checkpoint_engine.engines.vllm.receiver", "ArenaWeightTransferEngine"
         )

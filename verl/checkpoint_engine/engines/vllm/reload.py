@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from verl.checkpoint_engine.engines.vllm.live import STATE
 from verl.checkpoint_engine.errors import ActivationError
+from verl.compat.torch import children
 
 NOTING = "notes_loading"
 REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
@@ -48,9 +49,8 @@ class Reload:
         _name_loaders(model)
         initialize_layerwise_reload(model)
         for prefix, layer in model.named_modules():
-            for name, parameter in layer._parameters.items():
-                if parameter is not None:
-                    self._note_loading(f"{prefix}.{name}" if prefix else name, parameter)
+            for name, parameter in _parameters(layer).items():
+                self._note_loading(f"{prefix}.{name}" if prefix else name, parameter)
 
     def _note_loading(self, name: str, parameter: Any) -> None:
         loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
@@ -72,7 +72,7 @@ class Reload:
         for prefix, layer in self._model.named_modules():
             info = get_layerwise_info(layer)
             kernel_tensors = info.kernel_tensors[0] if info.kernel_tensors else {}
-            known[layer] = prefix, {*_set_parameters(layer), *kernel_tensors, *info.restore_metadata[0]}
+            known[layer] = prefix, {*_parameters(layer), *kernel_tensors, *info.restore_metadata[0]}
 
         def note(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
             if layer in known and parameter is not None and name not in known[layer][1]:
@@ -149,10 +149,11 @@ class Reload:
 def _name_loaders(model: torch.nn.Module) -> None:
     """vLLM's reload asks loaders for their names, which partial functions have not."""
     for layer in model.modules():
-        for tensor in (*layer._parameters.values(), *get_layerwise_info(layer).restore_metadata[0].values()):
-            loader: Any = getattr(tensor, "weight_loader", None)
+        tensor: Any
+        for tensor in (*_parameters(layer).values(), *get_layerwise_info(layer).restore_metadata[0].values()):
+            loader = getattr(tensor, "weight_loader", None)
             if loader is not None and not hasattr(loader, "__name__"):
-                tensor.weight_loader = _named(loader)  # type: ignore[union-attr]
+                tensor.weight_loader = _named(loader)
 
 
 def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,8 +164,9 @@ def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
     return weight_loader
 
 
-def _set_parameters(layer: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in layer._parameters.items() if parameter is not None}
+def _parameters(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Its own ones, those that have a value."""
+    return dict(layer.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _checkpoint_parameters(model: torch.nn.Module) -> Iterator[str]:
@@ -172,7 +174,7 @@ def _checkpoint_parameters(model: torch.nn.Module) -> Iterator[str]:
     checkpoint."""
     for prefix, layer in model.named_modules():
         built = get_layerwise_info(layer).restore_metadata[0].keys() | SKIP_TENSORS
-        yield from (f"{prefix}.{name}" if prefix else name for name in _set_parameters(layer) & built)
+        yield from (f"{prefix}.{name}" if prefix else name for name in _parameters(layer).keys() & built)
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
@@ -227,8 +229,8 @@ def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
     """
     live, new = dict(model.named_modules()), dict(fresh.named_modules())
     mine = {id(new[name]): layer for name, layer in live.items() if name in new}
-    children = (child for layer in new.values() for child in layer._modules.values() if child is not None)
-    if live.keys() != new.keys() or not all(id(child) in mine for child in children):
+    below = (child for layer in new.values() for child in children(layer).values() if child is not None)
+    if live.keys() != new.keys() or not all(id(child) in mine for child in below):
         raise ActivationError(f"a second {type(model).__name__} is built of other layers than the first")
     for name, layer in live.items():
         attends = isinstance(layer, AttentionLayerBase)
@@ -236,7 +238,7 @@ def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
             given = attribute not in vars(new[name]) and (attends or not isinstance(value, torch.Tensor))
             if given or (attends and attribute == STATE):
                 new[name].__dict__[attribute] = value
-        for key, child in new[name]._modules.items():  # or the next version would be given to `fresh`'s alone
-            new[name]._modules[key] = None if child is None else mine[id(child)]
+        for key, child in children(new[name]).items():  # or the next version would be given to `fresh`'s alone
+            children(new[name])[key] = None if child is None else mine[id(child)]
     for name, layer in live.items():
         object.__setattr__(layer, "__dict__", vars(new[name]))  # shared: whoever holds either sees the same

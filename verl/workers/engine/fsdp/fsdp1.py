@@ -1,6 +1,6 @@
 """torch FSDP1: the parameters of a layer laid end to end, of which every rank holds an equal range.
 
-The only file that knows FSDP1. What it needs of flat parameters, torch keeps in attributes with an underscore.
+The only file that knows FSDP1, with `verl/compat/fsdp.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.plan.shards import flat_range_boxes
+from verl.compat import fsdp
+from verl.compat.transformers import layer_names
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
@@ -39,7 +39,7 @@ class FSDP1Sharding:
             raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
         mesh = build_mesh(device.type, config.fsdp_size)
         replicated = config.fsdp_size == 1 or mesh.size() == 1
-        names = set(model._no_split_modules or ())
+        names = layer_names(model)
         layers = {type(module) for module in model.modules() if type(module).__name__ in names}
         sharded = FullyShardedDataParallel(
             model,
@@ -61,19 +61,17 @@ class FSDP1Sharding:
 
     def held(self, model: nn.Module) -> dict[str, HeldTensor]:
         found: dict[str, HeldTensor] = {}
-        for prefix, unit in _units(model):
-            flat: Any = unit._handle.flat_param
-            for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
-                found[clean_tensor_name(f"{prefix}.{name}" if prefix else name)] = HeldTensor(
-                    shape=tuple(shape), dtype=flat.dtype, is_parameter=True, parts=_parts(flat, tuple(shape), info)
+        for prefix, _, flat in fsdp.flat_parameters(model):
+            for name, shape, info in fsdp.members(flat):
+                found[fsdp.clean_tensor_name(f"{prefix}.{name}" if prefix else name)] = HeldTensor(
+                    shape=shape, dtype=flat.dtype, is_parameter=True, parts=_parts(flat, shape, info)
                 )
         tensors = {name: found[name] for name, _ in named_parameters(model)}
         return tensors | {name: HeldTensor.whole(b, is_parameter=False) for name, b in persistent_buffers(model)}
 
     def reshard(self, model: nn.Module) -> None:
-        for _, unit in _units(model):
-            if unit._handle.uses_sharded_strategy:
-                _reshard(unit, unit._handle, free_unsharded_flat_param=True)
+        for _, unit, _ in fsdp.flat_parameters(model):
+            fsdp.reshard(unit)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         assert isinstance(model, FullyShardedDataParallel)
@@ -84,15 +82,6 @@ class FSDP1Engine(FSDPEngine):
     """`strategy=fsdp`."""
 
     sharding = FSDP1Sharding()
-
-
-def _units(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules that own a flat parameter, by name. The root comes first."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
-    ]
 
 
 def _parts(flat: Any, shape: tuple[int, ...], info: Any) -> tuple[Part, ...]:
@@ -108,16 +97,14 @@ def _parts(flat: Any, shape: tuple[int, ...], info: Any) -> tuple[Part, ...]:
 
 
 def _view(flat: Any, offset: int, numel: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Of the local shard, which is there whether or not the layer is gathered at the moment."""
-    view: torch.Tensor = flat._local_shard.detach()[offset : offset + numel].view(shape)
-    return view
+    return fsdp.local_shard(flat).detach()[offset : offset + numel].view(shape)
 
 
 def _strategy(*, replicated: bool, hybrid: bool, reshard_after_forward: bool) -> ShardingStrategy:
     if replicated:
         return ShardingStrategy.NO_SHARD
     if hybrid:
-        return ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+        return ShardingStrategy.HYBRID_SHARD if reshard_after_forward else fsdp.HYBRID_SHARD_GRAD_OP
     return ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
 
 
@@ -126,14 +113,14 @@ def _materialiser(device: torch.device) -> Callable[[nn.Module], None]:
     made: dict[torch.Tensor, nn.Parameter] = {}
 
     def materialise(module: nn.Module) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
     return materialise

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.types import Box
+from verl.compat.fsdp import local_box
+from verl.compat.torch import replace_tensors
+from verl.compat.transformers import layer_names
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads
@@ -37,8 +39,8 @@ class FSDP2Sharding:
             for layer, following in pairwise(sharded):
                 layer.set_modules_to_forward_prefetch([following])
         home = torch.device("cpu") if offloads(config, device) else device
-        materialise: Any = model._apply  # buffers have their values already
-        materialise(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
+        # Buffers have their values already.
+        replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
         return model
 
     def held(self, model: nn.Module) -> dict[str, HeldTensor]:
@@ -58,7 +60,7 @@ class FSDP2Sharding:
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """What transformers does not split, without what lies inside of another."""
-    names = set(model._no_split_modules or ())
+    names = layer_names(model)
     layers = [module for module in model.modules() if type(module).__name__ in names]
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
     return [layer for layer in layers if id(layer) not in inner]
@@ -77,7 +79,7 @@ def _held(parameter: nn.Parameter) -> HeldTensor:
         raise PlanError(
             f"a tensor of shape {tuple(parameter.shape)} with placements {parameter.placements} is no box per rank"
         )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = local_box(parameter)
     box = Box(tuple(offset), tuple(start + size for start, size in zip(offset, shape, strict=True)))
     part = Part(box=box, values=lambda: parameter.to_local().detach())
     return HeldTensor(

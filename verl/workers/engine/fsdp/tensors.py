@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from verl.checkpoint_engine.plan.types import Box
+from verl.compat.fsdp import clean_tensor_name
+from verl.compat.torch import is_persistent
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.rearranged import Piece
 
@@ -52,7 +53,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a checkpoint holds. Those that are computed from the config (rotary `inv_freq`) are not persistent."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent(module, name):
                 yield clean_tensor_name(f"{prefix}.{name}" if prefix else name), buffer
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from verl.compat.torch import make_tensor_without_memory
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
 
@@ -24,7 +25,7 @@ class HeldInCheckpoint(torch.Tensor):
     _parts: dict[torch.Size, Part]
 
     def __new__(cls, tensor: HeldTensor) -> HeldInCheckpoint:
-        made: HeldInCheckpoint = torch.Tensor._make_wrapper_subclass(cls, torch.Size(tensor.shape), dtype=tensor.dtype)
+        made: HeldInCheckpoint = make_tensor_without_memory(cls, tensor.shape, tensor.dtype)
         made._parts = {torch.Size(part.box.start): part for part in tensor.parts}
         return made
 

@@ -1,6 +1,6 @@
 """What megatron-core 0.16.1 needs to run on a CPU. Applied to the process, once, and on `device=cpu` only.
 
-Each adaptation names the lines of megatron-core that it answers.
+What is private there is in `verl/compat/megatron.py`. Each adaptation names the lines of megatron-core that it answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verl.compat import megatron
 from verl.workers.engine.megatron import library
 
 
@@ -26,19 +27,15 @@ def adapt() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # Only dropout and initialisation draw from it, neither of which is used: tensor_parallel/random.py:243.
     library.megatron_random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
-    # Recomputation restores CUDA's generator beside the CPU's: tensor_parallel/random.py:447, 457.
-    library.megatron_random._get_cuda_rng_state = lambda graph_safe=False: None
-    library.megatron_random._set_cuda_rng_state = lambda state, graph_safe=False: None
+    megatron.leave_cuda_generator_alone(library.megatron_random)
     # The count of tokens is made on device="cuda": pipeline_parallel/schedules.py:596, 983, 2138.
     library.schedules.torch = _TorchWithoutCuda(torch)
-    # Moves the last stage's copy of a tied embedding to CUDA and adds up the two, which is not needed: both are loaded
-    # from the checkpoint. models/common/language_module/language_module.py:242-245.
-    library.language_module.LanguageModule._is_in_embd_group = lambda self: False
+    megatron.leave_tied_embeddings_alone(library.language_module.LanguageModule)
     # Counts of tokens are on the CPU already, and there is no stream to copy them on:
     # transformer/moe/token_dispatcher.py:444-445, 862-905.
     dispatcher = library.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = contextlib.nullcontext()
-    dispatcher._maybe_dtoh_and_synchronize = _counts_as_arrays
+    megatron.count_tokens_by(dispatcher, _counts_as_arrays)
 
 
 def _counts_as_arrays(dispatcher: Any, _: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:

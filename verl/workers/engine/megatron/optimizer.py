@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.compat.torch import scale_all
 from verl.workers.config import OptimizerConfig
 from verl.workers.engine.megatron.architectures import Cut
 from verl.workers.engine.megatron.layout import LocalTensor, divide
@@ -105,7 +106,7 @@ class Optimizer:
         if math.isfinite(norm):
             scale = min(1.0, self._grad_clip / (norm + 1e-6))
             if scale < 1.0 and gradients:
-                torch._foreach_mul_(list(gradients.values()), scale)
+                scale_all(list(gradients.values()), scale)
             if self._adamw is not None:
                 for group in self._adamw.param_groups:
                     group["lr"] = learning_rate(lr_step, self._config)

@@ -1,0 +1,5 @@
+"""Private names of other packages: all that `verl` uses, in one file for each library. An upgrade begins here.
+
+Each function says what it stands for, why no public name does it, and, where there is one, the change upstream after
+which it goes. `tests/test_private_names.py` finds such names anywhere else.
+"""

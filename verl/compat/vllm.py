@@ -1,0 +1,56 @@
+"""vLLM 0.32: what its processes keep for all their models. Imported in vLLM's processes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def knows_weight_transfer_engine(name: str) -> bool:
+    """Whether an engine of that name is registered. `register_engine` refuses a name that is there; none asks first."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    return name in WeightTransferEngineFactory._registry
+
+
+@contextmanager
+def own_rotary_tables() -> Iterator[None]:
+    """Inside, a model that is built gets tables of rotary embeddings of its own.
+
+    vLLM keeps them for all models of a process, in a dict that only `shutdown` of its model runner clears.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    shared = dict(rotary_embedding._ROPE_DICT)
+    rotary_embedding._ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(shared)
+
+
+@dataclass(frozen=True)
+class PackedProduct:
+    """A matrix packed by oneDNN, which can only be multiplied with."""
+
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    num_inputs: int
+    num_outputs: int
+
+
+def packed_product(value: Any) -> PackedProduct | None:
+    """`value` as vLLM's handle of such a matrix, if that is what it is and holds one.
+
+    The layers of vLLM for CPUs keep nothing else of their weights. The module of the handle is private as a whole.
+    """
+    from vllm import _custom_ops as ops
+
+    if not isinstance(value, ops.CPUDNNLGEMMHandler) or value.handler_tensor is None:
+        return None
+    return PackedProduct(lambda rows: ops.onednn_mm(value, rows, None), value.k, value.n)

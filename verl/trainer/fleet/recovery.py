@@ -1,0 +1,87 @@
+"""What is looked at, and started again, when work of a run has failed, and how often that work is tried again."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SYNC, SERVICE, BATCH = "a sync", "serving the version", "a batch"
+MACHINES, NODES, REPLICAS, AGENT_LOOPS = "machines", "rollout nodes", "replicas", "agent loops"
+
+LOOKED_AT = {
+    # Again machines: that of a node which does not start is known to be gone when its start has failed.
+    SYNC: (MACHINES, NODES, MACHINES, REPLICAS),
+    SERVICE: (MACHINES, REPLICAS),
+    BATCH: (MACHINES, REPLICAS, AGENT_LOOPS),
+}
+"""Work that failed, and what of what it needs may have died: in this order, for each needs those before it.
+
+What was on a machine that is gone leaves the run. All else is started again where it was.
+"""
+
+Look = Callable[[], int]
+"""Find what died of one kind, and start it again or give it up: how many. Raises if the run cannot go on without."""
+
+
+class Recovery:
+    """For one run, on its driver."""
+
+    def __init__(self, *, max_restarts: int) -> None:
+        """A batch that fails is generated again at most `max_restarts` times, a sync made again once."""
+        self._most = {SYNC: 1, BATCH: max_restarts}
+        self._looks: dict[str, Look] = {}
+        self._found: Counter[str] = Counter()
+
+    def watch(self, kind: str, look: Look) -> None:
+        """Have `look` find what dies of `kind`."""
+        self._looks[kind] = look
+
+    def found(self, kind: str, number: int) -> None:
+        """Count what has been started again or given up outside of a look of ours."""
+        self._found[kind] += number
+
+    def changes(self, work: str) -> int:
+        """How much of what `work` needs has been started again or given up so far."""
+        return sum(self._found[kind] for kind in set(LOOKED_AT[work]))
+
+    def look(self, work: str) -> None:
+        """Start again what died of what `work` needs. Raises what a look raises."""
+        for kind in LOOKED_AT[work]:
+            if kind in self._looks:
+                self.found(kind, self._looks[kind]())
+
+    def recovers(self, work: str, *, since: int, tried: int) -> bool:
+        """Whether `work`, which has failed, is tried again: only if something of what it needs had died.
+
+        `since`: `changes` when the attempt began; somebody else may have found what died since. `tried`: how often it
+        has been tried again already.
+        """
+        if tried >= self._most[work]:
+            return False
+        self.look(work)
+        return self.changes(work) > since
+
+    def attempt(
+        self,
+        work: str,
+        first: Callable[[], T],
+        *,
+        failures: tuple[type[Exception], ...],
+        again: Callable[[Exception], T],
+        since: int | None = None,
+    ) -> T:
+        """What `first` returns, or `again`, which gets the failure before. Raises what the last attempt raised."""
+        since = self.changes(work) if since is None else since
+        failure: Exception | None = None
+        for tried in itertools.count():
+            try:
+                return first() if failure is None else again(failure)
+            except failures as exc:
+                if not self.recovers(work, since=since, tried=tried):
+                    raise
+                failure, since = exc, self.changes(work)
+        raise AssertionError("an attempt returns or raises")

@@ -33,8 +33,10 @@ RUN = (
     "dots1",
 )
 DTYPES = ("bfloat16", "float32")
-WHOLE = ("phi", "gpt_oss")
-"""vLLM's reload does not reach all of them: they are loaded as from disk."""
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+WHOLE = ("phi", "gpt_oss", *(["deepseek_v3"] if HAS_AMX else []))
+"""vLLM's reload does not reach all of them, or fails, as that of latent attention for AMX: they are loaded as from
+disk."""
 KEPT_WIDE = {
     "llama": set(),
     "qwen3_moe": set(),
@@ -88,6 +90,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> dic
 @pytest.mark.parametrize("name", RUN)
 def test_a_live_model_equals_its_load_from_disk_in_every_version(outcomes, name: str, dtype: str):
     outcome = outcomes[name, dtype]
+    if HAS_AMX and (name, dtype) == ("deepseek_v3", "float32"):
+        assert "expect weight to be bfloat16" in outcome.not_run  # vLLM's latent attention for AMX has no other
+        return
     assert (outcome.not_run, outcome.refused, outcome.died, outcome.different) == (None, None, None, {})
     assert outcome.num_tensors > 10
     assert outcome.whole == (name in WHOLE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
 from verl.checkpoint_engine.engines.vllm.check import EngineCheck, free_nbytes, needed_nbytes
 from verl.checkpoint_engine.engines.vllm.fit import names_kept_wide, require_fit
-from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, require_exchangeable, take_over
+from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
 from verl.checkpoint_engine.engines.vllm.reports import write_names_kept_wide, write_report
 from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
 from verl.checkpoint_engine.memory.arena import open_to_activate
@@ -132,7 +133,14 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names."""
         self._check.before(self.model, weights, self._all_agree)
         if not self._why_whole:
-            self._note_unreached(self._reload(weights(), version))
+            try:
+                self._reload(weights(), version)
+            except ReloadFailed as exc:
+                self._check.release()
+                self._load_whole(weights(), version)  # raises the same if it is the version that is wrong
+                self._note_whole(f"vLLM's reload of {type(self.model).__name__} fails ({exc.message})")
+                self._check.after(self.model, version)
+                return
         if self._why_whole:
             self._check.release()
             self._load_whole(weights(), version)
@@ -152,33 +160,45 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             self._load_whole(weights, None)
             return
         self._check.before(self.model, None, self._all_agree)
-        self._note_unreached(self._reload(weights, None))
+        self._reload(weights, None)
         if self._why_whole:
             raise ActivationError(
                 f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
             )
         self._check.after(self.model, None)
 
-    def _reload(self, weights: Weights, version: int | None) -> set[str]:
-        """What the reload does not reach. It is ended even when loading fails, so that another can begin."""
+    def _reload(self, weights: Weights, version: int | None) -> None:
+        """Notes why versions have to be loaded another way, if they have. Raises ReloadFailed if that is to be tried.
+
+        Ended even when loading fails, so that another reload can begin.
+        """
         reload = Reload(self.model, self.vllm_config)
         try:
-            return reload.load(iter(weights), version)
-        finally:
+            unreached = reload.load(iter(weights), version)
+        except BaseException:
+            with suppress(*REFUSALS):  # what loading says is the reason
+                reload.end()
+            raise
+        kind, why = type(self.model).__name__, ""
+        try:
             reload.end()
-
-    def _note_unreached(self, unreached: set[str]) -> None:
-        if unreached:
+        except REFUSALS as exc:
+            why = f"vLLM's reload of {kind} fails ({type(exc).__name__}: {exc})"
+        if unreached and not why:
             named = ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else "")
-            self._why_whole = (
-                f"vLLM's reload does not reach {len(unreached)} parameters of {type(self.model).__name__} ({named}): "
-                "every version is loaded as from disk, into a second model, which takes longer and needs its memory"
-            )
-            logger.warning(self._why_whole)
+            why = f"vLLM's reload does not reach {len(unreached)} parameters of {kind} ({named})"
+        if why:
+            self._note_whole(why)
+
+    def _note_whole(self, why: str) -> None:
+        self._why_whole = (
+            f"{why}: every version is loaded as from disk, into a second model, which takes longer and needs its memory"
+        )
+        logger.warning(self._why_whole)
 
     def _load_whole(self, weights: Weights, version: int | None) -> None:
         kind = type(self.model).__name__
-        require_exchangeable(self.vllm_config, f"vLLM's reload does not reach all of {kind}")
+        require_exchangeable(self.vllm_config, f"vLLM's reload does not do for all of {kind}")
         needed, free = needed_nbytes(self.model), free_nbytes(self.device)
         if not self._all_agree(needed < free):
             raise ActivationError(

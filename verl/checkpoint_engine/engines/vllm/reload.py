@@ -35,6 +35,10 @@ REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
 """How vLLM's loaders refuse a tensor."""
 
 
+class ReloadFailed(ActivationError):
+    """The model's own loaders raised: perhaps they would not, in a model that has just been built."""
+
+
 class Reload:
     """One layerwise reload of `model`. Use `load` once, then `end`, also when loading has failed."""
 
@@ -96,7 +100,11 @@ class Reload:
             with self._late_parameters() as late:
                 loaded: set[str] | None = model.load_weights(weights)
         except REFUSALS as exc:
-            raise self._refused(f"cannot load the version: {type(exc).__name__}: {exc}", version) from exc
+            raise ReloadFailed(
+                f"{type(model).__name__} cannot load the version: {type(exc).__name__}: {exc}",
+                version=version,
+                phase="activate",
+            ) from exc
         if partial := [name for name, layer in model.named_modules() if _has_more_to_load(layer)]:
             raise self._refused(f"does not find some experts among the weights: {', '.join(partial)}", version)
         # Loaders that do not report what they loaded return None; quantised models add parameters of their own.

@@ -192,6 +192,13 @@ LAUNCHES = (
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
     ),
     Launch(
+        "lora beside layers of megatron",
+        "hybrid",
+        f"{GRPO} model_engine=megatron {M}.tensor_model_parallel_size=2 actor_rollout_ref.model.lora.rank=16 "
+        "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2] "
+        f"{M}.dtype=float16 actor_rollout_ref.model.lora.dtype=float16",
+    ),
+    Launch(
         "rollouts of another run, and a sandbox for code",
         "hybrid",
         f"{GRPO} skip.rollout.enable=True skip.rollout.dump_dir=/data skip.rollout.steps=[1] skip.rollout.action=cache "

@@ -353,6 +353,19 @@ LAUNCHES = (
         "algorithm.rollout_correction.bypass_mode=True",
     ),
     Launch(
+        "fully async with dapo",
+        "fully_async",
+        f"--config-path=config --config-name=fully_async_dapo_trainer.yaml {ASYNC} {DAPO}",
+        said="rewards dapo",
+    ),
+    Launch(
+        "groups to choose from, fully async",
+        "fully_async",
+        f"--config-name=fully_async_dapo_trainer {ASYNC} algorithm.filter_groups.enable=True "
+        "algorithm.filter_groups.metric=acc",
+        refused="samples are taken as they come here",
+    ),
+    Launch(
         "fully async with nccl, without a device here",
         "fully_async",
         f"{ASYNC} trainer.device=cuda {R}.checkpoint_engine.backend=nccl",

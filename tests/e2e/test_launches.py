@@ -48,6 +48,13 @@ class CustomRLHFDataset(RLHFDataset):
     pass
 """
 TWO_RANKS = {"trainer.n_gpus_per_node": "2"}
+ENDING = """
+class Ending(Calling):
+    '''Nor does it end a message, but seldom: here half of all bytes do.'''
+
+    async def run(self, sampling_params, **columns):
+        return await super().run(sampling_params | {"stop_token_ids": list(range(128))}, **columns)
+"""
 OWN_REWARD = {"custom_reward_function.path": "{files}/reward.py"}
 LAUNCHES = (
     Launch(kind="grpo-fsdp", shows=lambda metrics: metrics["actor/kl_loss"] >= 0),
@@ -104,9 +111,9 @@ def files(tmp_path_factory, tiny_model):
     pq.write_table(pa.table(rows), directory / "data.parquet")
     (directory / "reward.py").write_text(REWARD)
     (directory / "dataset.py").write_text(DATASET)
-    (directory / "loop.py").write_text(LOOP)
+    (directory / "loop.py").write_text(LOOP + ENDING)
     (directory / "tools.yaml").write_text(f"tools: [{{class_name: '{directory / 'loop.py'}:Add'}}]\n")
-    (directory / "loops.yaml").write_text(f"- {{name: calling, _target_: '{directory / 'loop.py'}:Calling'}}\n")
+    (directory / "loops.yaml").write_text(f"- {{name: calling, _target_: '{directory / 'loop.py'}:Ending'}}\n")
     head.make(directory / "reward-model")
     return directory
 

@@ -25,7 +25,7 @@ from verl.workers.engine.megatron.export import TensorCollector
 from verl.workers.engine.megatron.held import held_tensors
 from verl.workers.engine.megatron.layout import Dimensions, local_tensors
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.registry import TrainEngineRegistry
+from verl.workers.engine.registry import new_engine
 
 RANKS = 2
 DTYPE = torch.bfloat16
@@ -52,7 +52,7 @@ class EngineRank:
         )
         self._rank = rank
         self._model_config = HFModelConfig(path=str(model))
-        engine: Any = TrainEngineRegistry.new(
+        engine: Any = new_engine(
             strategy, fsdp=FSDPConfig(model_dtype="bf16"), megatron=MEGATRON, model_config=self._model_config
         )
         engine.build()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
 from verl.workers.engine.megatron.architectures import architecture_of
 from verl.workers.engine.megatron.checks import sizes_of
 from verl.workers.engine.megatron.export import TensorCollector
-from verl.workers.engine.megatron.held import view
-from verl.workers.engine.megatron.layout import Dimensions, local_tensors, tensor_shapes
+from verl.workers.engine.megatron.held import held_tensors
+from verl.workers.engine.megatron.layout import Dimensions, local_tensors
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import new_engine
 
@@ -133,10 +132,11 @@ class EngineRank:
             [piece for tensor in local_tensors(architecture, dims, sizes, rank) for piece in tensor.pieces]
             for rank in range(RANKS)
         ]
-        shapes = tensor_shapes(architecture, dims)
-        collector = TensorCollector(pieces, shapes, dtypes=dict.fromkeys(shapes, DTYPE))
-        values = partial(view, dict(self._model.named_parameters()))
-        return lambda: (whole for name in self._names for whole in collector.collect(name, values).values())
+        own = list(local_tensors(architecture, dims, sizes, self._rank))
+        parameters = dict(self._model.named_parameters())
+        held = held_tensors(architecture, dims, own, parameters, dict.fromkeys((False, True), DTYPE))
+        collector = TensorCollector(pieces, held, dtypes=dict.fromkeys(held, DTYPE))
+        return lambda: (whole for name in self._names for whole in collector.collect(name).values())
 
 
 def _tokens(count: int) -> DataProto:

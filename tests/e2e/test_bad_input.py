@@ -112,7 +112,7 @@ MISTAKES = [
     (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
     ([LORA, ADAPTERS], ["lora.merge=false", "rollout.name=hf does not", "rollout.name=vllm"]),
-    ([LORA, ADAPTERS, MEGATRON], ["lora_rank=4", "strategy=fsdp2", "not megatron,"]),
+    ([LORA, MEGATRON, "actor_rollout_ref.model.target_modules=.*0.self_attn.q_proj"], ["q_proj of some blocks"]),
     ([LORA.replace("4", "513"), ADAPTERS, VLLM], ["lora_rank=513 is more than 64, the highest rank"]),
     ([LORA, ADAPTERS, VLLM, EXPERTS], ["merge=false", "vLLM on cpu", "qwen3_moe, a mixture of experts", "merge=true"]),
     ([VLLM, "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=true"], ["enable_lora", "model.lora.merge"]),

@@ -1,10 +1,8 @@
-"""A run whose responses a reward model scores: one with a head, and one that a function asks."""
+"""A run whose responses a reward model scores that a function asks; one with a head is in test_launches.py."""
 
 import json
 
 import pytest
-
-from tests.workers.reward_model import head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SERVED = (
@@ -33,21 +31,6 @@ async def judge(data_source, solution_str, ground_truth, extra_info, reward_rout
 
 def samples(directory):
     return [json.loads(line) for file in sorted(directory.iterdir()) for line in file.read_text().splitlines()]
-
-
-def test_a_model_with_a_head_scores_what_was_said(start, warm, tmp_path):
-    model = head.make(tmp_path / "reward")
-    job = start(
-        f"reward.reward_model.model_path={model}",
-        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
-        *SERVED,
-        warm=warm,
-    )
-    assert job.wait() == 0, job.stderr
-    scores = {sample["score"] for sample in samples(tmp_path / "samples")}
-    assert len(scores) > 1  # rules would say 0 and 1
-    assert not scores <= {0.0, 1.0}
-    assert not (job.output_dir / "reward_model.json").exists()
 
 
 def test_a_function_asks_a_model_that_writes(start, warm, tmp_path, tiny_model):

@@ -13,6 +13,7 @@ from tests.experimental.agent_loop.scripted_server import ScriptedServer, said
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops
+from verl.experimental.agent_loop.worker import default_loop
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
@@ -264,3 +265,16 @@ def test_a_tokenizer_without_a_chat_template_is_an_error(server, tokenizer, tmp_
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no chat template: set actor_rollout_ref.model.custom_chat_template"):
         worker_over(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("named", "tools", "used"),
+    [
+        ("single_turn_agent", "false", "single_turn_agent"),
+        ("single_turn_agent", "true", "tool_agent"),
+        ("mine", "true", "mine"),
+    ],
+)
+def test_the_loop_that_is_named_is_used_with_tools_too(named, tools, used):
+    multi_turn = "actor_rollout_ref.rollout.multi_turn.enable"
+    assert default_loop(load_config([f"{AGENT}.default_agent_loop={named}", f"{multi_turn}={tools}"])) == used

@@ -192,6 +192,13 @@ LAUNCHES = (
         f"{GRPO} {A}.strategy=fsdp2 actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.alpha=32",
     ),
     Launch(
+        "lora beside layers of megatron",
+        "hybrid",
+        f"{GRPO} model_engine=megatron {M}.tensor_model_parallel_size=2 actor_rollout_ref.model.lora.rank=16 "
+        "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2] "
+        f"{M}.dtype=float16 actor_rollout_ref.model.lora.dtype=float16",
+    ),
+    Launch(
         "rollouts of another run, and a sandbox for code",
         "hybrid",
         f"{GRPO} skip.rollout.enable=True skip.rollout.dump_dir=/data skip.rollout.steps=[1] skip.rollout.action=cache "
@@ -344,6 +351,19 @@ LAUNCHES = (
         "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
         "async_training.require_batches=1 async_training.partial_rollout=True "
         "algorithm.rollout_correction.bypass_mode=True",
+    ),
+    Launch(
+        "fully async with dapo",
+        "fully_async",
+        f"--config-path=config --config-name=fully_async_dapo_trainer.yaml {ASYNC} {DAPO}",
+        said="rewards dapo",
+    ),
+    Launch(
+        "groups to choose from, fully async",
+        "fully_async",
+        f"--config-name=fully_async_dapo_trainer {ASYNC} algorithm.filter_groups.enable=True "
+        "algorithm.filter_groups.metric=acc",
+        refused="samples are taken as they come here",
     ),
     Launch(
         "fully async with nccl, without a device here",

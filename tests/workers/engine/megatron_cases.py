@@ -67,14 +67,14 @@ def as_in_the_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_megatron(path: Path, options: dict, *, trainable: bool = True):
+def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: dict | None = None):
     """A built engine that computes in float32 unless `options` say otherwise; `recompute` among them is the model's."""
     from verl.workers.engine.megatron.engine import MegatronEngine
 
     parallel = {"dtype": "float32"} | options
     recompute = parallel.pop("recompute", False)
     engine = MegatronEngine(
-        model_config=HFModelConfig(path=str(path), enable_gradient_checkpointing=recompute),
+        model_config=HFModelConfig(path=str(path), enable_gradient_checkpointing=recompute, **(model or {})),
         megatron_config=MegatronConfig(**parallel),
         optim_config=OptimizerConfig(lr=LEARNING_RATE, lr_warmup_steps=2) if trainable else None,
         grad_clip=0.5,

@@ -203,7 +203,7 @@ def test_adapters_are_sent_alone_as_peft_names_them_and_each_rank_sends_what_it_
     assert sent.keys() == exported.keys()
     assert [name for name, tensor in exported.items() if not torch.equal(sent[name], tensor)] == []
     config = HFModelConfig(path=str(path), **LORA)
-    assert sorted(adapter_shapes(config)) == sorted(tuple(tensor.shape) for tensor in exported.values())
+    assert sorted(adapter_shapes(config).values()) == sorted(tuple(tensor.shape) for tensor in exported.values())
 
 
 def error_of_building(path, options):
@@ -216,6 +216,7 @@ def error_of_building(path, options):
     ("architecture", "options", "parts"),
     [
         ("qwen2", {"model": LORA | {"target_modules": ["q_prj"]}}, ["q_prj", "not found"]),
+        ("qwen2", {"model": LORA | {"target_modules": ["q_proj", "k_prj"]}}, ["no linear layer k_prj"]),
         ("qwen2", {"model": LORA | {"lora_rank": 10**9}}, ["lora_rank=1000000000 is more than", "highest rank"]),
         ("qwen2", {"model": LORA | {"target_modules": ["embed_tokens"]}}, ["not model.embed_tokens"]),
         ("qwen2", {"model": LORA | {"target_modules": ["lm_head"]}}, ["not lm_head"]),

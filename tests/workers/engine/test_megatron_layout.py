@@ -73,7 +73,7 @@ def source_of(architecture, dims, sizes, rank, values) -> FSDPWeightSource:
     for tensor in tensors:
         shape = [max(sides) for sides in zip(*(piece.local_box.stop for piece in tensor.pieces), strict=True)]
         weights[tensor.name] = torch.full(shape or [0], float("nan"))
-    held = held_tensors(architecture, dims, tensors, weights)
+    held = held_tensors(architecture, dims, tensors, weights, dict.fromkeys((False, True), torch.float32))
     for name, tensor in held.items():
         for part in tensor.parts:
             part.values().copy_(values[name][tuple(map(slice, part.box.start, part.box.stop))])

@@ -17,6 +17,7 @@ from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
 from verl.workers.config import HFModelConfig, PPOConfig
+from verl.workers.config.rollout import AgentConfig
 from verl.workers.rollout.records import SamplingOptions
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class AgentLoopWorker:
 def default_loop(config: PPOConfig) -> str:
     """The loop of samples that name none."""
     rollout = config.actor_rollout_ref.rollout
-    return "tool_agent" if rollout.multi_turn.enable else rollout.agent.default_agent_loop
+    named = rollout.agent.default_agent_loop
+    return "tool_agent" if rollout.multi_turn.enable and named == AgentConfig.default_agent_loop else named
 
 
 def tokenizer_for_chats(path: str, model: HFModelConfig) -> PreTrainedTokenizerBase:

@@ -349,10 +349,10 @@ def _registered_names(config: PPOConfig) -> Iterator[str]:
 
 def _lora(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
-    if policy.model.lora_rank and policy.actor.strategy != "fsdp2":
+    if policy.model.lora_rank and policy.actor.strategy == "fsdp":
         yield (
-            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} needs actor_rollout_ref.actor.strategy=fsdp2, "
-            f"not {policy.actor.strategy}, which trains whole models"
+            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} needs actor_rollout_ref.actor.strategy=fsdp2 "
+            "or megatron, not fsdp, which trains whole models"
         )
 
 

@@ -92,6 +92,11 @@ def adapters_alike(value: Any, at: Values) -> bool:
     return value in (None, "", [], "DONT_EXCLUDE") or not (at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank"))
 
 
+def computed_in(value: Any, at: Values) -> bool:
+    """Whether adapters have this dtype in the computation, as the layers have beside which they are."""
+    return value in (None, "bfloat16", at(f"{_ACTOR}.megatron.dtype") or "bfloat16")
+
+
 def at_most_turns(value: Any, at: Values) -> Any:
     """After so many turns of the user, which are the tools' answers, one more of the assistant follows."""
     if value is None:

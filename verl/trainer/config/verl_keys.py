@@ -15,6 +15,7 @@ from verl.trainer.config.verl_conversions import (
     at_most_turns,
     below_lora,
     by_ranks,
+    computed_in,
     critic_strategy,
     divides_ranks,
     dtype_name,
@@ -283,9 +284,9 @@ def _of_lora(model: str, reads: bool) -> dict[str, Rule]:
         f"{model}.lora.fully_sharded_loras": NoEffect(why="how vllm cuts adapters: the same numbers", costs=_true),
         f"{model}.lora.dropout": NoEffect(why="it is 0", only=_is(0, 0.0), otherwise="adapters have no dropout"),
         f"{model}.lora.dtype": NoEffect(
-            why="adapters have the dtype of fsdp_config",
-            only=_is(None, "bfloat16"),
-            otherwise="adapters have the dtype of fsdp_config",
+            why="adapters have the dtypes of the layers beside them",
+            only=computed_in,
+            otherwise="adapters have the dtypes of fsdp_config or megatron, whose dtype is that of the computation",
         ),
     }
 

@@ -321,9 +321,16 @@ def _adapter_shapes(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return []
-    from verl.workers.engine.fsdp.model import adapter_shapes
+    local = model.at(model_path)
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        from verl.workers.engine.megatron.adapted import with_adapters
 
-    return adapter_shapes(model.at(model_path))
+        _, shapes = with_adapters(local, load_hf_config(local))
+    else:
+        from verl.workers.engine.fsdp.model import adapter_shapes
+
+        shapes = adapter_shapes(local)
+    return list(shapes.values())
 
 
 def _arena_nbytes(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:

@@ -23,7 +23,9 @@ class SamplingConfig(Section):
 class MultiTurnConfig(Section):
     """Tool calls and several assistant turns."""
 
-    enable: bool = option(False, "use the tool-calling agent loop for samples that name no other")
+    enable: bool = option(
+        False, "use the tool-calling agent loop instead of single_turn_agent as agent.default_agent_loop"
+    )
     max_assistant_turns: int = option(5, "assistant messages per sample", least=1)
     max_parallel_calls: int = option(1, "tool calls taken from one assistant message", least=1)
     max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)

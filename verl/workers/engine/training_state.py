@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from verl.utils.config import ConfigError
 from verl.utils.device import rng_state, seed_everything, set_rng_state
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 RNG_KEY = "extra.rng"
 LR_STEP_KEY = "extra.lr_step"
+MAX_NAMES_IN_MESSAGE = 20
 
 
 def save_training_state(
@@ -78,6 +80,22 @@ def load_training_state(
         logger.warning("%s was saved by another number of ranks: random generators are reseeded", directory)
         seed_everything(seed + dist.get_rank() + lr_step)
     return loaded, lr_step
+
+
+def require_same_tensors_in(directory: Path, own: Mapping[str, Sequence[int]]) -> None:
+    """Raises ConfigError if `model` in a checkpoint is not made of the tensors `own`, by name and shape."""
+    saved = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in read_metadata(directory).state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    shapes = {name: tuple(shape) for name, shape in own.items()}
+    if shapes and saved and shapes != saved:
+        names = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+        raise ConfigError(
+            f"checkpoint {directory} holds other tensors than this model trains (another model, or other adapters: see "
+            f"model.lora_rank and model.target_modules): {', '.join(names[:MAX_NAMES_IN_MESSAGE])}"
+        )
 
 
 def _rng_template(saved: frozenset[str], device: str) -> dict[str, torch.Tensor]:

@@ -5,13 +5,12 @@ FSDP1 and FSDP2 write the same files: one continues from the other's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,12 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from verl.utils.config import ConfigError
 from verl.workers.engine import training_state
-from verl.workers.engine.checkpoint_files import read_metadata
 from verl.workers.engine.fsdp.mesh import replication_allowed
-
-MAX_NAMES_IN_MESSAGE = 20
+from verl.workers.engine.training_state import require_same_tensors_in
 
 
 @replication_allowed()
@@ -65,7 +61,7 @@ def load_training_state(
 
     def own(parts: Sequence[str]) -> dict[str, Any]:
         state = _model_state(parts, model, optimizer)
-        _require_same_tensors(directory, state.get("model", {}))
+        require_same_tensors_in(directory, {name: tensor.shape for name, tensor in state.get("model", {}).items()})
         return state
 
     state, lr_step = training_state.load_training_state(directory, contents, own, device=device, seed=seed)
@@ -89,18 +85,3 @@ def _has_frozen(model: nn.Module) -> bool:
     """What is frozen beside something that is trained is the base of adapters: the model's directory has it."""
     trained = [parameter.requires_grad for parameter in model.parameters()]
     return any(trained) and not all(trained)
-
-
-def _require_same_tensors(directory: Path, model_state: Mapping[str, torch.Tensor]) -> None:
-    saved = {
-        name.removeprefix("model."): tuple(entry.size)
-        for name, entry in read_metadata(directory).state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    own = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
-    if own and saved and own != saved:
-        names = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        raise ConfigError(
-            f"checkpoint {directory} holds other tensors than this model trains (another model, or other adapters: see "
-            f"model.lora_rank and model.target_modules): {', '.join(names[:MAX_NAMES_IN_MESSAGE])}"
-        )

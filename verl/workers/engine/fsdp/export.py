@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.fsdp.lora import BASE, is_adapter
+from verl.workers.engine.adapters import BASE, is_adapter
 from verl.workers.engine.fsdp.mesh import replication_allowed
 from verl.workers.engine.fsdp.model import BuiltModel
 from verl.workers.hf.checkpoint import HFCheckpoint

@@ -24,8 +24,9 @@ from transformers import (
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.model import ATTENTION
 from verl.workers.config import FSDPConfig, HFModelConfig
+from verl.workers.engine.adapters import add_adapters, base_tensors, initialize, is_adapter
 from verl.workers.engine.filling import fill, require_equal
-from verl.workers.engine.fsdp.lora import Adapters, add_adapters, base_tensors, is_adapter
+from verl.workers.engine.fsdp.lora import Adapters
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
 from verl.workers.engine.fsdp.tensors import as_in_checkpoint
@@ -132,7 +133,7 @@ def build_model(
     adapters = None
     if adapted:
         adapters = Adapters(sharded, model_config)
-        adapters.initialize(held, seed)
+        initialize(held, seed)
         adapters.gather()
     if model_config.check_load:
         filled.require(type(model).__name__)
@@ -178,8 +179,8 @@ def _tell_aside(conversion: Conversion, head: Head) -> None:
         )
 
 
-def adapter_shapes(model_config: HFModelConfig) -> list[tuple[int, ...]]:
-    """Of the adapters that `build_model` would make. Needs no process group and no memory for the model.
+def adapter_shapes(model_config: HFModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the adapters that `build_model` would make, in the model's order. Needs no process group and no memory for it.
 
     Raises what `build_model` would raise about LoRA.
     """
@@ -188,7 +189,7 @@ def adapter_shapes(model_config: HFModelConfig) -> list[tuple[int, ...]]:
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
     add_adapters(model, model_config)
-    return [tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)]
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:

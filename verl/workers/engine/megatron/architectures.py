@@ -53,6 +53,8 @@ class Row:
     place: Place = Place.LAYER
     gradient_is_partial: bool = False
     """Every tensor-parallel rank has all of it, and uses it for its own heads: their gradients have to be added."""
+    is_adapter: bool = False
+    """It is trained beside a weight that is not."""
 
     @property
     def is_expert(self) -> bool:

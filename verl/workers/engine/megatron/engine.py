@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,33 +15,35 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.config.megatron import MegatronConfig
+from verl.workers.engine.adapters import in_peft, initialize
 from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.model import load_hf_config
 from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.megatron import cpu, groups, library
+from verl.workers.engine.megatron.adapted import with_adapters
 from verl.workers.engine.megatron.architectures import EMBEDDING_NAME, TIED_NAME, architecture_of
 from verl.workers.engine.megatron.checkpoint import HeldInCheckpoint
 from verl.workers.engine.megatron.checks import check, sizes_of
 from verl.workers.engine.megatron.dist_checkpoint import load_weights
-from verl.workers.engine.megatron.export import TensorCollector
+from verl.workers.engine.megatron.export import export_hf, save_peft
 from verl.workers.engine.megatron.forward import PackedBatch, response_log_probs
-from verl.workers.engine.megatron.held import held_tensors, view
-from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, local_tensors, tensor_shapes
+from verl.workers.engine.megatron.held import held_tensors
+from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, Piece, local_tensors
 from verl.workers.engine.megatron.library import (
     model_parallel_cuda_manual_seed,
     parallel_state,
     schedules,
 )
+from verl.workers.engine.megatron.lora import attach, keep_gradients, merged
 from verl.workers.engine.megatron.model import make_model, require_same_tensors
 from verl.workers.engine.megatron.optimizer import Optimizer, Weights
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
-from verl.workers.engine.training_state import load_training_state, save_training_state
+from verl.workers.engine.training_state import load_training_state, require_same_tensors_in, save_training_state
 from verl.workers.hf.checkpoint import HFCheckpoint
-from verl.workers.hf.directory import write_hf_directory
 from verl.workers.hf.precision import names_kept_wide, require_precision
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class MegatronEngine:
         self.model: torch.nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._before_step = before_step
+        self._adapters: Mapping[str, tuple[int, ...]] = {}
+        """The shapes of all of them, in the order of Hugging Face's model."""
+        self._scale = model_config.lora_alpha / (model_config.lora_rank or 1)
 
     def build(self) -> None:
         """Raises ConfigError for a model and layout that do not fit each other, PlanError as for every engine."""
@@ -93,6 +97,8 @@ class MegatronEngine:
         self._hf_config = self._load_hf_config()
         self._architecture = architecture_of(self._hf_config.model_type)
         self._sizes = sizes_of(config, dist.get_world_size())
+        if self._optim_config is not None and self._model_config.lora_rank:
+            self._architecture, self._adapters = with_adapters(self._model_config, self._hf_config)
         with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
             check(
                 config,
@@ -103,11 +109,18 @@ class MegatronEngine:
                 labels=self.labels,
             )
             self._dims = Dimensions.of(
-                self._hf_config, padded_vocab=config.padded_vocab(self._hf_config.vocab_size), labels=self.labels
+                self._hf_config,
+                padded_vocab=config.padded_vocab(self._hf_config.vocab_size),
+                labels=self.labels,
+                rank=self._model_config.lora_rank,
             )
             groups.join(self._sizes)
             if self.device.type != "cpu":
                 model_parallel_cuda_manual_seed(self._seed)
+            recompute = self._optim_config is not None and (
+                self._model_config.enable_gradient_checkpointing
+                or config.override_transformer_config.get("recompute_granularity") is not None
+            )
             self.model = make_model(
                 self._hf_config,
                 config,
@@ -115,29 +128,39 @@ class MegatronEngine:
                 dims=self._dims,
                 sizes=self._sizes,
                 device=self.device,
-                recompute=self._optim_config is not None
-                and (
-                    self._model_config.enable_gradient_checkpointing
-                    or self._config.override_transformer_config.get("recompute_granularity") is not None
-                ),
+                recompute=recompute,
             )
             self._tensors = self._tensors_of(dist.get_rank())
+            if self._adapters:
+                attach(self.model, self._tensors, self._dims, self._sizes, scale=self._scale)
+                if recompute:
+                    keep_gradients(self.model)
             require_same_tensors(self.model, self._tensors)
-            self._weights = Weights(self.model, DTYPES[config.model_dtype], trainable=self._optim_config is not None)
+            self._dtypes = self._dtypes_of(checkpoint)
+            trained = [tensor for tensor in self._tensors if self._is_trained(tensor)]
+            self._weights = Weights(
+                self.model,
+                {tensor.name: self._dtypes[tensor.row.is_adapter] for tensor in self._tensors},
+                trained=[tensor.name for tensor in trained],
+            )
             self._held = self._in_hf_names(self._weights.tensors)
             if self._optim_config is not None:
-                require_precision(self._held.keys() & checkpoint.names, checkpoint, DTYPES[config.model_dtype])
+                require_precision(self._held.keys() & checkpoint.names, checkpoint, self._dtypes[False])
             self._kept_wide = names_kept_wide({name: tensor.shape for name, tensor in self._held.items()}, checkpoint)
             filled = fill(self._held, checkpoint, zero=self._held.keys() - checkpoint.names)  # a new head is 0
+            initialize({name: self._held[name] for name in self._adapters}, self._seed)
             if self._dims.tied and TIED_NAME in checkpoint.names and EMBEDDING_NAME in self._held:
                 require_equal(EMBEDDING_NAME, TIED_NAME, self._held[EMBEDDING_NAME], checkpoint)
         if other := self._first_weights():
-            load_weights(self.model, self._weights.tensors, other, config.dist_checkpointing_prefix)
+            base = {
+                tensor.name: self._weights.tensors[tensor.name] for tensor in self._tensors if not tensor.row.is_adapter
+            }
+            load_weights(self.model, base, other, config.dist_checkpointing_prefix)
         self._weights.publish()
         if self._optim_config is not None:
             self._optimizer = Optimizer(
                 self._weights,
-                self._tensors,
+                trained,
                 self._optim_config,
                 grad_clip=self._grad_clip,
                 sequence_parallel=config.sequence_parallel,
@@ -145,6 +168,18 @@ class MegatronEngine:
             )
         if self._model_config.check_load and other is None:
             filled.require(f"Megatron's {self._hf_config.model_type} model")
+
+    def _is_trained(self, tensor: LocalTensor) -> bool:
+        return self._optim_config is not None and tensor.row.is_adapter == bool(self._adapters)
+
+    def _dtypes_of(self, checkpoint: HFCheckpoint) -> dict[bool, torch.dtype]:
+        """Of what is kept of adapters (true) and of the rest. What is not trained needs nothing beside the model's own,
+        unless that rounds what is exported."""
+        computed, kept = DTYPES[self._config.dtype], DTYPES[self._config.model_dtype]
+        if self._optim_config is None:
+            return {True: computed, False: computed}
+        in_files = {checkpoint.dtype(name) for name in checkpoint.names}
+        return {True: kept, False: computed if self._adapters and in_files == {computed} else kept}
 
     def _first_weights(self) -> Path | None:
         """The distributed checkpoint from which they come instead. Those of a critic do not."""
@@ -263,11 +298,15 @@ class MegatronEngine:
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
         save_training_state(directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type)
+        if "model" in contents and self._adapters:
+            save_peft(directory / "lora_adapter", self._trained(), self._pieces_by_rank(), self._model_config)
         if "hf_model" in contents:
             self.export_hf(directory / "huggingface")
 
     def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
         """`hf_model` in `contents` means nothing here: it is an export, the training state is `model`."""
+        if "model" in contents:
+            require_same_tensors_in(directory, {name: tensor.shape for name, tensor in self._trained().items()})
         state, lr_step = load_training_state(
             directory, contents, self._training_state, device=self.device.type, seed=self._seed
         )
@@ -278,31 +317,23 @@ class MegatronEngine:
             self._lr_step = lr_step
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of each tensor in the model's directory."""
-        shapes = tensor_shapes(self._architecture, self._dims)
-        with HFCheckpoint(Path(self._model_config.path)) as checkpoint:
-            own, common = checkpoint.names, checkpoint.common_dtype()
-            dtypes = {name: checkpoint.dtype(name) if name in own else common for name in shapes}
-        if dtype:
-            dtypes = dict.fromkeys(shapes, DTYPES[dtype])
-        collector = TensorCollector(
-            [[p for tensor in self._tensors_of(rank) for p in tensor.pieces] for rank in range(self._sizes.world)],
-            shapes,
-            dtypes=dtypes,
-        )
-        write_hf_directory(
+        """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""
+        export_hf(
             directory,
-            {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()},
-            lambda name: collector.collect(name, partial(view, self._weights.tensors)),
-            model_config=self._model_config,
+            merged(self._held, self._scale),
+            self._pieces_by_rank(),
+            self._model_config,
             dtype=DTYPES[dtype] if dtype else None,
             own_config=self._hf_config if self.labels else None,
         )
 
     def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> FSDPWeightSource:
         self._built()
+        if self._adapters and self._model_config.sends_adapters:
+            adapters = {in_peft(name): tensor for name, tensor in self._trained().items()}
+            return FSDPWeightSource(adapters, rollout_dtype=rollout_dtype)
         wide = self._kept_wide.union(kept_wide)
-        return FSDPWeightSource(self._held, rollout_dtype=rollout_dtype, kept_wide=wide)
+        return FSDPWeightSource(merged(self._held, self._scale), rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
 
@@ -313,12 +344,19 @@ class MegatronEngine:
         """What DCP writes from and reads into, in place."""
         state: dict[str, Any] = {}
         if "model" in contents:
-            state["model"] = _in_checkpoint(self._held)
+            state["model"] = _in_checkpoint(self._trained())
         if "optimizer" in contents and self._optimizer is not None:
             moments = self._optimizer.moments()
             state["optimizer"] = {kind: _in_checkpoint(self._in_hf_names(own)) for kind, own in moments.items()}
             state["optimizer"]["step"] = torch.tensor(float(self._optimizer.steps))
         return state
+
+    def _trained(self) -> dict[str, HeldTensor]:
+        """What checkpoints hold: the base of adapters is in the model's directory."""
+        return {name: self._held[name] for name in self._adapters} or self._held
+
+    def _pieces_by_rank(self) -> list[list[Piece]]:
+        return [[p for tensor in self._tensors_of(rank) for p in tensor.pieces] for rank in range(self._sizes.world)]
 
     def _tensors_of(self, rank: int) -> list[LocalTensor]:
         return list(local_tensors(self._architecture, self._dims, self._sizes, rank))
@@ -326,7 +364,7 @@ class MegatronEngine:
     def _in_hf_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, HeldTensor]:
         """`tensors` are some or all of this rank's."""
         there = [tensor for tensor in self._tensors if tensor.name in tensors]
-        return held_tensors(self._architecture, self._dims, there, tensors)
+        return held_tensors(self._architecture, self._dims, there, tensors, self._dtypes)
 
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: experts are shared by ranks with different sequences."""

@@ -7,24 +7,31 @@ from functools import partial
 
 import torch
 
+from verl.workers.engine.adapters import is_adapter
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 from verl.workers.engine.megatron.architectures import Architecture
 from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, Piece, tensor_shapes
 
 
 def held_tensors(
-    architecture: Architecture, dims: Dimensions, tensors: Sequence[LocalTensor], weights: Mapping[str, torch.Tensor]
+    architecture: Architecture,
+    dims: Dimensions,
+    tensors: Sequence[LocalTensor],
+    weights: Mapping[str, torch.Tensor],
+    dtypes: Mapping[bool, torch.dtype],
 ) -> dict[str, HeldTensor]:
-    """Every tensor of the checkpoint, in the same order on every rank, and this rank's parts of it.
+    """Every tensor of the checkpoint and every adapter, in the same order on every rank, and this rank's parts of it.
 
-    `tensors` are this rank's; `weights` are its memory under Megatron's names, which the parts are views of.
+    `tensors` are this rank's; `weights` are its memory under Megatron's names, which the parts are views of. `dtypes`:
+    of what is an adapter (true), and of what is not.
     """
     parts: dict[str, list[Part]] = {}
     for piece in (piece for tensor in tensors for piece in tensor.pieces):
         parts.setdefault(piece.name, []).append(Part(box=piece.box, values=partial(view, weights, piece)))
-    dtype = next(iter(weights.values())).dtype
     return {
-        name: HeldTensor(shape=shape, dtype=dtype, is_parameter=True, parts=tuple(parts.get(name, ())))
+        name: HeldTensor(
+            shape=shape, dtype=dtypes[is_adapter(name)], is_parameter=True, parts=tuple(parts.get(name, ()))
+        )
         for name, shape in tensor_shapes(architecture, dims).items()
     }
 

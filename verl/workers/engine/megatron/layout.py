@@ -38,6 +38,8 @@ class Dimensions:
     tied: bool = False
     labels: int = 0
     """Numbers for every token, of a value head; 0: scores of the vocabulary."""
+    rank: int = 0
+    """Of adapters."""
 
     @property
     def q(self) -> int:
@@ -48,7 +50,7 @@ class Dimensions:
         return self.groups * self.head_dim
 
     @classmethod
-    def of(cls, hf_config: Any, *, padded_vocab: int | None = None, labels: int = 0) -> Dimensions:
+    def of(cls, hf_config: Any, *, padded_vocab: int | None = None, labels: int = 0, rank: int = 0) -> Dimensions:
         """From a Hugging Face config of a known architecture. With `labels` it has a value head."""
         experts = (getattr(hf_config, "num_experts", 0) or 0) if architecture_of(hf_config.model_type).is_moe else 0
         return cls(
@@ -64,6 +66,7 @@ class Dimensions:
             expert_ffn=hf_config.moe_intermediate_size if experts else 0,
             tied=bool(hf_config.tie_word_embeddings) and not labels,
             labels=labels,
+            rank=rank,
         )
 
     def shape(self, names: Sequence[str]) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ with quiet():
         gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
         reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
@@ -66,5 +67,6 @@ __all__ = [
     "parallel_state",
     "quiet",
     "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "schedules",
 ]

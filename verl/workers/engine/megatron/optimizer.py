@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,30 +22,38 @@ from verl.workers.engine.schedule import learning_rate
 class Weights:
     """What is trained: the model's own parameters, or copies in another dtype that the model's are rounded from.
 
-    Checkpoints, exports and the weight source read `tensors`, under Megatron's names.
+    Checkpoints, exports and the weight source read `tensors`, under Megatron's names, which are also those of what is
+    frozen beside adapters.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, trainable: bool) -> None:
-        """`dtype` is that of the copies; a model that is not trained needs none."""
+    def __init__(self, model: torch.nn.Module, dtypes: Mapping[str, torch.dtype], *, trained: Collection[str]) -> None:
+        """`dtypes` are those of the copies; a model of which nothing is `trained` needs none."""
         self._parameters = dict(model.named_parameters())
-        model.requires_grad_(trainable)
-        self.tensors: dict[str, torch.Tensor] = {
-            name: parameter.detach().to(dtype) if trainable and parameter.dtype != dtype else parameter
-            for name, parameter in self._parameters.items()
-        }
-        if trainable:
-            for name, parameter in self._parameters.items():
-                if (weight := self.tensors[name]) is not parameter:
-                    weight.requires_grad_()
-                    when_accumulated: Any = parameter.register_post_accumulate_grad_hook
-                    when_accumulated(partial(_move_gradient, weight))
+        self._trained = frozenset(trained)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(name in self._trained)
+            dtype = dtypes[name] if trained else parameter.dtype
+            self.tensors[name] = parameter.detach().to(dtype) if parameter.dtype != dtype else parameter
+        for name in self._trained:
+            parameter = self._parameters[name]
+            if (weight := self.tensors[name]) is not parameter:
+                weight.requires_grad_()
+                when_accumulated: Any = parameter.register_post_accumulate_grad_hook
+                when_accumulated(partial(_move_gradient, weight))
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Give the model the present values of `tensors`."""
-        for name, parameter in self._parameters.items():
-            if (weight := self.tensors[name]) is not parameter:
-                parameter.copy_(weight)
+        self._publish(self._parameters)
+
+    def publish_trained(self) -> None:
+        self._publish(self._trained)
+
+    @torch.no_grad()
+    def _publish(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (weight := self.tensors[name]) is not self._parameters[name]:
+                self._parameters[name].copy_(weight)
 
 
 @torch.no_grad()
@@ -76,7 +84,8 @@ class Optimizer:
         sequence_parallel: bool,
         distributed: bool,
     ) -> None:
-        """Megatron's groups must exist. `tensors` are in the same order on all ranks of a data-parallel group."""
+        """Megatron's groups must exist. `tensors`, those that are trained, are in the same order on all ranks of a
+        data-parallel group."""
         self._weights, self._tensors, self._config, self._grad_clip = weights, tensors, config, grad_clip
         self._sequence_parallel = sequence_parallel
         self._owners = _owners(weights, tensors) if distributed else {}
@@ -116,7 +125,7 @@ class Optimizer:
             self._steps += 1
             for name, owner in self._owners.items():
                 dist.broadcast(self._weights.tensors[name].detach(), group=owner.group, group_src=owner.rank)
-            self._weights.publish()
+            self._weights.publish_trained()
         for weight in self._weights.tensors.values():
             weight.grad = None
         return norm

@@ -1,0 +1,135 @@
+"""Which layers get LoRA adapters, how the parts of one are called, how they begin and are written. Alone knows peft.
+
+A layer that computes x W' gets (B A) scale added to its W, with A [rank, inputs] and B [outputs, rank].
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.utils.config import ConfigError
+from verl.utils.files import sync_to_disk
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.tensors import HeldTensor, tied_aliases
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEY = "actor_rollout_ref.model"
+BASE = ".base_layer."
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"
+"""How peft names the parts of what was `<layer>.weight`."""
+
+
+def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> list[str]:
+    """Put an adapter beside every linear layer that `config.target_modules` names, and freeze everything else.
+
+    `model` is on the meta device, and so are the adapters. Returns the names of the layers. Raises ConfigError for
+    targets that do not exist, are not linear layers, or share their weight with another layer, and for a rank that no
+    target has; BackendUnavailable without peft.
+    """
+    try:
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora.layer import Linear, LoraLayer
+    except ImportError as exc:
+        raise BackendUnavailable(f"{KEY}.lora_rank needs the package 'peft': pip install 'verl-sync[lora]'") from exc
+    key = f"{KEY}.target_modules={config.target_modules}"
+    targets = _all_linear(model) if config.target_modules == "all-linear" else config.target_modules
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # of tied layers and stacked experts, which are refused below
+            inject_adapter_in_model(_peft_config(config, targets), model, low_cpu_mem_usage=True)
+    except ValueError as exc:
+        raise ConfigError(f"{key} does not fit {type(model).__name__}: {exc}") from exc
+    tied = tied_aliases(model)
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    wrong = [name for name, layer in adapted.items() if type(layer) is not Linear or f"{name}{BASE}weight" in tied]
+    if wrong:
+        raise ConfigError(f"{key}: adapters are for linear layers with weights of their own, not {', '.join(wrong)}")
+    absent = [target for target in targets if not _names_one(target, adapted)] if isinstance(targets, list) else []
+    if absent:
+        raise ConfigError(f"{key}: {type(model).__name__} has no linear layer {', '.join(absent)}")
+    largest = max(min(layer.weight.shape) for layer in adapted.values())
+    if config.lora_rank > largest:
+        raise ConfigError(f"{KEY}.lora_rank={config.lora_rank} is more than {largest}, the highest rank of its layers")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return list(adapted)
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((A, B))
+
+
+def base_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the model without adapters, under the names that they have there."""
+    return {name.replace(BASE, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}
+
+
+@torch.no_grad()
+def initialize(tensors: Mapping[str, HeldTensor], seed: int) -> None:
+    """As peft does: A uniform, B zero. The same for any cut of the model, if `tensors` are in the model's order.
+
+    `tensors` is what this rank holds, by the names that all ranks have.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name.endswith(A):
+            bound = 1 / math.sqrt(tensor.shape[1])
+            whole = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
+            for part in tensor.parts:
+                part.values().copy_(whole[tuple(map(slice, part.box.start, part.box.stop))])
+        elif name.endswith(B):
+            for part in tensor.parts:
+                part.values().zero_()
+
+
+def in_peft(name: str) -> str:
+    """What a file of peft's calls a part of an adapter."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def write_peft(directory: Path, tensors: dict[str, torch.Tensor], config: HFModelConfig, layers: Sequence[str]) -> None:
+    """Write adapters as peft does, durably: `PeftModel.from_pretrained` and engines load them.
+
+    `tensors` have the names that `in_peft` gives.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    written = _peft_config(config, list(layers))
+    written.inference_mode = True
+    written.save_pretrained(directory)
+    sync_to_disk(directory)
+
+
+def _names_one(target: str, layers: Mapping[str, Any]) -> bool:
+    """As peft compares them."""
+    return any(name == target or name.endswith(f".{target}") for name in layers)
+
+
+def _all_linear(model: PreTrainedModel) -> list[str]:
+    """Every linear layer but the output; peft's own `all-linear` also takes routers and stacked experts."""
+    architecture: Any = model
+    output = architecture.get_output_embeddings()
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output]
+
+
+def _peft_config(config: HFModelConfig, targets: str | list[str]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=targets,
+        base_model_name_or_path=config.path,
+        task_type="CAUSAL_LM",
+    )

@@ -97,3 +97,15 @@ def test_what_is_not_verified_is_sent_in_full(delta: str):
     policy = DeltaPolicy(config, possible=True)
     policy.learn(plan_of(64), {"publish": 0.1, "stage": 10.0, "verify": 0.0}, None)
     assert policy.request(1, plan_of(64), across_hosts=True) is None
+
+
+def test_one_of_so_many_syncs_is_full_if_that_is_asked_for():
+    config = CheckpointEngineConfig.from_mapping({"backend": "tcp", "delta": "always", "delta_full_every": 3})
+    policy, plan = DeltaPolicy(config, possible=True), plan_of(64)
+    phases, ways = {"publish": 0.1, "stage": 1.0, "verify": 0.05}, []
+    for version in range(7):
+        request = policy.request(version - 1 if version else None, plan, across_hosts=True)
+        ways.append("full" if request is None else "delta")
+        report = None if request is None else DeltaReport(way="delta", base=version - 1, changed_fraction=0.01)
+        policy.learn(plan, phases, report)
+    assert ways == ["full", "delta", "delta", "full", "delta", "delta", "full"]

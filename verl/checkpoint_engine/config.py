@@ -167,6 +167,9 @@ class CheckpointEngineConfig:
         "kimi_ckpt_engine)",
         choices=("auto", "off", "always"),
     )
+    delta_full_every: int | None = option(
+        None, "one of so many syncs moves the whole version all the same; null: none has to, digests tell", least=2
+    )
     slots: int = option(2, "arena slots per rollout node; 1 saves memory and gives up rollback", choices=(1, 2))
     verify: bool = option(True, "digest every byte on the rollout node and compare with the trainer's digests")
     check_engine: str = option(

@@ -154,14 +154,14 @@ def replace(new: Any, old: Any, nbytes: Any, width: Any, positions: Any, before:
 def _note(count: Any, a: Any, b: Any, index: Any, width: Any, positions: Any, before: Any, differences: Any) -> Any:
     """Note what differs between `a`, which is new, and `b`, the words numbered `index` of 8 bytes."""
     bits = np.uint64(8 * width)
-    lane, half = ~U0 >> (U64 - bits), U1 << (bits - U1)
+    lane, half, log_bits = ~U0 >> (U64 - bits), U1 << (bits - U1), _trailing_zeros(bits)
+    first = np.uint64(index) << (np.uint64(6) - log_bits)
     changed = a ^ b
     while changed != U0:
-        place = _trailing_zeros(changed) // bits
-        shift = place * bits
+        shift = _trailing_zeros(changed) & ~(bits - U1)
         was = (b >> shift) & lane
         difference = (((a >> shift) & lane) - was) & lane
-        positions[count] = (8 // width) * index + np.int64(place)
+        positions[count] = np.int64(first + (shift >> log_bits))
         before[count] = was
         differences[count] = np.int64((difference ^ half) - half)  # with its sign
         count += 1
@@ -363,14 +363,15 @@ def decode(words: Any, num_words: Any, piece: Any, nbytes: Any, width: Any, shif
     count, parameters = np.int64(_load64(np.uint64(words))), _load64(np.uint64(words + 8))
     gaps, runs = np.int64(parameters & np.uint64(255)), np.int64((parameters >> np.uint64(8)) & np.uint64(255))
     sizes, lowest = np.int64((parameters >> np.uint64(16)) & np.uint64(255)), np.int64(parameters >> np.uint64(24))
-    if count < 0 or count > nbytes // width or max(gaps, runs, sizes) > MOST_PARAMETER or lowest < 0 or lowest > mask:
+    total = nbytes // width
+    if count < 0 or count > total or max(gaps, runs, sizes) > MOST_PARAMETER or lowest < 0 or lowest > mask:
         return BAD
     lane = ~U0 >> np.uint64(64 - 8 * width)
     bit, end = 64 * HEAD_WORDS, 64 * num_words
     position, run = np.int64(-1), np.int64(-1)
     for _ in range(count):
         gap, bit = _number_at(words, bit, gaps)
-        if gap < 0 or gap >= nbytes // width - position - 1 or bit >= end:
+        if gap < 0 or gap >= total - position - 1 or bit >= end:
             return BAD
         position += gap + 1
         address = np.uint64(piece + position * width)
@@ -411,7 +412,7 @@ def count_changed(new: Any, old: Any, nbytes: Any, width: Any) -> Any:
             changed = _last_word(new + 8 * index, rest) ^ _last_word(old + 8 * index, rest)
         while changed != U0:
             count += 1
-            changed &= ~(lane << (_trailing_zeros(changed) // bits * bits))
+            changed &= ~(lane << (_trailing_zeros(changed) & ~(bits - U1)))
     return count
 
 

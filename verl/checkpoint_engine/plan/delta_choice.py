@@ -149,6 +149,14 @@ class DeltaReport:
     most_changed: list[tuple[str, float]] = field(default_factory=list)
     """Ten tensors with the largest changed fractions."""
 
+    @property
+    def summary(self) -> str:
+        """For the log."""
+        if self.way == "full":
+            return f"in full, {self.changed_fraction:.2%} of what was compared had changed"
+        times = self.nbytes_full / max(self.nbytes_delta, 1)
+        return f"{self.way}: {self.changed_fraction:.2%} changed, {times:.0f} times fewer bytes"
+
 
 def bits_per_change(fraction: float) -> float:
     """About what `delta_codec` needs for a changed word of bfloat16: the entropy of its place, a sign, and a size."""

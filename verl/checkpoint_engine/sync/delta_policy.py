@@ -36,6 +36,8 @@ class DeltaPolicy:
         self._mode = config.delta if possible and config.verify else "off"
         self._rates = Rates()
         self._was_delta = False
+        self._full_every = config.delta_full_every
+        self._since_full = 0
 
     def request(self, base: int | None, plan: SyncPlan, *, across_hosts: bool) -> DeltaRequest | None:
         """What owners are told before a sync from version `base`; None: they publish in full.
@@ -43,6 +45,8 @@ class DeltaPolicy:
         `across_hosts`: there is a network between some owner and some node. Memory is faster than any delta.
         """
         if base is None or self._mode == "off":
+            return None
+        if self._full_every is not None and self._since_full + 1 >= self._full_every:
             return None
         nbytes = plan.layout.payload_nbytes
         asked = DeltaRequest(
@@ -79,6 +83,7 @@ class DeltaPolicy:
             )
         if report is not None:
             self._was_delta = report.way != "full"
+        self._since_full = self._since_full + 1 if report is not None and report.way != "full" else 0
 
 
 def _rate(nbytes: float, seconds: float) -> float:

@@ -380,13 +380,14 @@ class CheckpointEngineManager:
         level = logging.INFO if report.outcome == "committed" else logging.ERROR
         logger.log(
             level,
-            "version %d %s in %.3f s (%.2f GB/s, trainer blocked %.3f s, generation paused %.3f s)",
+            "version %d %s in %.3f s (%.2f GB/s, trainer blocked %.3f s, generation paused %.3f s%s)",
             report.version,
             report.outcome,
             report.total_s,
             report.gbytes_per_s,
             report.trainer_blocked_s,
             max(report.paused_s.values(), default=0.0),
+            f"; {report.delta.summary}" if report.delta is not None else "",
         )
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")

@@ -315,18 +315,18 @@ def _bits_at(words: Any, bit: Any) -> Any:
 
 @_inlined
 def _number_at(words: Any, bit: Any, parameter: Any) -> Any:
-    """A number, and where the next one begins; the number is less than 0 if no number begins there."""
+    """A number, the bit behind it, and where it ends; the number is less than 0 if no number begins there."""
     here = _bits_at(words, bit)
-    if here == U0 or parameter > MOST_PARAMETER:
-        return np.int64(-1), bit
     quotient: Any = np.int64(_trailing_zeros(here))
+    if quotient < MOST_UNARY and parameter <= MOST_PARAMETER:
+        rest = here >> np.uint64(quotient + 1)
+        low = rest & ((U1 << np.uint64(parameter)) - U1)
+        behind = (rest >> np.uint64(parameter)) & U1
+        return (quotient << parameter) | np.int64(low), behind, bit + quotient + 1 + parameter
+    if quotient != MOST_UNARY or parameter > MOST_PARAMETER:
+        return np.int64(-1), U0, bit
     bit += quotient + 1
-    if quotient < MOST_UNARY:
-        low = _bits_at(words, bit) & ((U1 << np.uint64(parameter)) - U1)
-        return (quotient << parameter) | np.int64(low), bit + parameter
-    if quotient > MOST_UNARY:
-        return np.int64(-1), bit
-    return np.int64(_bits_at(words, bit)), bit + 64
+    return np.int64(_bits_at(words, bit)), _bits_at(words, bit + 64) & U1, bit + 64
 
 
 @_inlined
@@ -370,26 +370,25 @@ def decode(words: Any, num_words: Any, piece: Any, nbytes: Any, width: Any, shif
     bit, end = 64 * HEAD_WORDS, 64 * num_words
     position, run = np.int64(-1), np.int64(-1)
     for _ in range(count):
-        gap, bit = _number_at(words, bit, gaps)
-        if gap < 0 or gap >= total - position - 1 or bit >= end:
+        gap, negative, bit = _number_at(words, bit, gaps)
+        bit += 1
+        if gap < 0 or gap >= total - position - 1 or bit > end:
             return BAD
         position += gap + 1
         address = np.uint64(piece + position * width)
         was = _word_at(address, width)
-        negative = _bits_at(words, bit) & U1
-        bit += 1
         parameter = np.int64(_load8(np.uint64(words + 16 + _class_of(was, ushift, umask, lowest))))
         size = np.int64(1)
         if parameter != UNDERSTOOD:
-            number, bit = _number_at(words, bit, parameter)
+            number, _, bit = _number_at(words, bit, parameter)
             size = number + 1
         else:
             number = np.int64(0)
             if run < 0:
-                run, bit = _number_at(words, bit, runs)
+                run, _, bit = _number_at(words, bit, runs)
                 number = run
             if run == 0:
-                number, bit = _number_at(words, bit, sizes)
+                number, _, bit = _number_at(words, bit, sizes)
                 size = number + 2
             run -= 1
         if number < 0 or bit > end:

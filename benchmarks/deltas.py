@@ -4,8 +4,8 @@
 
 The versions are those of a real model under AdamW. For each learning rate: how many values change, how many bits one
 of them takes, how fast an owner publishes in full and with deltas and how fast a node applies them, one after the other
-in one process. Then, with the rate of `--hosts-learning-rate`, whole syncs between hosts (namespaces of this machine,
-links limited in both directions) in full, with deltas, and with the choice left to the job.
+in one process. Then, with each of `--hosts-learning-rates`, whole syncs in full, with deltas, and with the choice left
+to the job: between hosts (namespaces of this machine, links limited in both directions), and on one host (0 Gbit/s).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRAINERS = 2
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     learning_rates: list[float]
-    hosts_learning_rate: float
+    hosts_learning_rates: list[float]
     gbit_per_s: list[float]
     nodes: list[int]
     size_mib: float
@@ -69,15 +69,12 @@ async def measure(settings: Settings) -> dict[str, Any]:
     for rate in settings.learning_rates:
         with _recorded(settings, rate) as directory:
             codec.append({"learning_rate": rate} | _measure_codec(Path(directory), settings.repeats))
-    with _recorded(settings, settings.hosts_learning_rate) as directory:
-        for gbit_per_s in settings.gbit_per_s:
-            for count in settings.nodes:
-                try:
-                    with joined_hosts(1 + count, gbit_per_s=gbit_per_s) as hosts:
-                        ways = {delta: await _measure(delta, Path(directory), hosts, settings) for delta in DELTA}
-                except NotPermitted as exc:
-                    raise ConfigError(f"hosts cannot be made of this machine: {exc}; it takes root") from exc
-                fleets.append({"gbit_per_s": gbit_per_s, "nodes": count, "ways": ways})
+    for rate in settings.hosts_learning_rates:
+        with _recorded(settings, rate) as directory:
+            for gbit_per_s in settings.gbit_per_s:
+                for count in settings.nodes:
+                    ways = await _measure_ways(Path(directory), gbit_per_s, count, settings)
+                    fleets.append({"learning_rate": rate, "gbit_per_s": gbit_per_s, "nodes": count, "ways": ways})
     return {
         "benchmark": "deltas",
         "settings": asdict(settings),
@@ -147,9 +144,29 @@ def _to_slot(plan: Any, region: PackedRegion, slot: Any) -> None:
         slot[offset : offset + nbytes] = packed[start : start + nbytes]
 
 
-async def _measure(delta: str, directory: Path, hosts: Sequence[Host], settings: Settings) -> dict[str, float]:
+async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, settings: Settings) -> dict[str, Any]:
+    if not gbit_per_s:
+        here = [Here()] * (1 + nodes)
+        return {delta: await _measure(delta, directory, here, settings) for delta in DELTA}
+    try:
+        with joined_hosts(1 + nodes, gbit_per_s=gbit_per_s) as hosts:
+            return {delta: await _measure(delta, directory, hosts, settings) for delta in DELTA}
+    except NotPermitted as exc:
+        raise ConfigError(f"hosts cannot be made of this machine: {exc}; it takes root and iproute2") from exc
+
+
+class Here:
+    """This host, in place of one of several."""
+
+    sent_nbytes = 0
+
+    def enter(self) -> None:
+        """Everybody is here already."""
+
+
+async def _measure(delta: str, directory: Path, hosts: Sequence[Host | Here], settings: Settings) -> dict[str, float]:
     progress(f"{len(hosts) - 1} nodes; delta={delta}")
-    topology = "chain" if len(hosts) > 2 else "direct"
+    topology = "chain" if len(hosts) > 2 and not isinstance(hosts[0], Here) else "direct"
     config = CheckpointEngineConfig.from_mapping({"backend": "tcp", "topology": topology, "delta": delta})
     ranks = [RankProcess(rank, partial(_rank_at, hosts[0], directory, rank), config) for rank in range(TRAINERS)]
     nodes = [
@@ -172,6 +189,7 @@ async def _measure(delta: str, directory: Path, hosts: Sequence[Host], settings:
                         "blocked_s": report.trainer_blocked_s,
                         "sent_mib": (hosts[0].sent_nbytes - before) / 2**20,
                         "was_delta": float(report.delta is not None and report.delta.way == "delta"),
+                        "changed_fraction": report.delta.changed_fraction if report.delta else 0.0,
                         "predicted_full_s": report.delta.predicted_full_s if report.delta else 0.0,
                         "predicted_delta_s": report.delta.predicted_delta_s if report.delta else 0.0,
                     }
@@ -183,7 +201,7 @@ async def _measure(delta: str, directory: Path, hosts: Sequence[Host], settings:
     return _medians(samples)
 
 
-def _rank_at(host: Host, directory: Path, rank: int) -> RecordedRank:
+def _rank_at(host: Host | Here, directory: Path, rank: int) -> RecordedRank:
     """In the rank's process, which lives at `host` from then on."""
     host.enter()
     return RecordedRank(directory, rank, TRAINERS)
@@ -197,8 +215,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     parser = make_parser("deltas", __doc__)
     add = parser.add_argument
     add("--learning-rates", nargs="*", type=float, default=[1e-7, 3e-7, 1e-6, 3e-6], help="of the codec's table")
-    add("--hosts-learning-rate", type=float, default=1.4e-6, help="of the syncs between hosts (default: %(default)s)")
-    add("--gbit-per-s", nargs="*", type=float, default=[1.0, 10.0], help="of each host's link (default: 1, then 10)")
+    add("--hosts-learning-rates", nargs="*", type=float, default=[1.4e-6], help="of the syncs (default: 1.4e-6)")
+    add("--gbit-per-s", nargs="*", type=float, default=[1.0, 10.0], help="of each link; 0: one host (default: 1, 10)")
     add("--nodes", nargs="+", type=int, default=[1, 5], help="rollout nodes, a host each (default: 1, then 5)")
     add("--size-mib", type=float, default=256.0, help="of the model in bfloat16 (default: %(default)s)")
     add("--repeats", type=int, default=3, help="measured versions (default: %(default)s)")

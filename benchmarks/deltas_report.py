@@ -10,6 +10,17 @@ from rich.table import Table
 
 NAMES = {"off": "full", "always": "delta", "auto": "auto"}
 COLOURS = {"off": "#9d9d9d", "always": "#4c78a8", "auto": "#54a24b"}
+SECONDS = ("publish", "stage", "verify", "sync", "blocked")
+SAME = 0.1
+"""Of the longer sync: the ways are equally good."""
+
+
+def auto_was_right(fleet: dict[str, Any]) -> bool:
+    """Whether the choice was that of the shorter syncs, of the two ways measured beside it."""
+    full_s, delta_s = float(fleet["ways"]["off"]["sync_s"]), float(fleet["ways"]["always"]["sync_s"])
+    if abs(full_s - delta_s) <= SAME * max(full_s, delta_s):
+        return True
+    return bool(fleet["ways"]["auto"]["was_delta"]) == (delta_s < full_s)
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -27,22 +38,24 @@ def print_table(result: dict[str, Any]) -> None:
             *(f"{row[f'{key}_gb_per_s']:.2f}" for key in ("publish_full", "publish_delta", "apply")),
         )
     console.print(sizes)
-    syncs = Table(title=f"syncs between hosts, learning rate {settings['hosts_learning_rate']:g}, backend tcp")
-    headings = ("link", "nodes", "way", "publish s", "stage s", "verify s", "sync s", "blocked s", "sent MiB", "faster")
-    for heading in headings:
+    syncs = Table(title="syncs, backend tcp; link in Gbit/s, 0: one host")
+    for heading in ("changed", "link", "nodes", "way", *(f"{name} s" for name in SECONDS), "sent MiB", "faster"):
         syncs.add_column(heading, justify="right")
     for fleet in result["fleets"]:
         full_s = fleet["ways"]["off"]["sync_s"]
         for way, row in fleet["ways"].items():
             syncs.add_row(
+                f"{fleet['ways']['always']['changed_fraction']:.2%}",
                 f"{fleet['gbit_per_s']:g}",
                 str(fleet["nodes"]),
                 NAMES[way],
-                *(f"{row[f'{key}_s']:.3f}" for key in ("publish", "stage", "verify", "sync", "blocked")),
+                *(f"{row[f'{name}_s']:.3f}" for name in SECONDS),
                 f"{row['sent_mib']:.1f}",
                 f"{full_s / row['sync_s']:.1f}x",
             )
     console.print(syncs)
+    right = [auto_was_right(fleet) for fleet in result["fleets"]]
+    console.print(f"auto took the faster way, or one as fast within {SAME:.0%}: {sum(right)} of {len(right)}")
     console.print(
         f"medians of {settings['repeats']}; {machine['processor']}, {machine['cores']} cores for all hosts, "
         f"load {machine['load_average_1min']:.1f}"
@@ -71,7 +84,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         lefts = [place + (turn - 1) * 0.27 for place in places]
         seconds.bar(lefts, heights, 0.25, color=COLOURS[way], label=NAMES[way])
     seconds.set_xticks(
-        list(places), [f"{fleet['gbit_per_s']:g} Gbit/s\n{fleet['nodes']} nodes" for fleet in result["fleets"]]
+        list(places),
+        [
+            f"{fleet['ways']['always']['changed_fraction']:.1%}\n{fleet['gbit_per_s']:g} Gbit/s\nto {fleet['nodes']}"
+            for fleet in result["fleets"]
+        ],
+        fontsize=7,
     )
     seconds.set_ylabel("seconds from publish to commit")
     seconds.legend(frameon=False)

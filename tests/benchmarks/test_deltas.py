@@ -19,8 +19,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     except NotPermitted as exc:
         pytest.skip(str(exc))
     output = tmp_path_factory.mktemp("deltas")
-    arguments = ["--learning-rates", "1e-5", "--gbit-per-s", "1", "--nodes", "1", "--size-mib", "4", "--repeats", "1"]
-    assert main([*arguments, "--output", str(output)]) == 0
+    sizes = ["--gbit-per-s", "0", "1", "--nodes", "1", "--size-mib", "4", "--repeats", "1"]
+    assert main(["--learning-rates", "1e-5", *sizes, "--output", str(output)]) == 0
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((output / "result.json").read_text())
 
@@ -33,7 +33,8 @@ def test_sizes_and_rates_are_measured_on_what_an_optimizer_changed(result: Any):
 
 
 def test_syncs_with_deltas_send_less_than_full_ones(result: Any):
-    (fleet,) = result["fleets"]
+    here, fleet = result["fleets"]
+    assert here["ways"]["auto"]["was_delta"] == 0
     ways = fleet["ways"]
     assert ways["always"]["was_delta"] == 1
     assert ways["off"]["was_delta"] == 0

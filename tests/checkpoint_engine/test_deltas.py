@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.backends import EXAMPLE, using
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource
+from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource, Through
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
+from verl.checkpoint_engine.memory.arena import read_committed
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
@@ -219,3 +221,82 @@ async def test_on_one_host_nobody_looks_what_changed(tmp_path: Path) -> None:
 def test_deltas_that_are_impossible_are_refused_on_the_driver(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_backend(CheckpointEngineConfig.from_mapping(values))
+
+
+class Story:
+    """Any order of what can happen to a fleet; after everything, whoever serves has exactly what was committed last."""
+
+    def __init__(self, fleet: Fleet, shm_dir: Path, seed: int) -> None:
+        self._fleet, self._shm_dir, self._random, self._seed = fleet, shm_dir, random.Random(seed), seed
+        self._trained, self._served = dict(MODEL), dict(MODEL)
+        self._version = self._joined = 0
+
+    async def run(self, events: int) -> None:
+        await synced(self._fleet, 0, MODEL)
+        happens = [self.little_changes, self.little_changes, self.much_changes, self.is_aborted, self.is_rolled_back]
+        happens += [self.is_tried_again, self.a_node_joins]
+        for _ in range(events):
+            self._version += 1
+            self._trained = nudged(self._trained, self._random.choice([0.0, 0.001, 0.05]), self._version)
+            await self._random.choice(happens)()
+            for node in self._fleet.nodes:
+                held = dict(read_committed(str(node.member._arena.directory), self._fleet.manager.version))
+                assert all(torch.equal(held[name], tensor) for name, tensor in self._served.items())
+
+    async def little_changes(self) -> None:
+        await synced(self._fleet, self._version, self._trained)
+        self._served = self._trained
+
+    async def much_changes(self) -> None:
+        self._trained = nudged(self._trained, 1.0, self._version)
+        await self.little_changes()
+
+    async def is_aborted(self) -> None:
+        await self._fails(self._fleet.nodes[0], "verify")
+
+    async def is_tried_again(self) -> None:
+        await self._fails(self._fleet.nodes[0], "stage")
+        await self.little_changes()  # the same version again
+
+    async def _fails(self, node: Through, phase: str) -> None:
+        def fail() -> None:
+            raise TransportError("nobody knows why", phase=phase)
+
+        node.before[phase] = fail
+        self._fleet.set_weights(self._trained)
+        with pytest.raises(SyncAborted):
+            await self._fleet.manager.update_weights(self._version)
+        node.before.clear()
+
+    async def is_rolled_back(self) -> None:
+        replica = self._fleet.replicas[0]
+
+        def fail(step: str) -> None:
+            if step == "activate" and not failed:
+                failed.append(step)
+                raise RuntimeError("no version for me")
+
+        failed: list[str] = []
+        replica.fail = fail
+        self._fleet.set_weights(self._trained)
+        with pytest.raises(SyncAborted):
+            await self._fleet.manager.update_weights(self._version)
+        replica.fail = lambda step: None
+
+    async def a_node_joins(self) -> None:
+        await self.little_changes()
+        self._joined += 1
+        node = Through(
+            RolloutNode(self._joined, self._fleet.config, job=f"story-{self._seed}", shm_dir=self._shm_dir, host="a")
+        )
+        await self._fleet.manager.add_nodes([node])
+        self._fleet.nodes.append(node)
+
+
+@pytest.mark.parametrize("topology", ["direct", "chain"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_in_whatever_order_nodes_hold_what_was_committed(
+    seed: int, topology: str, tmp_path: Path
+) -> None:
+    async with fleet_of(tmp_path, topology=topology) as fleet:
+        await Story(fleet, tmp_path, seed).run(12)

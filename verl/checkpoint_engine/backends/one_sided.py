@@ -388,13 +388,13 @@ class OneSidedEngine(CheckpointEngineWithCache):
         return nbytes
 
     def _fetch_directly(self, reader: WireReader, buckets: Sequence[Bucket], deadline: float) -> None:
-        """From the owners, whoever the bytes came from before, one bucket after the other."""
+        """From the owners, whoever the bytes came from before."""
         if not buckets:
             return
         bounce = np.zeros(max(bounce_nbytes(buckets), 1), np.uint8)
         reader.wire.register(bounce)
         reader = replace(reader, bounce=bounce)
-        replace(self._loop(reader, reader, deadline), bounce=bounce, max_in_flight=1).run(buckets)
+        replace(self._loop(reader, reader, deadline), bounce=bounce).run(buckets)
         reader.wire.deregister(bounce)
 
     def _served(self, reader: WireReader) -> UInt8s:

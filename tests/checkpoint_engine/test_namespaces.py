@@ -69,7 +69,8 @@ def hosts_or_skip(count: int) -> Iterator[tuple[Host, ...]]:
 
 def config_of(backend: str, **more: Any) -> CheckpointEngineConfig:
     options = {name: values for name, values in TCP_ONLY.items() if name == backend}
-    return CheckpointEngineConfig.from_mapping({"backend": backend, "engine_kwargs": options, "retries": 0, **more})
+    values = {"backend": backend, "engine_kwargs": options, "retries": 0, "delta": "off"}
+    return CheckpointEngineConfig.from_mapping(values | more)
 
 
 def payload_nbytes(version: int) -> int:

@@ -62,7 +62,7 @@ NOT_RUN = {
     "recurrent_gemma": "does not dispatch through the Transformers attention interface",
     "nemotron_h": "is_act_and_mul=False is supported only for CUDA, XPU and ROCm",
     "olmo_hybrid": "module 'triton' has no attribute 'set_allocator'",
-    "kimi_linear": "--mamba-block-size can only be set with --enable-prefix-caching",
+    "kimi_linear": ("--mamba-block-size can only be set with --enable-prefix-caching", "No module named 'cutlass'"),
     "qwen3_5_text": "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected",
     "qwen3_5_moe_text": "Model architectures ['Qwen3_5MoeForCausalLM'] failed to be inspected",
 }
@@ -107,7 +107,9 @@ def test_an_engine_names_the_tensors_that_it_keeps_in_float32(outcomes, name: st
 
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_what_vllm_does_not_load_from_disk_fails_for_the_reason_that_is_listed(outcomes, name: str):
-    assert NOT_RUN[name] in (outcomes[name, "bfloat16"].not_run or "nothing: delete its entry in NOT_RUN")
+    reasons = (NOT_RUN[name],) if isinstance(NOT_RUN[name], str) else NOT_RUN[name]  # some differ between processors
+    found = outcomes[name, "bfloat16"].not_run or "nothing: delete its entry in NOT_RUN"
+    assert any(reason in found for reason in reasons), found
 
 
 def test_no_result_of_the_matrix_on_record_is_wrong():

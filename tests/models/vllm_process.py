@@ -78,23 +78,11 @@ def _written(base: Path, name: str, version: int) -> Path:
 
 
 def file_weights(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the directory's files under its own name."""
+    """As a trainer sends them: every tensor of the directory's files under its own name."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 yield name, opened.get_tensor(name)
-
-
-def _sent(directory: Path, outcome: Outcome) -> Iterator[tuple[str, Any]]:
-    """As a trainer sends them: rounded to the engine's dtype, but for what that keeps in float32.
-
-    Some kernels (AMX) add biases in float32, which would show what a load from disk has rounded.
-    """
-    import torch
-
-    for name, tensor in file_weights(directory):
-        rounded = tensor.is_floating_point() and name not in outcome.kept_wide
-        yield name, tensor.to(getattr(torch, outcome.dtype)) if rounded else tensor
 
 
 def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
@@ -117,7 +105,7 @@ def _compare(outcome: Outcome, directories: dict[int, Path]) -> None:
         outcome.kept_wide = _kept_wide(engine, directories[1])
         for version, path in directories.items():
             try:
-                engine.load(lambda path=path: _sent(path, outcome), version)
+                engine.load(lambda path=path: file_weights(path), version)
             except (ActivationError, IntegrityError) as exc:
                 outcome.refused = _line(exc)
                 return

@@ -76,7 +76,7 @@ def line(
 
 
 async def test_vllm_computes_with_the_adapters_of_every_version_and_a_sync_moves_nothing_else(line: Line):
-    nbytes = sum(4 * prod(shape) for shape in adapter_shapes(line.model))
+    nbytes = sum(4 * prod(shape) for shape in adapter_shapes(line.model).values())
     base = AutoModelForCausalLM.from_pretrained(line.model.path, dtype=torch.float32).eval()
     assert nbytes < sum(parameter.nbytes for parameter in base.parameters()) / 4
     await line.trainer.sync()

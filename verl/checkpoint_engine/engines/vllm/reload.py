@@ -20,6 +20,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -33,6 +34,22 @@ from verl.compat.torch import children
 NOTING = "notes_loading"
 REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
 """How vLLM's loaders refuse a tensor."""
+
+
+def _born_as(layer: torch.nn.Module, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that a parameter has in a model that has just been built.
+
+    Kernels for AMX widen biases afterwards, which the reload takes for what they were: a wider value would then not be
+    rounded as it is from disk.
+    """
+    if isinstance(layer, LinearBase) and parameter.dtype == torch.float32 and layer.quant_config is None:
+        dtype: torch.dtype = layer.params_dtype
+        return dtype
+    return parameter.dtype
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 class ReloadFailed(ActivationError):
@@ -54,14 +71,16 @@ class Reload:
         initialize_layerwise_reload(model)
         for prefix, layer in model.named_modules():
             for name, parameter in _parameters(layer).items():
-                self._note_loading(f"{prefix}.{name}" if prefix else name, parameter)
+                self._note_loading(f"{prefix}.{name}" if prefix else name, parameter, _born_as(layer, parameter))
 
-    def _note_loading(self, name: str, parameter: Any) -> None:
+    def _note_loading(self, name: str, parameter: Any, born_as: torch.dtype) -> None:
         loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
 
         @functools.wraps(loader)  # its name, too: by that, vLLM takes off what the reload has put around loaders
         def noting(*arguments: Any, **named: Any) -> Any:
             self._written.add(name)
+            if born_as != parameter.dtype:  # the first is what is filled
+                arguments = (*arguments[:1], *(_rounded(value, born_as) for value in arguments[1:]))
             return loader(*arguments, **named)
 
         setattr(noting, NOTING, True)

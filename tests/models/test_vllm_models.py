@@ -42,6 +42,7 @@ KEPT_WIDE = {
     "qwen3_moe": set(),
     "mamba": {"A_log"},
     "deepseek_v3": {"gate.e_score_correction_bias"},
+    "dots1": {"gate.e_score_correction_bias"},
     "minimax_m2": {"block_sparse_moe.e_score_correction_bias", "gate.weight"},
 }
 """How the names end of what vLLM keeps in float32 in a bfloat16 model."""

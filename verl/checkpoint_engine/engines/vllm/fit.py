@@ -47,10 +47,15 @@ def names_kept_wide(vllm_config: Any, tensors: TensorShapes) -> list[str]:
     if vllm_config.model_config.dtype.itemsize >= torch.float32.itemsize:
         return []
     with _trial(vllm_config) as trial:
-        if not trial.wide:
-            return []
-        trial.load_all(tensors)
-    return sorted(set[str]().union(*(trial.sources[name] for name in trial.wide)))
+        # Nobody sees which tensor fills a buffer; one that is kept wide for nothing is rounded by the engine.
+        found = {name for name, (_, shape) in tensors.items() if (_last_part(name), *shape) in trial.wide_buffers}
+        if trial.wide:
+            trial.load_all(tensors)
+    return sorted(found.union(*(trial.sources[name] for name in trial.wide)))
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @contextlib.contextmanager
@@ -84,6 +89,10 @@ class _Trial:
         self.kind = type(model).__name__
         self.wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
         """Parameters in float32."""
+        self.wide_buffers = {
+            (_last_part(name), *buffer.shape) for name, buffer in model.named_buffers() if buffer.dtype == torch.float32
+        }
+        """Buffers in float32: the last part of a name, and a shape."""
         self.sources: dict[str, set[str]] = defaultdict(set)
         """By parameter: the checkpoint's tensors that its loader was given."""
         self._misshapen: dict[str, str] = {}

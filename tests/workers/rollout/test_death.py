@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -149,8 +150,21 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
 
 
 def temporary_files() -> set[Path]:
+    """But for those of servers that live: other tests have some, at the same time."""
     directory = Path(tempfile.gettempdir())
-    return {*directory.glob("vllm_dist_*"), *directory.glob("verl-vllm-*")}
+    left = {path for path in directory.glob("verl-vllm-*") if not is_locked(path / "lock")}
+    return {*directory.glob("vllm_dist_*"), *left}
+
+
+def is_locked(path: Path) -> bool:
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 @pytest.mark.vllm

@@ -12,6 +12,7 @@ from verl.checkpoint_engine.plan.delta_choice import (
     bits_per_change,
     predict,
     prefers_delta,
+    rate_without_changes,
 )
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
@@ -33,7 +34,8 @@ def plan_of(rows: int) -> SyncPlan:
     [
         (1 * GBIT, 0.001, True),
         (1 * GBIT, 0.05, True),
-        (1 * GBIT, 1.0, True),  # a sign and a size are less than 16 bits
+        (1 * GBIT, 1.0, False),  # what every change costs is more than its bits save
+        (0.1 * GBIT, 1.0, True),
         (2.5 * GBIT, 0.01, True),
         (10 * GBIT, 0.01, False),  # of slow cores: looking takes longer than sending
         (400 * GBIT, 0.001, False),
@@ -63,11 +65,13 @@ def test_bits_fall_as_more_changes():
     assert np.isfinite([bits_per_change(0.0), bits_per_change(1.0)]).all()
 
 
-def test_the_first_sync_is_full_and_the_second_is_left_to_owners_if_the_link_was_slow():
+def test_two_syncs_are_full_and_the_third_is_left_to_owners_if_the_link_was_slow():
     plan = plan_of(64)
     policy = DeltaPolicy(CheckpointEngineConfig.from_mapping({"backend": "tcp"}), possible=True)
     assert policy.request(None, plan, across_hosts=True) is None
     assert policy.request(0, plan, across_hosts=True) is None  # nothing has been measured
+    policy.learn(plan, {"publish": 1.0, "stage": 9.0, "verify": 0.5}, None)
+    assert policy.request(1, plan, across_hosts=True) is None  # a first sync says nothing
     policy.learn(plan, {"publish": 0.1, "stage": 1.0, "verify": 0.05}, None)
     request = policy.request(1, plan, across_hosts=True)
     assert request is not None
@@ -79,6 +83,7 @@ def test_a_slow_sync_with_deltas_is_not_the_last_one():
     plan = plan_of(64)
     policy = DeltaPolicy(CheckpointEngineConfig.from_mapping({"backend": "tcp"}), possible=True)
     full = {"publish": 0.1, "stage": 1.0, "verify": 0.05}
+    policy.learn(plan, full, None)
     policy.learn(plan, full, None)
     slow = DeltaReport(way="delta", base=0, changed_fraction=0.01, encode_s=20.0, apply_s=20.0)
     policy.learn(plan, full, slow)
@@ -109,3 +114,10 @@ def test_one_of_so_many_syncs_is_full_if_that_is_asked_for():
         report = None if request is None else DeltaReport(way="delta", base=version - 1, changed_fraction=0.01)
         policy.learn(plan, phases, report)
     assert ways == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+
+
+def test_what_changes_cost_is_no_part_of_a_rate():
+    assert rate_without_changes(1e9, 1.0, 0, 1e-8) == pytest.approx(1e9)
+    assert rate_without_changes(1e9, 1.0, 5e7, 1e-8) == pytest.approx(2e9)
+    assert rate_without_changes(1e9, 1.0, 1e9, 1e-8) == pytest.approx(5e9)  # and never all of the time
+    assert rate_without_changes(1e9, 0.0, 0, 1e-8) == 0

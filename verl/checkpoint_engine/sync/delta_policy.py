@@ -12,6 +12,8 @@ import numpy as np
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.plan.delta_choice import (
+    APPLY_S,
+    ENCODE_S,
     DeltaReport,
     DeltaRequest,
     Encoded,
@@ -19,13 +21,14 @@ from verl.checkpoint_engine.plan.delta_choice import (
     Staging,
     predict,
     prefers_delta,
+    rate_without_changes,
 )
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 
 MOST_CHANGED = 10
 """Tensors that a report names."""
-LEAST_FETCH_S = 0.05
-"""A shorter transfer of deltas says nothing about the link."""
+LEAST_FETCH_NBYTES = 2**26
+"""A smaller transfer of deltas says nothing about the link."""
 
 
 class DeltaPolicy:
@@ -35,7 +38,7 @@ class DeltaPolicy:
         """`possible`: the backend can move deltas."""
         self._mode = config.delta if possible and config.verify else "off"
         self._rates = Rates()
-        self._was_delta = False
+        self._is_warm = self._was_delta = False
         self._full_every = config.delta_full_every
         self._since_full = 0
 
@@ -67,7 +70,9 @@ class DeltaPolicy:
     def learn(self, plan: SyncPlan, phase_s: Mapping[str, float], report: DeltaReport | None) -> None:
         """From a sync that was committed at the first attempt."""
         nbytes = plan.layout.payload_nbytes
-        if report is None or report.way == "full":
+        if not self._is_warm:
+            self._is_warm = True  # memory was touched for the first time: nothing is as slow again
+        elif report is None or report.way == "full":
             owner_nbytes = max((plan.nbytes_of(owner) for owner in range(plan.num_owners)), default=0)
             self._rates = self._rates.with_measured(
                 copy=_rate(owner_nbytes, phase_s["publish"]),
@@ -75,11 +80,12 @@ class DeltaPolicy:
                 verify=_rate(nbytes, phase_s["verify"]),
             ).recovered()
         elif report.way == "delta":
-            link = _rate(report.nbytes_delta, report.fetch_s) if report.fetch_s > LEAST_FETCH_S else 0.0
+            owners = max(plan.num_owners, 1)
+            changed = report.changed_fraction * int(plan.layout.shapes.prod(axis=1).sum())
             self._rates = self._rates.with_measured(
-                encode=_rate(nbytes / max(plan.num_owners, 1), report.encode_s),
-                link=link,
-                apply=_rate(nbytes, report.apply_s),
+                encode=rate_without_changes(nbytes / owners, report.encode_s, changed / owners, ENCODE_S),
+                link=_rate(report.nbytes_delta, report.fetch_s) if report.nbytes_delta > LEAST_FETCH_NBYTES else 0.0,
+                apply=rate_without_changes(nbytes, report.apply_s, changed, APPLY_S),
             )
         if report is not None:
             self._was_delta = report.way != "full"

@@ -44,8 +44,8 @@ from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 VERSIONS = 4
-WARM_UP = 3
-"""Syncs before the measured ones: both slots have been written, and `auto` has seen a full one."""
+WARM_UP = 6
+"""Syncs before the measured ones: both slots have been written, and `auto` has seen full ones and warmed up."""
 DELTA = ("off", "always", "auto")
 TRAINERS = 2
 

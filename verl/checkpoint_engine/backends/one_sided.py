@@ -10,7 +10,6 @@ A library comes in as a `Wire`, which reads one run of bytes at a time and knows
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -45,7 +44,7 @@ from verl.checkpoint_engine.links.holder import (
 )
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.delta import Applier, is_warm, warm_up
+from verl.checkpoint_engine.memory.delta import Applier, begin_to_warm_up, is_warm, warm_up
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
 from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
 from verl.checkpoint_engine.memory.publishing import Publication, publish
@@ -199,8 +198,8 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def init_process_group(self, topology: Topology) -> None:
         may_get_deltas = self._moves_deltas and (self.config.delta == "always" or not topology.is_on_one_host)
-        if may_get_deltas:
-            self._warm_up()
+        if may_get_deltas and self.config.delta == "always":
+            warm_up()
         if self._arena is None:
             if self._wire is not None:
                 self._wire.admit(Admission(addresses=topology.host_addresses))
@@ -230,13 +229,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
                     message = f"{self.member.name} cannot reach it: {exc.message}"
                     raise TransportError(message, phase="prepare", member=trainer.name) from exc
                 self._owners[trainer.index] = owner
-
-    def _warm_up(self) -> None:
-        """Until it is done, versions are moved whole, unless deltas were asked for: then it is waited for here."""
-        if self.config.delta == "always":
-            warm_up()
-        else:
-            threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
 
     def _register_targets(self, may_get_deltas: bool) -> None:
         """What reads write to, but for slots."""
@@ -287,11 +279,14 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def offer_deltas(self, request: DeltaRequest | None) -> None:
         self._request = request
+        if request is not None:
+            begin_to_warm_up()
 
     def encoded(self, version: int) -> Encoded | None:
         return self._owner_deltas.encoded(version) if self._owner_deltas is not None else None
 
     def staging(self, version: int) -> Staging:
+        begin_to_warm_up()  # somebody asks, so owners were offered deltas
         return self._staging
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:

@@ -87,6 +87,12 @@ def warm_up() -> None:
     _warm.set()
 
 
+def begin_to_warm_up() -> None:
+    """On a thread: until it is done, versions are moved whole, and what that takes says nothing of other syncs."""
+    if not _warm.is_set():
+        threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
+
+
 def is_warm() -> bool:
     return _warm.is_set()
 

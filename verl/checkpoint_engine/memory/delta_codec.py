@@ -21,8 +21,8 @@ A decoder trusts nothing: it never writes outside of its piece, nor reads more t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from math import expm1, log1p, log2
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -415,7 +415,9 @@ def count_changed(new: Any, old: Any, nbytes: Any, width: Any) -> Any:
     return count
 
 
-@cache
+_warming = Lock()
+
+
 def warm() -> None:
     """Have everything compiled, or loaded from the cache on disk that numba keeps. The first call takes seconds."""
     old, new = np.zeros(16, np.uint8), np.zeros(16, np.uint8)
@@ -423,7 +425,8 @@ def warm() -> None:
     positions, before, differences, kinds = (np.empty(16, kind) for kind in SCRATCH)
     out = np.zeros(64, np.uint64)
     source, target = new.ctypes.data, old.ctypes.data
-    count_changed(source, target, 16, 2)
-    count = replace(source, target, 16, 2, positions, before, differences)
-    words = encode(count, positions, before, differences, kinds, 7, 255, out, 56)
-    decode(out.ctypes.data, words, target, 16, 2, 7, 255)
+    with _warming:  # one thread compiles, others wait for it
+        count_changed(source, target, 16, 2)
+        count = replace(source, target, 16, 2, positions, before, differences)
+        words = encode(count, positions, before, differences, kinds, 7, 255, out, 56)
+        decode(out.ctypes.data, words, target, 16, 2, 7, 255)

@@ -55,7 +55,7 @@ def test_the_way_in_use_stays_until_the_other_is_faster_by_a_tenth():
         assert prefers_delta(other, was_delta=True) is if_delta
 
 
-def test_nobody_looks_for_less_than_some_hundredths_of_a_second():
+def test_nobody_looks_for_less_than_two_hundredths_of_a_second():
     predicted = predict(Rates(link=GBIT), nbytes=2**20, owner_nbytes=2**20, fraction=0.0, word_nbytes=2)
     assert not prefers_delta(predicted, was_delta=False)
 

@@ -21,7 +21,7 @@ ENCODE_S, APPLY_S = 3.5e-8, 2e-8
 """What a changed word costs beside reading it: measured on an Intel Xeon, the latter with two threads."""
 MOST_OF_CHANGES = 0.8
 """So much of a time at most is put down to changes, when a rate is learned from it."""
-LEAST_SAVED_S = 0.05
+LEAST_SAVED_S = 0.02
 """For less nobody looks what has changed."""
 SMOOTHING = 0.5
 """The weight of the newest measurement."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -229,9 +231,10 @@ class Story:
     def __init__(self, fleet: Fleet, shm_dir: Path, seed: int) -> None:
         self._fleet, self._shm_dir, self._random, self._seed = fleet, shm_dir, random.Random(seed), seed
         self._trained, self._served = dict(MODEL), dict(MODEL)
-        self._version = self._joined = 0
+        self._version = self._joined = self._deltas = 0
 
-    async def run(self, events: int) -> None:
+    async def run(self, events: int) -> int:
+        """How many syncs moved deltas."""
         await synced(self._fleet, 0, MODEL)
         happens = [self.little_changes, self.little_changes, self.much_changes, self.is_aborted, self.is_rolled_back]
         happens += [self.is_tried_again, self.a_node_joins]
@@ -242,9 +245,11 @@ class Story:
             for node in self._fleet.nodes:
                 held = dict(read_committed(str(node.member._arena.directory), self._fleet.manager.version))
                 assert all(torch.equal(held[name], tensor) for name, tensor in self._served.items())
+        return self._deltas
 
     async def little_changes(self) -> None:
-        await synced(self._fleet, self._version, self._trained)
+        report = await synced(self._fleet, self._version, self._trained)
+        self._deltas += report.delta is not None and report.delta.way == "delta"
         self._served = self._trained
 
     async def much_changes(self) -> None:
@@ -299,4 +304,29 @@ async def test_whatever_happens_in_whatever_order_nodes_hold_what_was_committed(
     seed: int, topology: str, tmp_path: Path
 ) -> None:
     async with fleet_of(tmp_path, topology=topology) as fleet:
-        await Story(fleet, tmp_path, seed).run(12)
+        assert await Story(fleet, tmp_path, seed).run(12) > 0
+
+
+WITHOUT_NUMBA = """
+import logging, sys, threading
+sys.modules["numba"] = None
+logging.basicConfig()
+from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.memory.delta import begin_to_warm_up, is_warm, warm_up
+for _ in range(2):
+    begin_to_warm_up()
+for thread in threading.enumerate():
+    if thread.name == "weight-sync-warm-up":
+        thread.join()
+assert not is_warm()
+try:
+    warm_up()
+except BackendUnavailable as exc:
+    print(exc)
+"""
+
+
+def test_without_numba_versions_are_moved_whole_and_asking_for_deltas_says_why() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stderr.count("versions are moved whole") == 1
+    assert "checkpoint_engine.delta: numba cannot compile it" in run.stdout

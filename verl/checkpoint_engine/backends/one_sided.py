@@ -360,11 +360,10 @@ class OneSidedEngine(CheckpointEngineWithCache):
         else:
             loop.run(buckets_of(places, self.most_nbytes))
         fetched_s = time.perf_counter()
-        wrong, made = [], 0
+        wrong: list[int] = []
         deltas = self._node_deltas.readable({owner: places[owner] for owner in sorted(fit)})
         fit = {one.owner for one in deltas}
         if fit and base is not None:
-            made = sum(self._plan.nbytes_of(owner) for owner in fit)
             applier = Applier(self._plan, base[1].bytes.numpy(), reader.slot, self._arrived[1])
             wrong = applier.apply(deltas, threads=memory_threads(), stopped=self._stop.is_set)
             self._raise_if_stopped(reader.version)
@@ -374,8 +373,6 @@ class OneSidedEngine(CheckpointEngineWithCache):
         nbytes = sum(place.nbytes for place in places.values()) + sum(bucket.nbytes for bucket in whole)
         self._fetch_directly(reader, whole, deadline)
         self._staging = Staging(
-            nbytes_delta=sum(place.nbytes for place in places.values()),
-            nbytes_made=made,
             fetch_s=fetched_s - start_s,
             apply_s=applied_s - fetched_s,
             pieces_whole=len(wrong) + sum(len(self._plan.pieces_of(owner)) for owner in self._owners.keys() - fit),

@@ -12,6 +12,7 @@ and compared with the trainer's digests as every version is, so that a wrong del
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import TransportError
+from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
 from verl.checkpoint_engine.memory.digest import PieceDigests, UInt64s
 from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.shards import Int64s
@@ -76,21 +77,39 @@ def codes_of(plan: SyncPlan, pieces: slice) -> Int64s:
     return table[plan.boxes.tensor[pieces]]
 
 
-_warm = threading.Event()
+logger = logging.getLogger(__name__)
+_begun, _warm = threading.Event(), threading.Event()
 
 
 def warm_up() -> None:
-    """Have the compiled code ready: in good time, because it may take seconds. Idempotent."""
-    from verl.checkpoint_engine.memory import delta_codec
+    """Have the compiled code ready: in good time, because it may take seconds. Idempotent.
 
-    delta_codec.warm()
+    Raises BackendUnavailable where it cannot be compiled: numba is missing, or has no folder that it may write to.
+    """
+    try:
+        from verl.checkpoint_engine.memory import delta_codec
+
+        delta_codec.warm()
+    except (ImportError, RuntimeError, OSError) as exc:
+        raise BackendUnavailable(
+            f"checkpoint_engine.delta: numba cannot compile it: {type(exc).__name__}: {exc}. Install numba, and let "
+            "NUMBA_CACHE_DIR be a folder that can be written, or set checkpoint_engine.delta=off"
+        ) from exc
     _warm.set()
 
 
 def begin_to_warm_up() -> None:
     """On a thread: until it is done, versions are moved whole, and what that takes says nothing of other syncs."""
-    if not _warm.is_set():
-        threading.Thread(target=warm_up, name="weight-sync-warm-up", daemon=True).start()
+    if not _begun.is_set():
+        _begun.set()
+        threading.Thread(target=_warm_up_or_warn, name="weight-sync-warm-up", daemon=True).start()
+
+
+def _warm_up_or_warn() -> None:
+    try:
+        warm_up()
+    except BackendUnavailable as exc:
+        logger.warning("versions are moved whole: %s", exc)
 
 
 def is_warm() -> bool:

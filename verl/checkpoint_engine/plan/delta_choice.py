@@ -115,10 +115,6 @@ class Encoded:
 class Staging:
     """What one node did in staging."""
 
-    nbytes_delta: int = 0
-    """Of deltas that were fetched."""
-    nbytes_made: int = 0
-    """Of pieces that were made of the previous version."""
     fetch_s: float = 0.0
     apply_s: float = 0.0
     pieces_whole: int = 0

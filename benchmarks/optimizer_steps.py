@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import make_random_model
-from verl.checkpoint_engine.memory.publishing import copy_values
-from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from benchmarks.synthetic_model import RankRows
+from verl.checkpoint_engine.plan.types import TensorSpec
 
 WARM_UP = 5
 """Steps before the first version: Adam's moments are those of a run then, not of its first step."""
@@ -47,27 +47,18 @@ def record_versions(directory: Path, *, size_mib: float, learning_rate: float, v
                     file.write(parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
 
 
-class RecordedRank:
-    """The weight source of one rank that holds a block of rows of every tensor of recorded versions."""
+class RecordedRank(RankRows):
+    """Rows of recorded versions."""
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
-        self._directory, self._version = directory, 0
-        self._specs = [
+        specs = [
             TensorSpec(name=name, shape=tuple(shape), dtype="bfloat16")
             for name, shape in json.loads((directory / "specs.json").read_text())
         ]
-        self._boxes: dict[str, Box] = {}
-        self._rows: dict[str, torch.Tensor] = {}
-        for spec in self._specs:
-            per_rank = -(-spec.shape[0] // world_size)
-            start, stop = (min(edge * per_rank, spec.shape[0]) for edge in (rank, rank + 1))
-            self._boxes[spec.name] = Box((start, *(0 for _ in spec.shape[1:])), (stop, *spec.shape[1:]))
-            self._rows[spec.name] = torch.empty(self._boxes[spec.name].shape, dtype=torch.bfloat16)
+        super().__init__(specs, rank, world_size, "bfloat16")
+        self._directory, self._version = directory, 0
+        self._versions = len(list(directory.glob("version-*.bin")))
         self._load()
-
-    @property
-    def versions(self) -> int:
-        return len(list(self._directory.glob("version-*.bin")))
 
     def step(self) -> None:
         """Take over the next version; after the last one the one before it, and so on: it is as far away."""
@@ -75,30 +66,14 @@ class RecordedRank:
         self._load()
 
     def _load(self) -> None:
-        turn = self._version % (2 * self.versions - 2)
-        number = min(turn, 2 * self.versions - 2 - turn)
+        turn = self._version % (2 * self._versions - 2)
+        number = min(turn, 2 * self._versions - 2 - turn)
         whole = np.memmap(self._directory / f"version-{number}.bin", np.int16, "r")
         start = 0
         for spec in self._specs:
-            box, row = self._boxes[spec.name], spec.nbytes // 2 // spec.shape[0]
-            part = whole[start + box.start[0] * row : start + box.stop[0] * row]
-            self._rows[spec.name].view(torch.int16).reshape(-1).numpy()[:] = part
-            start += spec.nbytes // 2
-
-    def specs(self) -> list[TensorSpec]:
-        return self._specs
-
-    def shards(self) -> list[Shard]:
-        return [Shard(name, box) for name, box in self._boxes.items() if box.numel]
-
-    def view(self, shard: Shard) -> torch.Tensor | None:
-        values = self._values(shard)
-        return values if values.is_contiguous() else None
-
-    def copy(self, shard: Shard, destination: torch.Tensor) -> None:
-        copy_values(destination, self._values(shard))
-
-    def _values(self, shard: Shard) -> torch.Tensor:
-        first = self._boxes[shard.name].start[0]
-        rows = self._rows[shard.name][shard.box.start[0] - first : shard.box.stop[0] - first]
-        return rows[(slice(None), *map(slice, shard.box.start[1:], shard.box.stop[1:]))]
+            numel = spec.nbytes // 2
+            if rows := self._boxes.get(spec.name):
+                row = numel // spec.shape[0]
+                part = whole[start + rows.start[0] * row : start + rows.stop[0] * row]
+                self._rows[spec.name].view(torch.int16).reshape(-1).numpy()[:] = part
+            start += numel

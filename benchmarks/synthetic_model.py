@@ -52,27 +52,22 @@ def _nbytes(specs: list[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-class RowsOfModel:
+class RankRows:
     """The weight source of one rank that holds a block of rows of every tensor, as FSDP2 shards a model."""
 
     def __init__(self, specs: list[TensorSpec], rank: int, world_size: int, source_dtype: str) -> None:
+        """Rows are without values yet."""
         self._specs = specs
         self._shows_values = all(spec.dtype == source_dtype for spec in specs)
         self._boxes: dict[str, Box] = {}
         self._rows: dict[str, torch.Tensor] = {}
-        pattern = torch.randn(2**18, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, source_dtype))
         for spec in specs:
             per_rank = -(-spec.shape[0] // world_size)
             start, stop = (min(edge * per_rank, spec.shape[0]) for edge in (rank, rank + 1))
             box = Box((start, *(0 for _ in spec.shape[1:])), (stop, *spec.shape[1:]))
             if box.numel:
                 self._boxes[spec.name] = box
-                self._rows[spec.name] = _tiled(pattern, box.shape)
-
-    def step(self) -> None:
-        """Change every weight, as an optimizer would."""
-        for rows in self._rows.values():
-            rows.neg_()
+                self._rows[spec.name] = torch.empty(box.shape, dtype=getattr(torch, source_dtype))
 
     def specs(self) -> list[TensorSpec]:
         return self._specs
@@ -93,11 +88,24 @@ class RowsOfModel:
         return rows[(slice(None), *map(slice, shard.box.start[1:], shard.box.stop[1:]))]
 
 
-def _tiled(pattern: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+class RowsOfModel(RankRows):
+    """Rows with random numbers."""
+
+    def __init__(self, specs: list[TensorSpec], rank: int, world_size: int, source_dtype: str) -> None:
+        super().__init__(specs, rank, world_size, source_dtype)
+        pattern = torch.randn(2**18, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, source_dtype))
+        for rows in self._rows.values():
+            _tile(pattern, rows)
+
+    def step(self) -> None:
+        """Change every weight, as an optimizer would."""
+        for rows in self._rows.values():
+            rows.neg_()
+
+
+def _tile(pattern: torch.Tensor, rows: torch.Tensor) -> None:
     """`pattern` over and over: random numbers for every element would take longer than the benchmark."""
-    filled = torch.empty(shape, dtype=pattern.dtype)
-    flat = filled.view(-1)
+    flat = rows.view(-1)
     for start in range(0, len(flat), len(pattern)):
         part = flat[start : start + len(pattern)]
         part.copy_(pattern[: len(part)])
-    return filled

@@ -43,6 +43,17 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             return "tests/weight_sync" if file.endswith(TOGETHER) else file
 
+        def remove_node(self, node):
+            """The test that ended its process has had its turn: xdist would run it again, and so on for ever."""
+            files = self.assigned_work[node].values()
+            ended = next(((file, test) for file in files for test, done in file.items() if not done), None)
+            if ended is None:
+                return super().remove_node(node)
+            file, test = ended
+            file[test] = True
+            super().remove_node(node)
+            return test
+
     return Scheduling(config, log)
 
 
@@ -66,14 +77,19 @@ def pytest_runtest_protocol(item):
     turns = getattr(item.config, "workerinput", {}).get("turns")
     if turns is None:
         return (yield)
-    with Path(turns, "queue").open("w") as queue, Path(turns, "machine").open("w") as machine:
-        fcntl.flock(queue, fcntl.LOCK_EX)  # so that one that wants to be alone is not overtaken for ever
-        fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(queue, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(machine, fcntl.LOCK_UN)  # said, because a forked child may have the file open, too
+    # Locks of this process, which its forked children do not hold (as they would flock's): one that outlives a test
+    # process which a time limit has ended would keep all others waiting.
+    with Path(turns, "queue").open("w+") as queue, Path(turns, "machine").open("w+") as machine:
+        fcntl.lockf(queue, fcntl.LOCK_EX)  # so that one that wants to be alone is not overtaken for ever
+        fcntl.lockf(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.lockf(queue, fcntl.LOCK_UN)
+        return (yield)
+
+
+def pytest_runtest_logreport(report):
+    """Says at once what failed: the end may be far away, or never come."""
+    if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n--- {report.nodeid}: {report.when} failed\n{report.longreprtext}\n", flush=True)
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,9 @@ class WeightSource(Protocol):
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         """Write the values of `shard`, which lies inside one of `shards()`, into `destination`, casting on the way.
 
-        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, and is borrowed for
-        the call.
+        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, or on the device of
+        the values, and is borrowed for the call. Only what goes from a CUDA device into pinned memory may arrive later:
+        it is ordered on the device's current stream, which whoever asks then waits for.
         """
 
 
@@ -44,6 +45,15 @@ class ViewableSource(WeightSource, Protocol):
 
         None where they do not lie like that; `copy` is called for those. Borrowed until the next call.
         """
+
+
+@runtime_checkable
+class DeviceSource(WeightSource, Protocol):
+    """A source that can also say where its values are: on an accelerator, publishing compares versions there."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of all values; None if they are on several. It may be another one at the next sync (offloading)."""
 
 
 class Replica(Protocol):

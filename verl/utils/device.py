@@ -101,6 +101,12 @@ def peak_memory_gib(device: str) -> float:
     return peak_nbytes / 1024**3
 
 
+def has_cuda_context() -> bool:
+    """Whether this process has begun to use CUDA."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized())
+
+
 def get_device_name() -> str:
     """verl's name for the kind of device that this process computes on."""
     return resolve_device()

@@ -122,6 +122,7 @@ class NaiveEngine(CheckpointEngineWithCache):
         if path not in self._mapped:
             assert self._plan is not None
             view = SlotView(Path(path), self._plan.layout, writable=True)
+            view.pin(self._plan.extents_of(self.member.index).spans)
             self._mapped[path] = view, SlotPieces(view, self._plan, self.member.index)
 
     @staticmethod

@@ -36,6 +36,7 @@ from verl.checkpoint_engine.plan.types import Range
 from verl.checkpoint_engine.ports import ViewableSource, WeightSource
 
 if TYPE_CHECKING:
+    from verl.checkpoint_engine.memory.device_base import DeviceBase
     from verl.checkpoint_engine.memory.publishing import Place
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,10 @@ class OwnerDeltas:
         """The version that the region holds, and its digests."""
         self._made: _Made | None = None
         self._encoded: tuple[int, Encoded] | None = None
+        self._base: DeviceBase | None = None
+        """What the region holds, where the values are."""
+        self._is_asked = False
+        """Whether there was a reason to look for such a base."""
 
     @property
     def bytes(self) -> UInt8s:
@@ -80,12 +85,12 @@ class OwnerDeltas:
         last, made = self._last, self._made
         self._last = self._made = self._encoded = None
         if request is None or last is None or not is_warm():
-            publication = publish(source, self._region)
+            publication = self._publish_all(source)
         elif last[0] == request.base:
             publication = self._publish_from(last[1], version, source, request)
         else:
             before = self._completed(last[1])
-            publication = publish(source, self._region)
+            publication = self._publish_all(source)
             is_again = last[0] == version and made is not None and made.base_version == request.base
             if is_again and (self._completed(publication.digests) == before).all():
                 self._made = made  # it is tried again: what led to these bytes still does
@@ -93,13 +98,21 @@ class OwnerDeltas:
         self._last = version, publication.digests
         return publication
 
+    def _publish_all(self, source: WeightSource) -> Publication:
+        return publish(source, self._region) if self._base is None else self._base.publish(source)
+
     def _completed(self, digests: PieceDigests) -> UInt64s:
         return digests.completed(self._region.bytes.numpy(), self._region.extents, threads=memory_threads())
 
     def _publish_from(
         self, before: PieceDigests, version: int, source: WeightSource, request: DeltaRequest
     ) -> Publication:
-        base = identity_of(self._plan, self._owner, self._completed(before))
+        digests = self._completed(before)
+        base = identity_of(self._plan, self._owner, digests)
+        if not self._is_asked:
+            from verl.checkpoint_engine.memory.device_base import device_base_for
+
+            self._base, self._is_asked = device_base_for(source, self._region), True
         start_s = time.perf_counter()
         predicted, words, changed = None, 0, 0
         if not request.always:
@@ -112,7 +125,7 @@ class OwnerDeltas:
                 word_nbytes=self._region.nbytes / max(self._words, 1),
             )
         if predicted is not None and not prefers_delta(predicted, was_delta=request.was_delta):
-            publication = publish(source, self._region)
+            publication = self._publish_all(source)
             self._encoded = (
                 version,
                 Encoded(
@@ -126,7 +139,10 @@ class OwnerDeltas:
             )
             return publication
         self._writer.begin()
-        publication = publish(source, self._region, self._writer)
+        if self._base is None:
+            publication = publish(source, self._region, self._writer)
+        else:
+            publication = self._base.publish_changes(source, digests, self._writer)
         publication = replace(publication, seconds=time.perf_counter() - start_s)
         nbytes = self._writer.finish()
         if nbytes:
@@ -161,7 +177,11 @@ class OwnerDeltas:
 
         places, aside, words, changed = self._region.places(source.shards()), Aside(), 0, 0
         viewable = source if isinstance(source, ViewableSource) else None
-        for place in places[:: min(SAMPLED_OF, max(len(places) // 8, 1))]:
+        places = places[:: min(SAMPLED_OF, max(len(places) // 8, 1))]
+        if self._base is not None:
+            words = sum(place.tensor.nbytes // self._width_of(place) for place in places)
+            return words, self._base.count_changed(source, places)
+        for place in places:
             values = viewable.view(place.shard) if viewable is not None else None
             if values is None:
                 values = aside.like(place.tensor)

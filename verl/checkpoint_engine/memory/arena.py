@@ -34,6 +34,7 @@ import numpy as np
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
 from verl.checkpoint_engine.memory.digest import Manifest, verify
 from verl.checkpoint_engine.memory.janitor import Janitor, await_removal, sweep
+from verl.checkpoint_engine.memory.pinning import Pinned, Spans
 from verl.checkpoint_engine.plan.encoded import unpacked
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.utils.files import read_regular, write_private
@@ -66,6 +67,8 @@ class SlotView:
 
         self.path = path
         self.layout = layout
+        self._writable = writable
+        self._pinned: Pinned | None = None
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with path.open("r+b" if writable else "rb") as file:
             self._memory = mmap.mmap(
@@ -87,8 +90,14 @@ class SlotView:
         for spec in self.layout.specs:
             yield spec.name, self.tensor(spec)
 
+    def pin(self, spans: Spans | None = None) -> None:
+        """Pin what is at `spans`, or all of it, until `close`. See `Pinned`."""
+        self._pinned = Pinned(self.bytes, spans, read_only=not self._writable)
+
     def close(self) -> None:
         """Unmap. Tensors that still borrow the memory keep it mapped until they are gone."""
+        if self._pinned is not None:
+            self._pinned.close()
         del self.bytes
         with contextlib.suppress(BufferError):
             self._memory.close()
@@ -337,9 +346,47 @@ def _require_committed(directory: Path, version: int) -> Committed:
     return committed
 
 
+class PinnedSlots:
+    """Slots that an engine on an accelerator reads, mapped and pinned from one activation to the next.
+
+    Pinning takes longer than loading what is pinned, so a slot stays mapped until its file is another one. Used from
+    one thread.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[Path, int], SlotView] = {}
+
+    def view(self, path: Path, inode: int, layout: Layout) -> SlotView:
+        """The slot at `path`, which the caller has open under that `inode`. Closes what no file has any more."""
+        for key in [key for key in self._views if not _is_file(*key)]:
+            self._views.pop(key).close()
+        view = self._views.get((path, inode))
+        if view is None:
+            view = self._views[path, inode] = SlotView(path, layout, writable=False)
+            view.pin()
+        view.layout = layout
+        return view
+
+    def close(self) -> None:
+        """Unmap all. Idempotent."""
+        while self._views:
+            self._views.popitem()[1].close()
+
+
+def _is_file(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
-def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+def open_committed(
+    arena_path: str | Path, version: int, kept: PinnedSlots | None = None
+) -> Iterator[tuple[Manifest, SlotView]]:
     """Map the committed `version` read-only, for engines on the same host. Tensors are borrowed until the block ends.
+
+    `kept`: where the mapping is looked for, and stays.
 
     Raises IntegrityError if the arena is gone or its committed version is another one.
     """
@@ -351,21 +398,27 @@ def open_committed(arena_path: str | Path, version: int) -> Iterator[tuple[Manif
             fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
             _require_committed(directory, version)  # it may have been given up between the look and the lock
             manifest = Manifest.decode((directory / committed.manifest).read_bytes())
-            view = SlotView(directory / committed.slot, manifest.plan.layout, writable=False)
+            path, layout = directory / committed.slot, manifest.plan.layout
+            if kept is not None:
+                view = kept.view(path, os.fstat(held.fileno()).st_ino, layout)
+            else:
+                view = SlotView(path, layout, writable=False)
+                stack.callback(view.close)
         except FileNotFoundError as exc:
             raise IntegrityError(
                 f"version {version} was given up while it was being opened: {exc}", version=version, phase="activate"
             ) from exc
-        stack.callback(view.close)
         yield manifest, view
 
 
 @contextlib.contextmanager
-def open_to_activate(arena_path: str | Path, version: int) -> Iterator[tuple[Manifest, SlotView]]:
+def open_to_activate(
+    arena_path: str | Path, version: int, kept: PinnedSlots | None = None
+) -> Iterator[tuple[Manifest, SlotView]]:
     """`open_committed` for an engine that was told to load `version`. Raises ActivationError if it is not there."""
     with contextlib.ExitStack() as stack:
         try:
-            opened = stack.enter_context(open_committed(arena_path, version))
+            opened = stack.enter_context(open_committed(arena_path, version, kept))
         except IntegrityError as exc:
             raise ActivationError(exc.message, version=version, phase="activate") from exc
         yield opened

@@ -143,12 +143,36 @@ class DeltaWriter:
         """Copy the piece at address `new` over the one at `old`, and append the delta. `piece`: of the owner's own."""
         from verl.checkpoint_engine.memory import delta_codec
 
-        width, shift, mask = self._codes[piece]
-        positions, before, differences, kinds = self._scratch_for(nbytes // width)
+        width = self._codes[piece][0]
+        positions, before, differences, _ = self._scratch_for(nbytes // width)
         count = delta_codec.replace(new, old, nbytes, width, positions, before, differences)
+        self._append(piece, count, new, nbytes)
+
+    def take_changes(
+        self, piece: int, positions: npt.NDArray[np.int32], words: npt.NDArray[Any], first: int, old: int, nbytes: int
+    ) -> None:
+        """As `take`, of a piece whose changes are known: `words` are what those numbered `positions` are now, of a
+        memory in which the piece begins with number `first`."""
+        from verl.checkpoint_engine.memory import delta_codec
+
+        width = self._codes[piece][0]
+        numbers, before, differences, _ = self._scratch_for(nbytes // width)
+        delta_codec.replace_at(positions, words, first, old, width, numbers, before, differences)
+        self._append(piece, len(positions), old, nbytes)
+
+    def give_up(self) -> None:
+        """There will be no deltas: what changed is too much, or not known."""
+        self._is_full = True
+
+    def _append(self, piece: int, count: int, new: int, nbytes: int) -> None:
+        """The delta of a piece, which is now at address `new`, from the notes of its `count` changes."""
+        from verl.checkpoint_engine.memory import delta_codec
+
         self.changed[piece] = count
         if not count or self._is_full:
             return
+        _, shift, mask = self._codes[piece]
+        positions, before, differences, kinds = self._scratch
         out = self._words[self._end :]
         whole = -(-nbytes // WORD)
         room = len(out) - PADDING

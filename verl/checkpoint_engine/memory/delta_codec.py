@@ -151,6 +151,48 @@ def replace(new: Any, old: Any, nbytes: Any, width: Any, positions: Any, before:
 
 
 @_inlined
+def _word_at(address: Any, width: Any) -> Any:
+    if width == 2:
+        return _load16(address)
+    if width == 4:
+        return _load32(address)
+    return _load8(address) if width == 1 else _load64(address)
+
+
+@_inlined
+def _set_word(address: Any, width: Any, value: Any) -> None:
+    if width == 2:
+        _store16(address, value)
+    elif width == 4:
+        _store32(address, value)
+    elif width == 1:
+        _store8(address, value)
+    else:
+        _store64(address, value)
+
+
+@_compiled
+def replace_at(
+    positions: Any, words: Any, first: Any, old: Any, width: Any, numbers: Any, before: Any, differences: Any
+) -> None:
+    """Make `words` the words numbered `positions` of the piece at address `old`, which begins with number `first`.
+
+    Notes of each of them what `replace` does: numbers in the piece, what was there, and the difference.
+    """
+    bits = np.uint64(8 * width)
+    lane, half = ~U0 >> (U64 - bits), U1 << (bits - U1)
+    for index in range(len(positions)):
+        number = np.int64(positions[index]) - first
+        address = np.uint64(old + number * width)
+        is_now, was = np.uint64(words[index]) & lane, _word_at(address, width)
+        _set_word(address, width, is_now)
+        difference = (is_now - was) & lane
+        numbers[index] = number
+        before[index] = was
+        differences[index] = np.int64((difference ^ half) - half)
+
+
+@_inlined
 def _note(count: Any, a: Any, b: Any, index: Any, width: Any, positions: Any, before: Any, differences: Any) -> Any:
     """Note what differs between `a`, which is new, and `b`, the words numbered `index` of 8 bytes."""
     bits = np.uint64(8 * width)
@@ -327,27 +369,6 @@ def _number_at(words: Any, bit: Any, parameter: Any) -> Any:
         return np.int64(-1), U0, bit
     bit += quotient + 1
     return np.int64(_bits_at(words, bit)), _bits_at(words, bit + 64) & U1, bit + 64
-
-
-@_inlined
-def _word_at(address: Any, width: Any) -> Any:
-    if width == 2:
-        return _load16(address)
-    if width == 4:
-        return _load32(address)
-    return _load8(address) if width == 1 else _load64(address)
-
-
-@_inlined
-def _set_word(address: Any, width: Any, value: Any) -> None:
-    if width == 2:
-        _store16(address, value)
-    elif width == 4:
-        _store32(address, value)
-    elif width == 1:
-        _store8(address, value)
-    else:
-        _store64(address, value)
 
 
 @_compiled

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from verl.checkpoint_engine.memory.pinning import Pinned
 from verl.checkpoint_engine.memory.publishing import Place, joined_pieces
 from verl.checkpoint_engine.plan.layout import ALIGNMENT
 from verl.checkpoint_engine.plan.shards import Extents, Int64s
@@ -81,7 +82,10 @@ def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class PackedRegion:
-    """The memory behind a `Packing`. Private to this process; it goes with the last tensor that borrows it."""
+    """The memory behind a `Packing`, pinned where the rank has a CUDA device. Private to this process.
+
+    It goes with the last tensor that borrows it.
+    """
 
     def __init__(self, plan: SyncPlan, owner: int) -> None:
         import torch
@@ -89,6 +93,7 @@ class PackedRegion:
         self.plan = plan
         self.packing = Packing.of(plan, owner)
         self.bytes: torch.Tensor = torch.from_numpy(private_memory(max(self.packing.region_nbytes, 1)))
+        self._pinned = Pinned(self.bytes)
         one = np.ones_like(self.packing.nbytes)
         self.extents = Extents(self.packing.offset, self.packing.nbytes, rows=one, stride=0 * one)
         self._owner = owner

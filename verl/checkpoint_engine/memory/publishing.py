@@ -105,14 +105,16 @@ def publish(source: WeightSource, memory: PieceMemory, deltas: DeltaWriter | Non
             rows = slice(place.pieces.start, place.pieces.stop)
             digests.values[rows] = _copy_and_digest(values, place, deltas)
             digests.known[rows] = True
+    await_copies()
     seconds = time.perf_counter() - start_s
     return Publication(memory, int(nbytes.sum()), seconds, digests)
 
 
 class Aside:
-    """Memory for one tensor at a time."""
+    """Memory for one tensor at a time, on the CPU or another device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._bytes: torch.Tensor | None = None
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +122,7 @@ class Aside:
         import torch
 
         if self._bytes is None or self._bytes.nbytes < tensor.nbytes:
-            self._bytes = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            self._bytes = torch.empty(tensor.nbytes, dtype=torch.uint8, device=self._device)
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -156,7 +158,7 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
     """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
 
     Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
-    torch's own copies never do.
+    torch's own copies never do. From a CUDA device into pinned memory it is only asked for: see `await_copies`.
     """
     plain = (
         values.dtype == destination.dtype
@@ -167,7 +169,29 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
     if plain:
         ctypes.memmove(destination.data_ptr(), values.data_ptr(), values.nbytes)
     else:
-        destination.copy_(values)
+        destination.copy_(values, non_blocking=_is_awaited(destination, values))
+
+
+def _is_awaited(destination: torch.Tensor, values: torch.Tensor) -> bool:
+    import torch
+
+    return (
+        values.device.type == "cuda"
+        and values.device.index == torch.cuda.current_device()
+        and destination.device.type == "cpu"
+        and destination.is_contiguous()
+        and destination.is_pinned()
+    )
+
+
+def await_copies() -> None:
+    """Return when what was copied into pinned memory by this thread, off the current device, is there."""
+    import torch
+
+    from verl.utils.device import has_cuda_context
+
+    if has_cuda_context():
+        torch.cuda.current_stream().synchronize()
 
 
 def joined_pieces(

@@ -198,6 +198,11 @@ class Extents:
     def nbytes(self) -> Int64s:
         return self.run_nbytes * self.rows
 
+    @property
+    def spans(self) -> Int64s:
+        """Of each box a row: where it begins, and bytes from there to its end, gaps between its runs included."""
+        return np.stack([self.offset, self.end - self.offset], axis=1)
+
     def take(self, rows: Int64s) -> Extents:
         return Extents(self.offset[rows], self.run_nbytes[rows], self.rows[rows], self.stride[rows])
 

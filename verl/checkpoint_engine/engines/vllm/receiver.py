@@ -31,7 +31,7 @@ from verl.checkpoint_engine.engines.vllm.fit import names_kept_wide, require_fit
 from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
 from verl.checkpoint_engine.engines.vllm.reports import write_names_kept_wide, write_report
 from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
-from verl.checkpoint_engine.memory.arena import open_to_activate
+from verl.checkpoint_engine.memory.arena import PinnedSlots, open_to_activate
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
@@ -80,6 +80,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._check = EngineCheck("first", self.vllm_config, self.device)
+        self._slots = PinnedSlots() if self.device.type == "cuda" else None
         self._why_whole = ""
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
@@ -126,7 +127,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
                 self.load_once(incoming.tensors())
         elif update_info.arena_path is not None and update_info.version is not None:
-            with open_to_activate(update_info.arena_path, update_info.version) as (_, slot):
+            with open_to_activate(update_info.arena_path, update_info.version, self._slots) as (_, slot):
                 self.load(slot.tensors, update_info.version)
 
     def load(self, weights: Callable[[], Weights], version: int | None) -> None:
@@ -262,4 +263,5 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Everything has been done by now. Called after a failure, too: of several ranks, one raises."""
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        if self._slots is not None:
+            self._slots.close()

@@ -45,6 +45,11 @@ class FSDPWeightSource:
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
 
+    @property
+    def device(self) -> torch.device | None:
+        devices = {part.values().device for tensor in self._tensors.values() for part in tensor.parts}
+        return devices.pop() if len(devices) == 1 else None
+
     def shards(self) -> Sequence[Shard]:
         return tuple(Shard(name, part.box) for name, tensor in self._tensors.items() for part in tensor.parts)
 

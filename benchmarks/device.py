@@ -1,0 +1,301 @@
+"""What one accelerator proves of a sync without Ray or an engine: how fast weights leave it and come back.
+
+    python -m benchmarks.device --size-gib 4
+
+Copies of one large block between device and pinned memory are the measure; everything else is given as a part of their
+rate. A trainer rank publishes from device memory (into memory that peers read, and into a node's slot), an engine loads
+a committed version, and owners make deltas on the device and on the host, which a node applies. Every result is compared
+bit for bit with what was to be moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.command import make_parser, progress, run
+from benchmarks.machine import describe_machine
+from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
+from verl import envs
+from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_to_activate
+from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter, warm_up
+from verl.checkpoint_engine.memory.device_base import DeviceBase
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
+from verl.checkpoint_engine.memory.host_memory import pinned_memory
+from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.publishing import SlotPieces, publish
+from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
+from verl.checkpoint_engine.plan.types import Shard, TensorSpec
+
+PIECE_NBYTES = 2**20
+HALF_A_WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+class RowsOnDevice(RowsOfModel):
+    """A whole model on a device."""
+
+    def __init__(self, specs: list[TensorSpec], source_dtype: str, device: torch.device) -> None:
+        super().__init__(specs, 0, 1, source_dtype)
+        self.device = device
+        self._rows = {name: rows.to(device) for name, rows in self._rows.items()}
+
+    def view(self, shard: Shard) -> None:
+        """Nothing of it lies in host memory."""
+
+    def change(self, fraction: float) -> None:
+        """Move about that fraction of the values to a neighbouring bfloat16."""
+        for rows in self._rows.values():
+            bits = rows.view(HALF_A_WORD[rows.dtype])
+            step = 1 if rows.dtype == torch.bfloat16 else 2**16
+            bits += (torch.rand(rows.shape, device=self.device) < fraction) * step
+
+    def expected(self, name: str) -> torch.Tensor:
+        return self._rows[name].to(torch.bfloat16).cpu()
+
+
+class Measuring:
+    def __init__(self, device: torch.device, size_gib: float, repeats: int) -> None:
+        self.device, self._repeats = device, repeats
+        self.specs = qwen_like_specs(int(size_gib * 2**30), "bfloat16")
+        self.layout = Layout.of(self.specs)
+        self.nbytes = self.layout.payload_nbytes
+
+    def seconds(self, action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """The median, after one that does not count."""
+        found = []
+        for _ in range(self._repeats + 1):
+            before()
+            self._synchronize()
+            start_s = time.perf_counter()
+            action()
+            self._synchronize()
+            found.append(time.perf_counter() - start_s)
+        return median(found[1:])
+
+    def gb_per_s(self, action: Callable[[], object], nbytes: int | None = None, **named: Any) -> float:
+        return (self.nbytes if nbytes is None else nbytes) / self.seconds(action, **named) / 1e9
+
+    def source(self, dtype: str) -> tuple[RowsOnDevice, SyncPlan]:
+        source = RowsOnDevice(self.specs, dtype, self.device)
+        return source, make_plan(self.layout, [ShardTable.of(self.layout, source.shards())], block_nbytes=PIECE_NBYTES)
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+
+def measure(device: torch.device, size_gib: float, repeats: int, fractions: list[float]) -> dict[str, Any]:
+    if device.type == "cuda":
+        torch.cuda.init()
+    measuring = Measuring(device, size_gib, repeats)
+    links = _links(measuring)
+    with tempfile.TemporaryDirectory(prefix="verl-device-", dir=envs.shm_dir()) as directory:
+        result = {
+            "machine": describe_machine(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "torch": torch.__version__,
+            "model_gib": measuring.nbytes / 2**30,
+            "links_gb_per_s": links,
+            "publish": _publishing(measuring, Path(directory)),
+            "activate": _activating(measuring, Path(directory)),
+        }
+    warm_up()
+    result["deltas"] = [_deltas(measuring, fraction) for fraction in fractions]
+    return result
+
+
+def _links(measuring: Measuring) -> dict[str, float]:
+    progress("copies of one block")
+    nbytes = min(measuring.nbytes, 2**30)
+    on_device = torch.zeros(nbytes, dtype=torch.uint8, device=measuring.device)
+    pinned = pinned_memory(nbytes) if measuring.device.type == "cuda" else torch.zeros(nbytes, dtype=torch.uint8)
+    pageable = torch.zeros(nbytes, dtype=torch.uint8)
+    to_host = {"pinned": pinned, "pageable": pageable}
+    return {
+        **{
+            f"to_host_{kind}": measuring.gb_per_s(lambda to=to: to.copy_(on_device), nbytes)
+            for kind, to in to_host.items()
+        },
+        **{
+            f"to_device_{kind}": measuring.gb_per_s(lambda of=of: on_device.copy_(of), nbytes)
+            for kind, of in to_host.items()
+        },
+    }
+
+
+def _publishing(measuring: Measuring, directory: Path) -> dict[str, float]:
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        progress(f"publish from {dtype}")
+        source, plan = measuring.source(dtype)
+        start_s = time.perf_counter()
+        region = PackedRegion(plan, 0)
+        found["region_s"] = time.perf_counter() - start_s
+        found[f"{dtype}_region"] = measuring.gb_per_s(lambda: publish(source, region))
+        _require_packed(region, source)
+        path = directory / f"slot-{dtype}"
+        path.write_bytes(b"")
+        with path.open("r+b") as file:
+            file.truncate(plan.layout.nbytes)
+        slot = SlotView(path, plan.layout, writable=True)
+        start_s = time.perf_counter()
+        slot.pin(plan.extents_of(0).spans)
+        found["slot_pin_s"] = time.perf_counter() - start_s
+        pieces = SlotPieces(slot, plan, 0)
+        found[f"{dtype}_slot"] = measuring.gb_per_s(lambda: publish(source, pieces))
+        for name, tensor in slot.tensors():
+            _require_equal(tensor, source.expected(name), name)
+        slot.close()
+        path.unlink()
+        digests = PieceDigests.none_of(len(plan))
+        found["digest"] = measuring.gb_per_s(
+            lambda: digests.completed(region.bytes.numpy(), region.extents, threads=memory_threads())
+        )
+        base = DeviceBase(region, measuring.device)
+        found[f"{dtype}_by_way_of_base"] = measuring.gb_per_s(lambda: base.publish(source))
+        _require_packed(region, source)
+    return found
+
+
+def _activating(measuring: Measuring, directory: Path) -> dict[str, float]:
+    progress("load a committed version")
+    source, plan = measuring.source("bfloat16")
+    with NodeArena.create(shm_dir=directory, job="device", node="0", layout=plan.layout, slots=1) as arena:
+        arena.begin(0)
+        pieces = SlotPieces(arena.writable_view(), plan, 0)
+        digests = publish(source, pieces).digests.completed(
+            pieces.bytes.numpy(), plan.extents, threads=memory_threads()
+        )
+        arena.commit(0, Manifest.of(0, plan, [digests]))
+        model = {
+            spec.name: torch.empty(spec.shape, dtype=torch.bfloat16, device=measuring.device)
+            for spec in plan.layout.specs
+        }
+
+        def load(kept: PinnedSlots | None) -> None:
+            with open_to_activate(arena.directory, 0, kept) as (_, slot):
+                for name, tensor in slot.tensors():
+                    model[name].copy_(tensor)
+
+        found = {"mapped_each_time": measuring.gb_per_s(lambda: load(None))}
+        kept = PinnedSlots()
+        start_s = time.perf_counter()
+        load(kept)
+        found["first_s"] = time.perf_counter() - start_s
+        found["kept"] = measuring.gb_per_s(lambda: load(kept))
+        for name, tensor in model.items():
+            _require_equal(tensor.cpu(), source.expected(name), name)
+        kept.close()
+    return found
+
+
+def _deltas(measuring: Measuring, fraction: float) -> dict[str, float]:
+    progress(f"deltas of {fraction:.2%}")
+    source, plan = measuring.source("bfloat16")
+    found: dict[str, float] = {"fraction": fraction}
+    for way in ("device", "host"):
+        region = PackedRegion(plan, 0)
+        writer = DeltaWriter(plan, 0, region.nbytes)
+        digests = publish(source, region).digests
+        base = DeviceBase(region, measuring.device)
+        before = region.bytes.clone()
+        known = [digests.completed(region.bytes.numpy(), region.extents, threads=memory_threads())]
+
+        def changed() -> None:
+            source.change(fraction)
+            before.copy_(region.bytes)
+            writer.begin()
+
+        def publish_once() -> None:
+            if way == "host":
+                publish(source, region, writer)
+            else:
+                made = base.publish_changes(source, known[0], writer).digests
+                known[0] = made.completed(region.bytes.numpy(), region.extents, threads=memory_threads())
+
+        found[f"{way}_s"] = measuring.seconds(publish_once, before=changed)
+        nbytes = writer.finish()
+        _require_packed(region, source)
+        if nbytes:
+            found[f"{way}_bits_per_change"] = 8 * nbytes / int(writer.changed.sum())
+            _require_applied(plan, region, before, writer.bytes[:nbytes])
+    progress("what a full publication takes")
+    region = PackedRegion(plan, 0)
+    found["full_s"] = measuring.seconds(
+        lambda: publish(source, region), before=functools.partial(source.change, fraction)
+    )
+    return found
+
+
+def _require_applied(plan: SyncPlan, region: PackedRegion, before: torch.Tensor, deltas: Any) -> None:
+    old, new = (np.zeros(plan.layout.nbytes, np.uint8) for _ in range(2))
+    expected = np.zeros(plan.layout.nbytes, np.uint8)
+    for packed, slot in ((before.numpy(), old), (region.bytes.numpy(), expected)):
+        for (offset, nbytes, _, _), start in zip(
+            plan.extents_of(0).of(range(len(plan))), region.packing.offset, strict=True
+        ):
+            slot[offset : offset + nbytes] = packed[start : start + nbytes]
+    arrived = PieceDigests.none_of(len(plan))
+    applier = Applier(plan, old, new, arrived)
+    wrong = applier.apply([Deltas.parse(plan, 0, deltas)], threads=memory_threads(), stopped=lambda: False)
+    if wrong or not (new == expected).all():
+        raise ValueError("what was applied is not what was published")
+
+
+def _require_packed(region: PackedRegion, source: RowsOnDevice) -> None:
+    for place in region.places(source.shards()):
+        rows = slice(place.shard.box.start[0], place.shard.box.stop[0])
+        _require_equal(place.tensor, source.expected(place.shard.name)[rows], place.shard.name)
+
+
+def _require_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    if not torch.equal(found.view(torch.int16), expected.view(torch.int16)):
+        raise ValueError(f"{name} is not what was published")
+
+
+def print_table(result: dict[str, Any]) -> None:
+    links, publishing, activating = result["links_gb_per_s"], result["publish"], result["activate"]
+    print(f"\n{result['device']}, torch {result['torch']}, {result['model_gib']:.2f} GiB of bfloat16\n")
+    print(f"{'GB/s':44} {'rate':>8} {'of the copy':>12}")
+    for name, rate in links.items():
+        print(f"{name.replace('_', ' '):44} {rate:8.2f}")
+    to_host, to_device = links["to_host_pinned"], links["to_device_pinned"]
+    for name, rate in publishing.items():
+        if not name.endswith("_s"):
+            print(f"{'publish ' + name.replace('_', ' '):44} {rate:8.2f} {rate / to_host:12.2f}")
+    for name in ("kept", "mapped_each_time"):
+        print(f"{'load, ' + name.replace('_', ' '):44} {activating[name]:8.2f} {activating[name] / to_device:12.2f}")
+    print(
+        f"\npinning: region {publishing['region_s']:.2f} s, slot {publishing['slot_pin_s']:.2f} s, first load {activating['first_s']:.2f} s"
+    )
+    print(f"\n{'changed':>8} {'full s':>8} {'device s':>9} {'host s':>8} {'bits a change':>14}")
+    for row in result["deltas"]:
+        bits = row.get("device_bits_per_change", float("nan"))
+        print(f"{row['fraction']:8.2%} {row['full_s']:8.3f} {row['device_s']:9.3f} {row['host_s']:8.3f} {bits:14.1f}")
+
+
+def main() -> int:
+    parser = make_parser("device", __doc__ or "", "result.json")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="default: cuda")
+    parser.add_argument("--size-gib", type=float, default=4.0, help="of the model in bfloat16 (default: 4)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.05], help="fractions for deltas")
+    options = parser.parse_args()
+    measuring = functools.partial(measure, options.device, options.size_gib, options.repeats, options.changed)
+    return run(options.output, measuring, print_table=print_table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

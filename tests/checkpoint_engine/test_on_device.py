@@ -6,13 +6,15 @@ Needs neither Ray nor an engine: `scripts/gpu_check.sh` runs what is marked `gpu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from verl import envs
 from verl.checkpoint_engine.links.deltas import OwnerDeltas, fitting
 from verl.checkpoint_engine.memory import device_base
 from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_committed
@@ -91,6 +93,13 @@ class Source:
 
 
 @pytest.fixture
+def shm() -> Iterator[Path]:
+    """What is elsewhere than in shared memory cannot be pinned."""
+    with tempfile.TemporaryDirectory(prefix="verl-test-", dir=envs.shm_dir()) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
 def source(device: torch.device) -> Source:
     return Source(device)
 
@@ -130,20 +139,23 @@ def test_a_region_that_peers_read_gets_what_the_device_has(source: Source, plan:
         source.step(0.5, version)
 
 
-def test_a_slot_gets_what_the_device_has(source: Source, plan: SyncPlan, tmp_path: Path):
-    path = tmp_path / "slot"
+@pytest.mark.parametrize("place", ["shared memory", "a disk"])
+def test_a_slot_gets_what_the_device_has(source: Source, plan: SyncPlan, shm: Path, tmp_path: Path, place: str, caplog):
+    path = (shm if place == "shared memory" else tmp_path) / "slot"
     path.write_bytes(bytes(plan.layout.nbytes))
     slot = SlotView(path, plan.layout, writable=True)
-    slot.pin(plan.extents_of(0).spans)
+    with caplog.at_level(logging.WARNING):
+        slot.pin(plan.extents_of(0).spans)
+    assert ("cannot be pinned" in caplog.text) is (place == "a disk" and source.device.type == "cuda")
     publish(source, SlotPieces(slot, plan, 0))
     for name, tensor in slot.tensors():
         assert bits(tensor) == bits(source.expected(name)), name
     slot.close()
 
 
-def test_slots_stay_pinned_until_their_file_is_another(source: Source, plan: SyncPlan, tmp_path: Path):
+def test_slots_stay_pinned_until_their_file_is_another(source: Source, plan: SyncPlan, shm: Path, caplog):
     kept = PinnedSlots()
-    with NodeArena.create(shm_dir=tmp_path, job="test", node="0", layout=plan.layout, slots=2) as arena:
+    with NodeArena.create(shm_dir=shm, job="test", node="0", layout=plan.layout, slots=2) as arena:
         mapped = []
         for version in range(6):
             if version == 4:
@@ -163,6 +175,7 @@ def test_slots_stay_pinned_until_their_file_is_another(source: Source, plan: Syn
         assert mapped[1] is mapped[3]
         assert mapped[4] is not mapped[2]
         assert mapped[5] is mapped[3]
+        assert "cannot be pinned" not in caplog.text
     kept.close()
 
 
@@ -177,7 +190,11 @@ def test_what_changed_on_the_device_leads_to_the_same_bytes(source: Source, plan
     manifest = Manifest.of(0, plan, [owner._completed(owner._last[1])])
     for version in range(1, 4):
         source.step(fraction, version)
-        owner.publish(version, source, DeltaRequest(base=version - 1, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False))
+        owner.publish(
+            version,
+            source,
+            DeltaRequest(base=version - 1, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False),
+        )
         assert_packed(region, source)
         identity, nbytes = owner.leads_from
         after = slot_of(plan, region)
@@ -220,7 +237,9 @@ def test_a_host_copy_that_is_not_what_was_published_is_made_anew(source: Source,
     region.bytes[100] += 1
     source.step(0.01, 1)
     with caplog.at_level(logging.WARNING):
-        owner.publish(1, source, DeltaRequest(base=0, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False))
+        owner.publish(
+            1, source, DeltaRequest(base=0, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False)
+        )
     assert "not what was published" in caplog.text
     assert owner.leads_from == (0, 0)
     assert_packed(region, source)

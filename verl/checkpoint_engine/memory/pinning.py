@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,12 +51,13 @@ class Pinned:
             error = cudart.cudaHostRegister(start, end - start, flags)
             if int(error) != 0:
                 logger.warning(
-                    "%d bytes of host memory cannot be pinned (%s): copies between device and host are slower. "
-                    "`ulimit -l` and the container's limit of locked memory are what usually forbids it",
+                    "%d bytes of host memory cannot be pinned (%s): copies between device and host are slower. Files "
+                    "must be in shared memory (tmpfs), and `ulimit -l` or the container may limit locked memory",
                     end - start,
                     cudart.cudaGetErrorString(error),
                 )
                 self.close()
+                _forget_error()
                 return
             self._pinned.append(start)
 
@@ -66,6 +68,14 @@ class Pinned:
 def _unpin(starts: list[int], _: torch.Tensor) -> None:
     while starts:
         _cudart().cudaHostUnregister(starts.pop())
+
+
+def _forget_error() -> None:
+    """The runtime keeps the last error until somebody asks: torch, after the next kernel, which would be blamed."""
+    import torch
+
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _cudart() -> Any:

@@ -169,6 +169,8 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
     if plain:
         ctypes.memmove(destination.data_ptr(), values.data_ptr(), values.nbytes)
     else:
+        if values.device.type != "cpu" == destination.device.type:  # or torch moves the wider ones, and casts here
+            values = values.to(destination.dtype)
         destination.copy_(values, non_blocking=_is_awaited(destination, values))
 
 

@@ -29,6 +29,7 @@ from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.utils.device import has_cuda_context
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {
@@ -131,6 +132,10 @@ def slot_of(plan: SyncPlan, region: PackedRegion) -> np.ndarray:
     return slot
 
 
+def always(base: int, region: PackedRegion) -> DeltaRequest:
+    return DeltaRequest(base=base, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False)
+
+
 def test_a_region_that_peers_read_gets_what_the_device_has(source: Source, plan: SyncPlan):
     region = PackedRegion(plan, 0)
     for version in range(3):
@@ -146,7 +151,7 @@ def test_a_slot_gets_what_the_device_has(source: Source, plan: SyncPlan, shm: Pa
     slot = SlotView(path, plan.layout, writable=True)
     with caplog.at_level(logging.WARNING):
         slot.pin(plan.extents_of(0).spans)
-    assert ("cannot be pinned" in caplog.text) is (place == "a disk" and source.device.type == "cuda")
+    assert ("cannot be pinned" in caplog.text) is (place == "a disk" and has_cuda_context())
     publish(source, SlotPieces(slot, plan, 0))
     for name, tensor in slot.tensors():
         assert bits(tensor) == bits(source.expected(name)), name
@@ -193,7 +198,7 @@ def test_what_changed_on_the_device_leads_to_the_same_bytes(source: Source, plan
         owner.publish(
             version,
             source,
-            DeltaRequest(base=version - 1, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False),
+            always(version - 1, region),
         )
         assert_packed(region, source)
         identity, nbytes = owner.leads_from
@@ -219,7 +224,7 @@ def test_deltas_made_on_the_device_are_those_made_on_the_host(source: Source, pl
         owner._is_asked = True
     for version in range(1, 4):
         source.step(0.02, version)
-        request = DeltaRequest(base=version - 1, nbytes=regions[0].nbytes, rates=Rates(), always=True, was_delta=False)
+        request = always(version - 1, regions[0])
         for owner in owners:
             owner.publish(version, source, request)
         (_, nbytes), other = owners[0].leads_from, owners[1].leads_from
@@ -237,9 +242,7 @@ def test_a_host_copy_that_is_not_what_was_published_is_made_anew(source: Source,
     region.bytes[100] += 1
     source.step(0.01, 1)
     with caplog.at_level(logging.WARNING):
-        owner.publish(
-            1, source, DeltaRequest(base=0, nbytes=region.nbytes, rates=Rates(), always=True, was_delta=False)
-        )
+        owner.publish(1, source, always(0, region))
     assert "not what was published" in caplog.text
     assert owner.leads_from == (0, 0)
     assert_packed(region, source)

@@ -73,6 +73,8 @@ class DeviceBase:
         self._region = region
         self._bytes = region.bytes.to(device, copy=True)
         self._aside = Aside(device)
+        self.compared_s = 0.0
+        """Of the last `publish_changes`: until what changed was on the host, when the trainer's values may be others."""
 
     def publish(self, source: WeightSource) -> Publication:
         """As `publishing.publish`: everything. Digests are taken from the copy."""
@@ -98,6 +100,7 @@ class DeviceBase:
                 return self._all(start_s)
             found.append(changes)
         await_copies()
+        self.compared_s = time.perf_counter() - start_s
         digests = PieceDigests.none_of(len(before))
         if not all(self._change(changes, before, deltas, digests) for changes in found):
             logger.warning("the copy of the last version on this host is not what was published; it is made anew")

@@ -29,10 +29,10 @@ from verl import envs
 from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_to_activate
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter, warm_up
 from verl.checkpoint_engine.memory.device_base import DeviceBase
-from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
 from verl.checkpoint_engine.memory.host_memory import pinned_memory
 from verl.checkpoint_engine.memory.packed import PackedRegion
-from verl.checkpoint_engine.memory.publishing import SlotPieces, publish
+from verl.checkpoint_engine.memory.publishing import PieceMemory, SlotPieces, publish
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
@@ -97,8 +97,7 @@ class Measuring:
 
 
 def measure(device: torch.device, size_gib: float, repeats: int, fractions: list[float]) -> dict[str, Any]:
-    if device.type == "cuda":
-        torch.cuda.init()
+    torch.zeros(1, device=device)  # from here on the process uses it, and pins its memory
     measuring = Measuring(device, size_gib, repeats)
     links = _noted(_links(measuring))
     with tempfile.TemporaryDirectory(prefix="verl-device-", dir=envs.shm_dir()) as directory:
@@ -127,51 +126,51 @@ def _links(measuring: Measuring) -> dict[str, float]:
     on_device = torch.zeros(nbytes, dtype=torch.uint8, device=measuring.device)
     pinned = pinned_memory(nbytes) if measuring.device.type == "cuda" else torch.zeros(nbytes, dtype=torch.uint8)
     pageable = torch.zeros(nbytes, dtype=torch.uint8)
-    to_host = {"pinned": pinned, "pageable": pageable}
-    return {
-        **{
-            f"to_host_{kind}": measuring.gb_per_s(lambda to=to: to.copy_(on_device), nbytes)
-            for kind, to in to_host.items()
-        },
-        **{
-            f"to_device_{kind}": measuring.gb_per_s(lambda of=of: on_device.copy_(of), nbytes)
-            for kind, of in to_host.items()
-        },
-    }
+    found = {}
+    for kind, host in (("pinned", pinned), ("pageable", pageable)):
+        found[f"to_host_{kind}"] = measuring.gb_per_s(functools.partial(host.copy_, on_device), nbytes)
+        found[f"to_device_{kind}"] = measuring.gb_per_s(functools.partial(on_device.copy_, host), nbytes)
+    return found
 
 
 def _publishing(measuring: Measuring, directory: Path) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for dtype in ("bfloat16", "float32"):
         progress(f"publish from {dtype}")
-        source, plan = measuring.source(dtype)
-        start_s = time.perf_counter()
-        region = PackedRegion(plan, 0)
-        found["region_s"] = time.perf_counter() - start_s
-        found[f"{dtype}_region"] = measuring.gb_per_s(lambda: publish(source, region))
-        _require_packed(region, source)
-        path = directory / f"slot-{dtype}"
-        path.write_bytes(b"")
-        with path.open("r+b") as file:
-            file.truncate(plan.layout.nbytes)
-        slot = SlotView(path, plan.layout, writable=True)
-        start_s = time.perf_counter()
-        slot.pin(plan.extents_of(0).spans)
-        found["slot_pin_s"] = time.perf_counter() - start_s
-        pieces = SlotPieces(slot, plan, 0)
-        found[f"{dtype}_slot"] = measuring.gb_per_s(lambda: publish(source, pieces))
-        for name, tensor in slot.tensors():
-            _require_equal(tensor, source.expected(name), name)
-        slot.close()
-        path.unlink()
-        digests = PieceDigests.none_of(len(plan))
-        found["digest"] = measuring.gb_per_s(
-            lambda: digests.completed(region.bytes.numpy(), region.extents, threads=memory_threads())
-        )
-        base = DeviceBase(region, measuring.device)
-        found[f"{dtype}_by_way_of_base"] = measuring.gb_per_s(lambda: base.publish(source))
-        _require_packed(region, source)
+        found |= _published(measuring, dtype, directory / f"slot-{dtype}")
     return found
+
+
+def _published(measuring: Measuring, dtype: str, path: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    source, plan = measuring.source(dtype)
+    start_s = time.perf_counter()
+    region = PackedRegion(plan, 0)
+    found["region_s"] = time.perf_counter() - start_s
+    found[f"{dtype}_region"] = measuring.gb_per_s(lambda: publish(source, region))
+    _require_packed(region, source)
+    with path.open("xb") as file:
+        file.truncate(plan.layout.nbytes)
+    slot = SlotView(path, plan.layout, writable=True)
+    start_s = time.perf_counter()
+    slot.pin(plan.extents_of(0).spans)
+    found["slot_pin_s"] = time.perf_counter() - start_s
+    pieces = SlotPieces(slot, plan, 0)
+    found[f"{dtype}_slot"] = measuring.gb_per_s(lambda: publish(source, pieces))
+    for name, tensor in slot.tensors():
+        _require_equal(tensor, source.expected(name), name)
+    slot.close()
+    path.unlink()
+    unknown = PieceDigests.none_of(len(plan))
+    found["digest"] = measuring.gb_per_s(lambda: _digests(region, unknown))
+    base = DeviceBase(region, measuring.device)
+    found[f"{dtype}_by_way_of_base"] = measuring.gb_per_s(lambda: base.publish(source))
+    _require_packed(region, source)
+    return found
+
+
+def _digests(memory: PieceMemory, known: PieceDigests) -> UInt64s:
+    return known.completed(memory.bytes.numpy(), memory.extents, threads=memory_threads())
 
 
 def _activating(measuring: Measuring, directory: Path) -> dict[str, float]:
@@ -180,10 +179,7 @@ def _activating(measuring: Measuring, directory: Path) -> dict[str, float]:
     with NodeArena.create(shm_dir=directory, job="device", node="0", layout=plan.layout, slots=1) as arena:
         arena.begin(0)
         pieces = SlotPieces(arena.writable_view(), plan, 0)
-        digests = publish(source, pieces).digests.completed(
-            pieces.bytes.numpy(), plan.extents, threads=memory_threads()
-        )
-        arena.commit(0, Manifest.of(0, plan, [digests]))
+        arena.commit(0, Manifest.of(0, plan, [_digests(pieces, publish(source, pieces).digests)]))
         model = {
             spec.name: torch.empty(spec.shape, dtype=torch.bfloat16, device=measuring.device)
             for spec in plan.layout.specs
@@ -209,41 +205,48 @@ def _activating(measuring: Measuring, directory: Path) -> dict[str, float]:
 def _deltas(measuring: Measuring, fraction: float) -> dict[str, float]:
     progress(f"deltas of {fraction:.2%}")
     source, plan = measuring.source("bfloat16")
-    found: dict[str, float] = {"fraction": fraction}
-    for way in ("device", "host"):
-        region = PackedRegion(plan, 0)
-        writer = DeltaWriter(plan, 0, region.nbytes)
-        digests = publish(source, region).digests
-        base = DeviceBase(region, measuring.device)
-        before = region.bytes.clone()
-        known = [digests.completed(region.bytes.numpy(), region.extents, threads=memory_threads())]
+    on_device = _changes_published(measuring, source, plan, fraction, on_device=True)
+    on_host = _changes_published(measuring, source, plan, fraction, on_device=False)
+    region, change = PackedRegion(plan, 0), functools.partial(source.change, fraction)
+    return {
+        "fraction": fraction,
+        "full_s": measuring.seconds(lambda: publish(source, region), before=change),
+        "device_s": on_device["seconds"],
+        "compared_s": on_device["compared_s"],
+        "host_s": on_host["seconds"],
+        "bits_per_change": on_device["bits_per_change"],
+    }
 
-        def changed() -> None:
-            source.change(fraction)
-            before.copy_(region.bytes)
-            writer.begin()
 
-        def publish_once() -> None:
-            if way == "host":
-                publish(source, region, writer)
-            else:
-                made = base.publish_changes(source, known[0], writer).digests
-                known[0] = made.completed(region.bytes.numpy(), region.extents, threads=memory_threads())
-
-        found[f"{way}_s"] = measuring.seconds(publish_once, before=changed)
-        nbytes = writer.finish()
-        _require_packed(region, source)
-        if way == "device":
-            found["compared_s"] = base.compared_s
-        if nbytes:
-            found[f"{way}_bits_per_change"] = 8 * nbytes / int(writer.changed.sum())
-            _require_applied(plan, region, before, writer.bytes[:nbytes])
-    progress("what a full publication takes")
+def _changes_published(
+    measuring: Measuring, source: RowsOnDevice, plan: SyncPlan, fraction: float, *, on_device: bool
+) -> dict[str, float]:
     region = PackedRegion(plan, 0)
-    found["full_s"] = measuring.seconds(
-        lambda: publish(source, region), before=functools.partial(source.change, fraction)
-    )
-    return found
+    writer, before = DeltaWriter(plan, 0, region.nbytes), torch.empty_like(region.bytes)
+    known = _digests(region, publish(source, region).digests)
+    base = DeviceBase(region, measuring.device)
+
+    def change() -> None:
+        source.change(fraction)
+        before.copy_(region.bytes)
+        writer.begin()
+
+    def publish_changes() -> None:
+        if on_device:
+            known[:] = _digests(region, base.publish_changes(source, known, writer).digests)
+        else:
+            publish(source, region, writer)
+
+    seconds = measuring.seconds(publish_changes, before=change)
+    nbytes = writer.finish()
+    _require_packed(region, source)
+    if nbytes:
+        _require_applied(plan, region, before, writer.bytes[:nbytes])
+    return {
+        "seconds": seconds,
+        "compared_s": base.compared_s,
+        "bits_per_change": 8 * nbytes / max(int(writer.changed.sum()), 1),
+    }
 
 
 def _require_applied(plan: SyncPlan, region: PackedRegion, before: torch.Tensor, deltas: Any) -> None:
@@ -287,14 +290,12 @@ def print_table(result: dict[str, Any]) -> None:
             print(f"{'publish ' + name.replace('_', ' '):44} {rate:8.2f} {rate / to_host:12.2f}")
     for name in ("kept", "mapped_each_time"):
         print(f"{'load, ' + name.replace('_', ' '):44} {activating[name]:8.2f} {activating[name] / to_device:12.2f}")
-    print(
-        f"\npinning: region {publishing['region_s']:.2f} s, slot {publishing['slot_pin_s']:.2f} s, first load {activating['first_s']:.2f} s"
-    )
+    pinning = f"region {publishing['region_s']:.2f} s, slot {publishing['slot_pin_s']:.2f} s"
+    print(f"\npinning: {pinning}, first load {activating['first_s']:.2f} s")
     print(f"\n{'changed':>8} {'full s':>8} {'device s':>9} {'compared s':>11} {'host s':>8} {'bits a change':>14}")
     for row in result["deltas"]:
-        bits = row.get("device_bits_per_change", float("nan"))
         seconds = f"{row['full_s']:8.3f} {row['device_s']:9.3f} {row['compared_s']:11.3f} {row['host_s']:8.3f}"
-        print(f"{row['fraction']:8.2%} {seconds} {bits:14.1f}")
+        print(f"{row['fraction']:8.2%} {seconds} {row['bits_per_change']:14.1f}")
 
 
 def main() -> int:

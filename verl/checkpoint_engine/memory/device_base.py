@@ -74,7 +74,7 @@ class DeviceBase:
         self._bytes = region.bytes.to(device, copy=True)
         self._aside = Aside(device)
         self.compared_s = 0.0
-        """Of the last `publish_changes`: until what changed was on the host, when the trainer's values may be others."""
+        """Of the last `publish_changes`: until what changed was on the host, from when on the values may be others."""
 
     def publish(self, source: WeightSource) -> Publication:
         """As `publishing.publish`: everything. Digests are taken from the copy."""

@@ -132,8 +132,7 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         *LONG_RESPONSES[1:],
         warm=warm,
     )
-    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
-    time.sleep(0.3)
+    job.wait_for(lambda: job.find("ray::RolloutServer.generate"), "generation")  # Ray's title of an actor at work
     (server,) = job.find("ray::RolloutServer")
     server.kill()
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
@@ -168,8 +167,7 @@ def test_an_agent_loop_worker_that_is_killed_is_replaced_and_the_run_goes_on(sta
         module=module,
         warm=warm,
     )
-    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
-    time.sleep(0.3)
+    job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
     (worker,) = job.find("ray::AgentLoopWorker")
     worker.kill()
     assert job.wait() == 0, job.stderr
@@ -190,8 +188,7 @@ def test_a_fully_asynchronous_run_ends_when_its_workers_die_more_often_than_is_a
         module=FULLY_ASYNC,
         warm=warm,
     )
-    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
-    time.sleep(0.3)
+    job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
     (worker,) = job.find("ray::AgentLoopWorker")
     worker.kill()
     assert job.wait() == 1

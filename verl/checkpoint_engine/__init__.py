@@ -11,6 +11,8 @@
         report = await manager.update_weights(step)        # every replica serves version `step`, or SyncAborted
     await manager.close()
 
+or, for any training loop, without ports: `WeightPublisher`.
+
 Importing this package loads none of torch, ray or vllm: names are resolved on first use.
 """
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         TransportTimeout,
     )
     from verl.checkpoint_engine.plan.types import SyncReport, TensorMeta
+    from verl.checkpoint_engine.publisher import WeightPublisher
     from verl.checkpoint_engine.registry import CheckpointEngineRegistry
     from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
     from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
@@ -54,6 +57,7 @@ _MODULES = {
     ),
     "sync.manager": ("CheckpointEngineManager",),
     "sync.participants": ("RolloutNode", "TrainerRank"),
+    "publisher": ("WeightPublisher",),
     "registry": ("CheckpointEngineRegistry",),
     "plan.types": ("SyncReport", "TensorMeta"),
 }
@@ -78,6 +82,7 @@ __all__ = [
     "TrainerRank",
     "TransportError",
     "TransportTimeout",
+    "WeightPublisher",
 ]
 
 

@@ -54,12 +54,12 @@ class Endpoint:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
 
-    def check(self, parallel_size: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> None:
+    def check(self, parallel_size: int | None, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> None:
         """Make sure that an update can work, before anything happens: the engine goes on serving.
 
-        `parallel_size` is the number of its workers that will be fed; `tensors` are names, dtypes and shapes to be held
-        against its model, or None. Raises ConfigError that says what to change, ActivationError that lists what does
-        not fit.
+        `parallel_size` is the number of its workers that will be fed, None if all of them take the same; `tensors` are
+        names, dtypes and shapes to be held against its model, or None. Raises ConfigError that says what to change,
+        ActivationError that lists what does not fit.
         """
         everybody, workers = self._world_sizes()
         if workers != everybody:
@@ -67,7 +67,7 @@ class Endpoint:
                 f"the server at {self.url} runs {everybody // workers} data-parallel engines: start one server for "
                 "each, and name all of them as endpoints"
             )
-        if workers != parallel_size:
+        if parallel_size is not None and workers != parallel_size:
             raise ConfigError(
                 f"the engine at {self.url} has {workers} workers: set --inference-parallel-size {workers} "
                 f"(it is {parallel_size})"
@@ -105,17 +105,28 @@ class Endpoint:
         Raises ActivationError if the engine refuses. It then serves nothing: it holds a mixture of weights and stays
         paused until an update succeeds.
         """
-        update_info = {"socket_paths": dict(socket_paths), "timeout_s": self._timeout_s}
-        self._call("POST", f"/pause?mode={pause_mode}")
+        self.pause(pause_mode)
+        self.load({"socket_paths": dict(socket_paths), "timeout_s": self._timeout_s}, version)
+        self.resume()
+
+    def pause(self, mode: str) -> None:
+        """Stop generating; `mode` is one of `PAUSE_MODES`. Idempotent."""
+        self._call("POST", f"/pause?mode={mode}")
+
+    def load(self, update_info: Mapping[str, Any], version: str) -> None:
+        """Have every worker load what `update_info` says, as `version`, while the engine is paused. As `update`."""
         self._start()
         try:
-            self._call("POST", "/update_weights", {"update_info": update_info})
+            self._call("POST", "/update_weights", {"update_info": dict(update_info)})
         except (ActivationError, TransportError):
             with suppress(ActivationError, TransportError):  # of its workers, one has raised; the others wait for this
                 self._call("POST", "/finish_weight_update")
             raise
         self._call("POST", "/finish_weight_update", {"weight_version": version})
         self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+
+    def resume(self) -> None:
+        """Generate again. Idempotent."""
         self._call("POST", "/resume")
 
     def _start(self) -> None:

@@ -1,0 +1,85 @@
+"""What a publisher reads of a module or of named tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from verl.checkpoint_engine.errors import ConfigError, PlanError
+from verl.checkpoint_engine.plan.types import Box, Shard
+from verl.checkpoint_engine.publisher.model_source import ModelSource
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("computed", torch.ones(2), persistent=False)
+
+
+def sent(source: ModelSource) -> dict[str, torch.Tensor]:
+    found = {}
+    specs = {spec.name: spec for spec in source.specs()}
+    for shard in source.shards():
+        found[shard.name] = torch.empty(shard.box.shape, dtype=getattr(torch, specs[shard.name].dtype))
+        source.copy(shard, found[shard.name])
+    return found
+
+
+def test_a_module_is_its_parameters_and_persistent_buffers_tied_ones_once():
+    model = Tied()
+    found = sent(ModelSource(model))
+    state = model.state_dict()
+    assert found.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_wrappers_do_not_change_names():
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = torch.compile(model)
+    assert sent(ModelSource(compiled)).keys() == {"0.weight", "0.bias"}
+
+
+def test_floating_point_tensors_are_sent_in_the_dtype_that_is_asked_for():
+    found = sent(ModelSource(Tied(), "bfloat16"))
+    assert found["inner.0.weight"].dtype == torch.bfloat16
+    assert found["inner.1.num_batches_tracked"].dtype == torch.int64
+
+
+def test_parts_are_read_where_they_are():
+    source = ModelSource({"w": torch.arange(24.0).view(6, 4)})
+    part = torch.empty(2, 3)
+    source.copy(Shard("w", Box((2, 1), (4, 4))), part)
+    assert part.tolist() == [[9, 10, 11], [13, 14, 15]]
+    rows = source.view(Shard("w", Box((2, 0), (4, 4))))
+    assert rows is not None
+    assert rows.is_contiguous()
+    assert source.view(Shard("w", Box((2, 1), (4, 4)))) is None
+
+
+def test_a_mapping_may_have_other_tensors_under_its_names_later():
+    tensors = {"w": torch.zeros(3)}
+    source = ModelSource(tensors)
+    tensors["w"] = torch.ones(3)
+    assert sent(source)["w"].tolist() == [1, 1, 1]
+    tensors["w"] = torch.ones(4)
+    with pytest.raises(PlanError, match=r"w, of shape \(3,\), is now of shape \(4,\)"):
+        source.shards()
+    del tensors["w"]
+    with pytest.raises(PlanError, match="is gone"):
+        source.shards()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "Tensor"])
+def test_a_dtype_that_is_none_is_refused(dtype: str):
+    with pytest.raises(ConfigError, match="no floating-point type"):
+        ModelSource({"w": torch.ones(3)}, dtype)
+
+
+def test_nothing_is_refused():
+    with pytest.raises(ConfigError, match="nothing to publish"):
+        ModelSource({})

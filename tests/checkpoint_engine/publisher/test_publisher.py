@@ -1,0 +1,135 @@
+"""A training loop pushes into a vLLM server, which then says what transformers says with those weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.utils.builtin.tiny_model import make_tiny_model
+
+from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vllm
+from tests.warm_workers import WarmWorkers
+from tests.weight_sync.greedy import hugging_face_tokens
+from tests.weight_sync.replicas import expected_on_rank
+from verl.checkpoint_engine import ActivationError, WeightPublisher
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "any_trainer" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Iterator[ServedVLLM]:
+    with served_vllm(directory, tmp_path_factory.mktemp("vllm"), warm) as server:
+        yield server
+
+
+def nudge(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+
+
+def assert_serves(server: ServedVLLM, model: torch.nn.Module, directory: Path) -> None:
+    assert server.greedy_tokens() == hugging_face_tokens(model)
+    expected = expected_on_rank(dict(model.state_dict()), AutoConfig.from_pretrained(directory), 0, 1)
+    found = server.weights()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def served_version(server: ServedVLLM) -> str:
+    from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+
+    return Endpoint(server.url, timeout_s=60).version()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(500)
+class TestAgainstVLLM:
+    def test_every_push_is_what_the_server_then_computes_with(self, server: ServedVLLM, directory: Path, shm: Path):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with WeightPublisher(model, [server.url + "/"], report_path=shm / "reports.jsonl") as publisher:
+            for version in range(2):
+                nudge(model, version)
+                report = publisher.push(version)
+                assert report.replicas_updated == (server.url,)
+                assert served_version(server) == str(version)
+                assert_serves(server, model, directory)
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            pending = publisher.push_async(2)
+            nudge(model, 2)  # it has been copied
+            assert pending.result().version == 2
+            model.load_state_dict(before)
+            assert_serves(server, model, directory)
+        assert arenas_in(shm) == []
+        assert len((shm / "reports.jsonl").read_text().splitlines()) == 3
+
+    def test_named_tensors_and_a_file_of_endpoints(self, server: ServedVLLM, directory: Path, shm: Path):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        nudge(model, 5)
+        endpoints = shm / "endpoints"
+        endpoints.write_text(f"# servers\n{server.url}\n\n")
+        with WeightPublisher(dict(model.named_parameters()), endpoints) as publisher:
+            publisher.push(7)
+            assert_serves(server, model, directory)
+            gone = f"http://127.0.0.1:{free_port()}"
+            endpoints.write_text(f"{server.url}\n{gone}\n")
+            with pytest.raises(Exception, match=re.escape(gone)):
+                publisher.push(8)
+            endpoints.write_text(server.url)
+            nudge(model, 6)
+            publisher.push(9)
+            assert_serves(server, model, directory)
+
+    def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        before = server.greedy_tokens()
+        tensors = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+        tensors["model.layers.0.extra.weight"] = torch.ones(3)
+        with (
+            WeightPublisher(tensors, [server.url]) as publisher,
+            pytest.raises(ActivationError, match=r"model\.layers\.0\.extra\.weight"),
+        ):
+            publisher.push(1)
+        assert server.greedy_tokens() == before
+        assert arenas_in(shm) == []
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_the_example_runs_alone_and_with_fsdp2_under_torchrun(
+        self, server: ServedVLLM, directory: Path, shm: Path, ranks: int
+    ):
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+        done = subprocess.run(
+            [sys.executable, *(launcher if ranks > 1 else []), EXAMPLE, directory, server.url, "--steps", "2"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"step 1: loss [\d.]+, served after [\d.]+ s", done.stdout)
+        assert served_version(server) == "1"
+        served = server.weights()
+        start = AutoModelForCausalLM.from_pretrained(directory)
+        assert not torch.equal(served["model.norm.weight"], start.state_dict()["model.norm.weight"])
+        assert arenas_in(shm) == []

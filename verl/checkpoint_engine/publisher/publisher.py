@@ -1,0 +1,227 @@
+"""`WeightPublisher`: pushes the weights of a training loop into vLLM servers on its host, as transactions.
+
+    publisher = WeightPublisher(model, endpoints=["http://127.0.0.1:8000"])
+    report = publisher.push(version=step)          # every server serves it, or SyncAborted
+
+It is a `CheckpointEngineManager` with one rollout node, in the process that trains: pause, verification, rollback,
+deadlines and reports are those of every sync. Under `torchrun` every rank makes one and pushes; rank 0 manages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Event
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from verl import envs
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
+from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
+from verl.checkpoint_engine.publisher.model_source import ModelSource
+from verl.checkpoint_engine.publisher.ranks import Ended, Ranks, rank_and_size
+from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.utils.loop_thread import LoopThread
+
+logger = logging.getLogger(__name__)
+
+
+class PendingPush:
+    """A push that goes on while the loop trains."""
+
+    def __init__(self, outcome: Future[SyncReport]) -> None:
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def result(self) -> SyncReport:
+        """Wait for it. Raises as `WeightPublisher.push`."""
+        return self._outcome.result()
+
+
+class WeightPublisher:
+    """Used from one thread, that which trains. Use as a context manager, or call `close`.
+
+    The arena, in shared memory, takes two versions of the weights (`config={"slots": 1}`: one). Servers run as the
+    user of this process, and on its host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor],
+        endpoints: Sequence[str] | Path,
+        *,
+        dtype: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        report_path: Path | None = None,
+    ) -> None:
+        """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
+
+        `endpoints`: URLs of vLLM servers, or a file with one in each line, read again at every push. `dtype`: what
+        floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
+        `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON.
+
+        Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's.
+
+        Raises ConfigError, BackendUnavailable. Nothing is reserved, and no server asked, before the first push.
+        """
+        settings = CheckpointEngineConfig.from_mapping(dict(config or {}))
+        self._source = ModelSource(model, dtype)
+        self._member = _Rank(rank_and_size()[0], self._source, settings)
+        self._timeout_s = sum(vars(settings.deadlines).values())
+        self._ranks = Ranks(self._member, timeout_s=self._timeout_s)
+        self._endpoints, self._known = endpoints, dict[str, EndpointReplica]()
+        self._manager: CheckpointEngineManager | None = None
+        if self._ranks.rank == 0:
+            _urls(endpoints)
+            node = RolloutNode(0, settings, job=f"publisher-{os.getpid()}", shm_dir=envs.shm_dir())
+            self._manager = CheckpointEngineManager(
+                config=settings, trainers=self._ranks.ports(), nodes=[node], report_path=report_path
+            )
+        self._loop = LoopThread("weight-publisher")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
+        self._pending: Future[SyncReport] | None = None
+        self._closed = False
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank manages, and speaks to the servers."""
+        return self._ranks.rank == 0
+
+    def push(self, version: int) -> SyncReport:
+        """Bring the present weights to every server, as `version`. Every rank calls it; returns when all serve it.
+
+        Raises SyncAborted: its cause is the first failure. If no server could load the version, those that answer serve
+        the previous one; if some could, they serve it, and the error names the others, which the next push tries again.
+        Raises ConfigError for a server that cannot take our weights, ActivationError for weights that do not fit its
+        model; it serves on.
+        """
+        self._await_pending()
+        return self._push(version, released=None)
+
+    def push_async(self, version: int) -> PendingPush:
+        """As `push`, but return when the weights may change again: when they have been copied. Every rank calls it.
+
+        An earlier push is waited for first; what it raised is raised by its own `result`.
+        """
+        self._await_pending()
+        self._member.has_begun.clear()
+        self._pending = self._background.submit(self._push, version, _nothing)
+        self._pending.add_done_callback(lambda _: self._member.has_begun.set())
+        self._member.has_begun.wait()
+        self._member.await_copied()
+        return PendingPush(self._pending)
+
+    def close(self) -> None:
+        """Let go of the arena; servers keep the weights that they have. Every rank calls it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._await_pending()
+        if self._manager is not None:
+            self._loop.run(self._manager.close())
+            self._ranks.end(Ended())
+        else:
+            self._ranks.serve()
+        self._ranks.close()
+        self._background.shutdown()
+        self._loop.close()
+
+    def _push(self, version: int, released: Callable[[], None] | None) -> SyncReport:
+        if self._manager is None:
+            return self._ranks.serve().result()
+        try:
+            ended = Ended(self._loop.run(self._transact(self._manager, version, released)))
+        except CheckpointEngineError as exc:
+            ended = Ended(error=exc)
+        except BaseException:
+            self._ranks.end(Ended(error=SyncAborted("rank 0 was interrupted", version=version)))
+            raise
+        self._ranks.end(ended)
+        return ended.result()
+
+    async def _transact(
+        self, manager: CheckpointEngineManager, version: int, released: Callable[[], None] | None
+    ) -> SyncReport:
+        urls = _urls(self._endpoints)
+        await self._take_in(manager, urls)
+        report = await manager.update_weights(version, released=released)
+        failed = [url for url in urls if url not in report.replicas_updated]
+        if failed:
+            raise SyncAborted(
+                f"{', '.join(failed)} could not load it; {', '.join(report.replicas_updated)} serve it",
+                version=version,
+                phase="activate",
+            )
+        return report
+
+    async def _take_in(self, manager: CheckpointEngineManager, urls: Sequence[str]) -> None:
+        """Servers that are new or were left out get the version in service; those that are named no more are left."""
+        gone = [self._known.pop(url) for url in [*self._known] if url not in urls]
+        await manager.remove_replicas(gone)
+        tensors = {spec.name: (spec.dtype, spec.shape) for spec in self._source.specs()}
+        for url in urls:
+            if url not in self._known:
+                replica = EndpointReplica(url, timeout_s=self._timeout_s)
+                await replica.check(tensors)
+                self._known[url] = replica
+        serving = {replica.name for replica in manager.replicas}
+        try:
+            await manager.add_replicas([replica for url, replica in self._known.items() if url not in serving])
+        except ActivationError as exc:
+            logger.warning("left out: %s", exc)
+
+    def _await_pending(self) -> None:
+        if self._pending is not None:
+            wait([self._pending])
+            self._pending = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Rank(TrainerRank):
+    """Says when it has begun to copy, or is done with it."""
+
+    def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
+        super().__init__(index, source, config)
+        self.has_begun = Event()
+
+    async def publish(
+        self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
+    ) -> None:
+        await super().publish(version, slots, waits, deltas)
+        self.has_begun.set()
+
+
+def _urls(endpoints: Sequence[str] | Path) -> list[str]:
+    """Each once, without a slash at its end. Raises ConfigError if there is none."""
+    if isinstance(endpoints, str):
+        raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
+    if isinstance(endpoints, Path):
+        try:
+            found = [line.strip() for line in endpoints.read_text().splitlines()]
+        except OSError as exc:
+            raise ConfigError(f"the file of endpoints {endpoints} cannot be read: {exc.strerror}") from exc
+    else:
+        found = list(endpoints)
+    urls = list(dict.fromkeys(url.rstrip("/") for url in found if url and not url.startswith("#")))
+    if not urls:
+        raise ConfigError(f"no endpoint is named{f' in {endpoints}' if isinstance(endpoints, Path) else ''}")
+    return urls
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,177 @@
+"""The ranks of a `torchrun` as members of a sync that rank 0 manages.
+
+What the manager asks of the ranks at one time is one round: rank 0 broadcasts it, every rank does its part, and rank 0
+gathers what came out. The last round tells everybody how the push ended. A process group of its own (gloo) carries
+them, so that a push may go on while the ranks train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.sync.participants import TrainerPort, TrainerRank, methods_of
+from verl.utils.loop_thread import LoopThread
+
+
+@dataclass(frozen=True)
+class Call:
+    rank: int
+    method: str
+    arguments: tuple[Any, ...]
+    outcome: asyncio.Future[Any] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a push ended: on every rank the same."""
+
+    report: SyncReport | None = None
+    error: BaseException | None = None
+
+    def result(self) -> SyncReport:
+        """Raises `error`."""
+        if self.error is not None:
+            raise self.error
+        assert self.report is not None  # of a push
+        return self.report
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of the default process group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+class Ranks:
+    """All ranks of the default process group, this one included. Made by all of them at once."""
+
+    def __init__(self, member: TrainerRank, *, timeout_s: float) -> None:
+        """`timeout_s`: for each round. Without a process group this rank is the only one."""
+        self.rank, self.world_size = rank_and_size()
+        self._member = member
+        self._group: Any = None
+        if self.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._loop = LoopThread("weight-publisher-rank")
+        self._asked: list[Call] = []
+        self._round: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-round")
+
+    def ports(self) -> list[TrainerPort]:
+        """For the manager, on rank 0."""
+        if self._group is None:
+            return [self._member]
+        return [cast(TrainerPort, _Port(self, rank)) for rank in range(self.world_size)]
+
+    def serve(self) -> Ended:
+        """Do what rank 0 asks, until the push has ended. Called on every other rank; blocks.
+
+        Raises TransportError if rank 0, or another rank, does not answer any more.
+        """
+        while True:
+            asked: list[Any] = [None]
+            self._talk(lambda: dist.broadcast_object_list(asked, src=0, group=self._group))  # noqa: B023
+            if isinstance(asked[0], Ended):
+                return asked[0]
+            self._do(asked[0])
+
+    def end(self, ended: Ended) -> None:
+        """Tell the other ranks; those that are gone are not missed. Called on rank 0."""
+        if self._group is None:
+            return
+        try:
+            self._talk(lambda: dist.broadcast_object_list([ended], src=0, group=self._group))
+        except TransportError as exc:
+            if ended.error is None:
+                raise exc from None
+
+    async def ask(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Called on rank 0's event loop. Others that ask before it gives way are in the same round."""
+        call = Call(rank, method, arguments, asyncio.get_running_loop().create_future())
+        self._asked.append(call)
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._rounds())
+        return await call.outcome
+
+    async def _rounds(self) -> None:
+        while self._asked:
+            await asyncio.sleep(0)
+            calls, self._asked = self._asked, []
+            try:
+                outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self._lead, calls)
+            except CheckpointEngineError as exc:
+                outcomes = [exc] * len(calls)
+            for call, outcome in zip(calls, outcomes, strict=True):
+                if call.outcome.done():  # given up on
+                    continue
+                if isinstance(outcome, BaseException):
+                    call.outcome.set_exception(outcome)
+                else:
+                    call.outcome.set_result(outcome)
+
+    def _lead(self, calls: list[Call]) -> list[Any]:
+        """One round, on rank 0."""
+        plain = [(call.rank, call.method, call.arguments) for call in calls]
+        self._talk(lambda: dist.broadcast_object_list([plain], src=0, group=self._group))
+        by_rank = self._do(plain)
+        assert by_rank is not None  # on rank 0
+        places = {rank: iter(outcomes) for rank, outcomes in enumerate(by_rank)}
+        return [next(places[call.rank]) for call in calls]
+
+    def _do(self, asked: list[tuple[int, str, tuple[Any, ...]]]) -> list[list[Any]] | None:
+        """This rank's part of a round; on rank 0 what came out on every rank, in the order of what was asked."""
+        work = [getattr(self._member, method)(*arguments) for rank, method, arguments in asked if rank == self.rank]
+        own = self._loop.run(_together(work))
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self._talk(lambda: dist.gather_object(own, found, dst=0, group=self._group))
+        return found
+
+    def _talk(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as exc:  # gloo: a peer has closed its connection, or did not come in time
+            raise TransportError(f"a rank of this job does not answer: {exc}") from exc
+
+    def close(self) -> None:
+        """Forget the group, as far as torch can. Every rank calls it."""
+        self._thread.shutdown(wait=False)
+        self._loop.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class _Port:
+    """A `TrainerPort` of another rank, or of this one."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    @property
+    def name(self) -> str:
+        return f"trainer-{self._rank}"
+
+
+def _asks(method: str) -> Callable[..., Awaitable[Any]]:
+    async def ask(self: _Port, *arguments: Any) -> Any:
+        return await self._ranks.ask(self._rank, method, arguments)
+
+    return ask
+
+
+for _method in methods_of(TrainerPort):
+    setattr(_Port, _method, _asks(_method))
+
+
+async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return list(await asyncio.gather(*work, return_exceptions=True))

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from verl.utils.builtin.tiny_model import make_tiny_model
 
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vllm
 from tests.warm_workers import WarmWorkers
+from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
-from tests.weight_sync.replicas import expected_on_rank
 from verl.checkpoint_engine import ActivationError, WeightPublisher
+from verl.utils.builtin import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "any_trainer" / "train.py"
@@ -53,7 +53,7 @@ def assert_serves(server: ServedVLLM, model: torch.nn.Module, directory: Path) -
     assert server.greedy_tokens() == hugging_face_tokens(model)
     expected = expected_on_rank(dict(model.state_dict()), AutoConfig.from_pretrained(directory), 0, 1)
     found = server.weights()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert [name for name, tensor in expected.items() if not same_bits(found[name], tensor)] == []
 
 
 def served_version(server: ServedVLLM) -> str:

@@ -133,3 +133,26 @@ class TestAgainstVLLM:
         start = AutoModelForCausalLM.from_pretrained(directory)
         assert not torch.equal(served["model.norm.weight"], start.state_dict()["model.norm.weight"])
         assert arenas_in(shm) == []
+
+    def test_a_rank_that_is_gone_ends_the_push_by_name_and_the_server_serves_on(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        module = "tests.checkpoint_engine.publisher.dying_rank"
+        port, ranks = str(free_port()), []
+        for rank in range(2):
+            environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, directory, server.url],
+                    env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said, _ = ranks[0].communicate(timeout=200)
+        assert ranks[1].wait(60) == 0
+        assert re.search(r"(SyncAborted|TransportError) after \d+ s: .*a rank of this job does not answer", said), said
+        assert served_version(server) == "1"
+        server.greedy_tokens()

@@ -1,0 +1,110 @@
+"""What is wrong with a host is said in one line, with what to do; what is well in one line, too."""
+
+from __future__ import annotations
+
+import json
+import resource
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.doctor import command, host
+from verl.doctor.finding import Finding, worst
+from verl.doctor.host import host_findings
+
+CONFIG = CheckpointEngineConfig.from_mapping({})
+
+
+def finding(check: str, config: CheckpointEngineConfig = CONFIG) -> Finding:
+    (found,) = [finding for finding in host_findings(config) if finding.check == check]
+    return found
+
+
+def test_this_host_can_run_a_job():
+    findings = host_findings(CONFIG)
+    assert [found for found in findings if found.state == "wrong"] == []
+    assert {"python", "packages", "shared memory", "open files", "ports", "backend"} <= {
+        found.check for found in findings
+    }
+
+
+def test_another_version_of_a_package_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0.1" if name == "msgspec" else version(name))
+    found = finding("packages")
+    assert found.state == "wrong"
+    assert "msgspec is 0.0.1, not >=" in found.found
+    assert "pip install" in found.remedy
+
+
+def test_shared_memory_that_is_not_there_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path / "nowhere"))
+    found = finding("shared memory")
+    assert (found.state, "cannot be written" in found.found) == ("wrong", True)
+    assert "VERL_SHM_DIR" in found.remedy
+
+
+def test_few_open_files_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    found = finding("open files")
+    assert (found.state, "1024" in found.found, "ulimit -n" in found.remedy) == ("wrong", True, True)
+
+
+def test_an_interface_that_nobody_has_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
+    found = finding("network")
+    assert (found.state, "ib7" in found.found) == ("wrong", True)
+
+
+def test_a_backend_whose_interface_is_missing_is_wrong():
+    config = CheckpointEngineConfig.from_mapping({"backend": "tcp", "engine_kwargs": {"tcp": {"interface": "ib7"}}})
+    found = finding("backend", config)
+    assert (found.state, "ib7" in found.found) == ("wrong", True)
+
+
+def test_rdma_devices_want_memory_that_can_be_locked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "list_ib_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(host, "get_rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    found = finding("rdma")
+    assert (found.state, found.remedy) == ("wrong", "ulimit -l unlimited: RDMA pins what it reads")
+
+
+def test_the_worst_finding_counts():
+    def one(state):
+        return Finding(check="x", where="here", state=state, found="")
+
+    assert worst([one("ok"), one("slow"), one("ok")]) == "slow"
+    assert worst([one("wrong"), one("slow")]) == "wrong"
+    assert worst([]) == "ok"
+
+
+@pytest.mark.parametrize(("shm", "code"), [(None, 0), ("nowhere", 1)])
+def test_the_command_measures_syncs_and_ends_with_a_code(
+    shm: str | None, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    if shm:
+        monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path / shm))
+    assert command.main(["checkpoint_engine.backend=tcp", "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    by_check = {finding["check"]: finding for finding in said["findings"]}
+    assert said["state"] == ("wrong" if shm else by_check["memcpy"]["state"]) or said["state"] == "slow"
+    assert by_check["miniature sync"]["state"] == ("wrong" if shm else "ok")
+    assert by_check["memcpy"]["value"] > 0
+    assert by_check["digest"]["value"] > 0
+
+
+def test_lines_have_remedies_and_a_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
+    assert command.main([]) == 1
+    said = capsys.readouterr().out
+    assert "wrong network" in said
+    assert "-> one of" in said
+    assert "1 wrong" in said.splitlines()[-1]
+
+
+def test_a_key_that_is_none_is_an_error_before_anything_is_measured(capsys: pytest.CaptureFixture[str]):
+    assert command.main(["checkpoint_engine.bakend=tcp"]) == 2
+    assert "bakend" in capsys.readouterr().err

@@ -1,0 +1,5 @@
+import sys
+
+from verl.doctor.command import main
+
+sys.exit(main())

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -407,11 +408,35 @@ def try_it(parser: Parser, data: bytes, directory: Path) -> None:
 
 
 def test_forty_eight_bytes_do_not_make_gigabytes():
-    column = (np.dtype(np.uint8).str, b"\x00")
-    data = msgspec.msgpack.encode([[100_000_000, 2], *[column] * 5])
-    assert len(data) < 60
-    with pytest.raises(PlanError, match="100000000 rows that are all the same"):
+    column = (np.dtype(np.uint8).str, zlib.compress(b"\x00"))
+    data = msgspec.msgpack.encode([[10_000_000, 2], *[column] * 5])
+    assert len(data) < 100
+    with pytest.raises(PlanError, match="10000000 rows that are all the same"):
         ShardTable.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(2**40, "1099511627776 rows"), (-1, "-1 rows"), (1000, "more than 1000 bytes")]
+)
+def test_a_table_that_inflates_to_more_than_its_rows_is_refused_before_it_does(rows: int, message: str):
+    column = (np.dtype(np.uint8).str, zlib.compress(bytes(2**26)))
+    data = msgspec.msgpack.encode([[rows, 1], *[column] * 3])
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanError, match=message):
+            ShardTable.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_table_whose_columns_are_cut_off_or_damaged_is_refused():
+    table = RANKS[0]
+    shape, *columns = msgspec.msgpack.decode(table.encode())
+    code, data = columns[1]
+    for damaged in (data[:-3], data[:-1] + bytes([data[-1] ^ 1]), data + b"more"):
+        with pytest.raises(PlanError, match="damaged|less than was written"):
+            ShardTable.decode(msgspec.msgpack.encode([shape, columns[0], (code, damaged), *columns[2:]]))
 
 
 @pytest.mark.parametrize("largest", [2**8, 2**31, 2**33, 2**40])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +13,24 @@ T = TypeVar("T")
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError, OverflowError)
 """What decoders raise: text that is no UTF-8 is a ValueError, what is nested too deep a RecursionError."""
+FAST = 1
+"""zlib's level: others take several times as long."""
+
+
+def deflated(data: bytes | memoryview) -> bytes:
+    return zlib.compress(data, FAST)
+
+
+def inflated(data: bytes, most_nbytes: int) -> bytes:
+    """What `deflated` was given. Raises ValueError for anything else, and before it takes memory for more."""
+    inflating = zlib.decompressobj()
+    try:
+        plain = inflating.decompress(data, max(most_nbytes, 1))
+    except zlib.error as exc:
+        raise ValueError(f"damaged: {exc}") from exc
+    if not inflating.eof or inflating.unused_data:
+        raise ValueError(f"more than {most_nbytes} bytes, or less than was written")
+    return plain
 
 
 def unpacked(

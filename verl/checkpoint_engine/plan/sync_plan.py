@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.plan.encoded import UNREADABLE
+from verl.checkpoint_engine.plan.encoded import UNREADABLE, deflated, inflated
 from verl.checkpoint_engine.plan.layout import Layout, listed
 from verl.checkpoint_engine.plan.owners import Holders, assign
 from verl.checkpoint_engine.plan.shards import Extents, Int64s, ShardTable, extents_of
@@ -27,6 +27,8 @@ from verl.checkpoint_engine.plan.types import Box, Shard
 
 Int32s = npt.NDArray[np.int32]
 
+MOST_LAYOUT_NBYTES = 2**27
+"""A trillion parameters in 70,000 tensors take 5 MB."""
 BATCH_ROWS = 2**18
 """About so many shards are planned at a time; those of one tensor always together.
 
@@ -59,8 +61,12 @@ class SyncPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ when any tensor, piece or owner differs."""
-        return xxhash.xxh3_128_digest(self.encode())
+        """16 bytes that differ when any tensor, piece or owner differs; equal on hosts that deflate differently."""
+        found = xxhash.xxh3_128(self.layout.digest.encode())
+        for column in (self.first, self.boxes.tensor, self.boxes.start, self.boxes.stop):
+            for low in range(0, len(column), BATCH_ROWS):
+                found.update(column[low : low + BATCH_ROWS].astype("<i8").tobytes())
+        return found.digest()
 
     def extents_of(self, owner: int) -> Extents:
         """Of the pieces of `owner` alone."""
@@ -101,7 +107,12 @@ class SyncPlan:
         return slice(int(self.first[owner]), int(self.first[owner + 1]))
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode([self.layout.encode(), self.first.tolist(), self.boxes.columns()])
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        layout = deflated(self.layout.encode())
+        return msgspec.msgpack.encode([layout, self.first.tolist(), self.boxes.columns()])
 
     @classmethod
     def decode(cls, data: bytes) -> SyncPlan:
@@ -110,11 +121,12 @@ class SyncPlan:
             encoded_layout, first, columns = msgspec.msgpack.decode(data, type=tuple[bytes, list[int], list[Any]])
             boxes = ShardTable.from_columns(columns)
             bounds = np.array(first, np.int64)
+            plain_layout = inflated(encoded_layout, MOST_LAYOUT_NBYTES)
         except UNREADABLE as exc:
             raise PlanError(f"not an encoded plan: {exc}") from exc
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(boxes) or (np.diff(bounds) < 0).any():
             raise PlanError(f"not an encoded plan: pieces of owners begin at {first[:8]}, {len(boxes)} in all")
-        layout = Layout.decode(encoded_layout)
+        layout = Layout.decode(plain_layout)
         boxes.require_inside(layout)
         return cls(layout, boxes, bounds)
 

@@ -70,6 +70,9 @@ class CheckpointEngineManager:
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
         self._plan: SyncPlan | None = None
+        """That everybody is connected for."""
+        self._planned: tuple[list[tuple[str, bytes]], SyncPlan] | None = None
+        """What ranks held when it was planned last, and the plan: it is made anew only if they hold something else."""
         self._holdings: list[Holding] = []
         self._arena_paths: dict[int, str] = {}
         self._node_at: dict[int, NodePort] = {}
@@ -314,7 +317,10 @@ class CheckpointEngineManager:
                 phase="prepare",
             )
             self._holdings = list(holdings.values())
-            plan = plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
+            held = [(holding.layout_digest, holding.shards) for holding in self._holdings]
+            if self._planned is None or self._planned[0] != held:
+                self._planned = held, plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
+            plan = self._planned[1]
             await self._connect(plan)
             self._plan = plan
         return self._plan

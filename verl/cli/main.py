@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PROGRAM = "verl-sync"
 COMPLETES = "_VERL_SYNC_COMPLETE"
 """The variable by which a shell's completion script asks this program what may come next."""
+INTERRUPTED = 130
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -55,7 +57,9 @@ MODULES = {
     "certify": Module(name="verl.checkpoint_engine.certify", about="Prove that a model's weights reach vLLM whole."),
 }
 """Subcommands that take all of what follows them as it is, `--help` too."""
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS = {
+    "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),
+}
 """Subcommands that are a `click.Command` called `command` in their module. What is said of them here is their help's
 first line, so that the page of all subcommands imports none of them."""
 
@@ -133,4 +137,18 @@ def completion(shell: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ends the process with the exit code of the subcommand; 2 for what is wrong with the command line."""
-    cli.main(arguments, prog_name=PROGRAM, complete_var=COMPLETES)
+    try:
+        code = cli.main(arguments, prog_name=PROGRAM, complete_var=COMPLETES, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as exc:
+        exc.show()
+        sys.exit(exc.exit_code)
+    except click.UsageError as exc:
+        where = exc.ctx.command_path if exc.ctx else PROGRAM
+        click.echo(f"error: {exc.format_message()} See {where} --help", err=True)
+        sys.exit(exc.exit_code)
+    except click.ClickException as exc:
+        click.echo(f"error: {exc.format_message()}", err=True)
+        sys.exit(exc.exit_code)
+    except click.Abort:
+        sys.exit(INTERRUPTED)
+    sys.exit(code or 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.runs import BEGAN_S, PHASE_S, write_run
@@ -116,6 +116,7 @@ def test_syncs_without_a_report_are_drawn_from_the_timeline(tmp_path: Path):
     assert {event["name"] for event in syncs} == set(PHASE_S)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), max_size=20))
 def test_spans_that_overlap_get_tracks_of_their_own(tmp_path_factory: pytest.TempPathFactory, moments):
     directory = tmp_path_factory.mktemp("run")

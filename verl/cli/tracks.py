@@ -101,7 +101,8 @@ def _unfolded(report: SyncReport, began_s: float) -> Iterator[Slice]:
         },
     )
     for (phase, _), begin, end in zip(report.laps, stops[:-1], stops[1:], strict=True):
-        yield Slice(name=phase, start_ns=begin, stop_ns=end, version=report.version)
+        if begin < end:
+            yield Slice(name=phase, start_ns=begin, stop_ns=end, version=report.version)
 
 
 def _nested(group: str, name: str, slices: Iterable[Slice]) -> Iterator[Track]:

@@ -1,0 +1,25 @@
+// The page from top to bottom.
+function head() {
+  document.getElementById("name").textContent = RUN.name;
+  document.getElementById("when").textContent = [
+    RUN.began_s ? new Date(RUN.began_s * 1000).toLocaleString() : null, RUN.took_s ? seconds(RUN.took_s) : null, `read by verl-sync ${RUN.program}`,
+  ].filter((each) => each).join(" · ");
+  document.getElementById("main").append(el("div", { class: "tiles" }, RUN.tiles.map(([value, what, level]) =>
+    el("div", { class: "card tile" }, el("b", { class: level || null }, typeof value === "number" ? brief(value) : value), el("span", {}, what)))));
+}
+
+function memorySection() {
+  if (!RUN.memory.length) return;
+  const node = section("memory", "Memory", "The most that a process held, as it was recorded; GB.");
+  node.append(el("div", { class: "charts" }, RUN.memory.map((name) => curveCard(name, RUN.metrics.series[name]))));
+}
+
+head();
+metricsSection();
+breakdownSection();
+const view = timelineSection();
+incidentsSection();
+memorySection();
+syncsSection(view);
+samplesSection();
+document.documentElement.dataset.ready = "true";

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport
 from verl.checkpoint_engine.plan.types import EngineCheckResult, SyncReport
 from verl.utils import records
 from verl.utils.timing import Span, write_spans
@@ -35,6 +36,13 @@ def sync_report(version: int, began_s: float, **changes: object) -> SyncReport:
         replicas_updated=("replica-0", "replica-1"),
         replicas_quarantined=(),
         retries=0,
+        members={
+            "stage": PhaseReport.of(
+                MemberTime(member=f"node-{number}", began_s=0.2, seconds=seconds, nbytes=1_500_000_000)
+                for number, seconds in enumerate((0.4, 1.0, 0.4))
+            )
+        },
+        links=(Link(member="node-1", peer="trainer-0", nbytes=750_000_000, seconds=0.9),),
         engine_checks={"replica-0": EngineCheckResult(seconds=0.1, found="40 live tensors equal a load from disk")},
     )
     return replace(report, **changes)

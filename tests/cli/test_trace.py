@@ -77,7 +77,7 @@ def tracks_of(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def test_a_run_becomes_a_trace_with_a_track_for_every_member(tmp_path: Path):
     events = events_of(write_run(tmp_path))
     require_format(events)
-    assert tracks_of(events).keys() == {"trainer", "sync", "replica-0", "replica-1"}
+    assert tracks_of(events).keys() == {"trainer", "sync", "replica-0", "replica-1", "node-0", "node-1", "node-2"}
 
 
 def test_a_sync_is_unfolded_into_its_phases(tmp_path: Path):
@@ -91,6 +91,16 @@ def test_a_sync_is_unfolded_into_its_phases(tmp_path: Path):
     assert whole["dur"] / 1e6 == pytest.approx(sum(PHASE_S.values()))
     assert whole["args"]["MB moved"] == 3000
     assert sum(event["name"] == "stage" for event in syncs) == 14  # not again from the timeline
+
+
+def test_what_a_member_did_in_a_sync_is_on_its_own_track(tmp_path: Path):
+    tracks = tracks_of(events_of(write_run(tmp_path)))
+    (stage,) = [event for event in tracks["node-1"] if event["args"]["version"] == 7]
+    (whole,) = [event for event in tracks["sync"] if event["name"] == "version 7"]
+    assert stage["name"] == "stage"
+    assert stage["ts"] == pytest.approx(whole["ts"] + 0.2e6)
+    assert stage["dur"] == pytest.approx(1e6)
+    assert stage["args"]["MB"] == 1500
 
 
 def test_an_aborted_sync_says_why(tmp_path: Path):

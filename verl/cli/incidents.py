@@ -52,7 +52,8 @@ def _of_syncs(reports: Sequence[SyncReport]) -> Iterator[Incident]:
         if report.outcome == "committed" and report.error:
             yield Incident(level="bad", what="sync cancelled", text=report.error, **common)
         if report.retries:
-            text = f"version {report.version} took {report.retries + 1} attempts"
+            why = f": {'; '.join(report.failed_attempts)}" if report.failed_attempts else ""
+            text = f"version {report.version} took {report.retries + 1} attempts{why}"
             yield Incident(level="warning", what="tried again", text=text, **common)
         if report.pieces_repaired:
             text = f"{report.pieces_repaired} pieces arrived wrong and were read again"

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from verl import __version__
+from verl.checkpoint_engine.plan.member_report import PhaseReport
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.sync.outliers import slowest_of
 from verl.cli.incidents import Incident, incidents
 from verl.cli.run_files import RunFiles
 from verl.cli.tracks import Timeline, timeline
@@ -147,8 +149,22 @@ def _tracks(drawn: Timeline) -> dict[str, Any]:
     return {"tracks": tracks, "names": list(numbers)}
 
 
+def _slowest(told: PhaseReport) -> str:
+    named = ", ".join(f"{one.member} {_seconds(one.seconds)}" for one in told.slowest[:4])
+    return f"{named}; median {_seconds(told.median_s)}" if told.members > 1 else named
+
+
 def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
-    facts = [(f"paused, {name}", _seconds(seconds)) for name, seconds in report.paused_s.items()]
+    facts = [(f"{phase}: slowest of {told.members}", _slowest(told)) for phase, told in report.members.items()]
+    facts += [
+        (
+            f"{link.member} from {link.peer}",
+            f"{link.nbytes / 1e6:.3g} MB in {_seconds(link.seconds)}: {link.gbits_per_s:.3g} Gbit/s",
+        )
+        for link in report.links
+    ]
+    facts += [(f"attempt {number}", text) for number, text in enumerate(report.failed_attempts, start=1)]
+    facts += [(f"paused, {name}", _seconds(seconds)) for name, seconds in report.paused_s.items()]
     facts += [(f"check of {name}", check.found) for name, check in report.engine_checks.items()]
     if report.replicas_updated:
         facts.append(("serve it", ", ".join(report.replicas_updated)))
@@ -172,6 +188,6 @@ def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
         "trainer_blocked_s": report.trainer_blocked_s,
         "paused_s": max(report.paused_s.values(), default=0.0),
         "retries": report.retries,
-        "slowest": None,
+        "slowest": slowest_of(report),
         "facts": facts,
     }

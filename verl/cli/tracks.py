@@ -10,7 +10,7 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.cli.run_files import RunFiles
 from verl.utils.timing import Span
 
-GROUPS = ("trainer", "syncs", "replicas")
+GROUPS = ("trainer", "syncs", "replicas", "members")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ def timeline(run: RunFiles) -> Timeline:
     found: dict[tuple[str, str], list[Slice]] = {("trainer", "trainer"): [], ("syncs", "sync"): []}
     for report in run.reports:
         found["syncs", "sync"] += _unfolded(report, began_s)
+        for member, one in _of_members(report, began_s):
+            found.setdefault(("members", member), []).append(one)
     for span in run.spans:
         if span.role != "sync" or span.version not in versions:  # a report says more
             found.setdefault(_place(span.role), []).append(_slice(span, began_s))
@@ -103,6 +105,26 @@ def _unfolded(report: SyncReport, began_s: float) -> Iterator[Slice]:
     for (phase, _), begin, end in zip(report.laps, stops[:-1], stops[1:], strict=True):
         if begin < end:
             yield Slice(name=phase, start_ns=begin, stop_ns=end, version=report.version)
+
+
+def _of_members(report: SyncReport, began_s: float) -> Iterator[tuple[str, Slice]]:
+    """What trainer ranks and nodes did, as far as the report names them. Of several attempts it says only the sum."""
+    for phase, told in report.members.items() if not report.retries else ():
+        for one in told.slowest:
+            if not one.member.startswith(("trainer-", "node-")):
+                continue  # replicas have tracks of their own
+            start_ns = _ns(report.began_s - began_s + one.began_s)
+            details = {"MB": one.nbytes / 1e6, "of members": told.members, "their median s": told.median_s}
+            yield (
+                one.member,
+                Slice(
+                    name=phase,
+                    start_ns=start_ns,
+                    stop_ns=start_ns + _ns(one.seconds),
+                    version=report.version,
+                    details=details,
+                ),
+            )
 
 
 def _nested(group: str, name: str, slices: Iterable[Slice]) -> Iterator[Track]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport
+from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
 
 ITEMSIZE = {
     "float64": 8,
@@ -160,6 +161,12 @@ class SyncReport:
     """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
     delta: DeltaReport | None = None
     """Of syncs in which owners might have sent what changed alone."""
+    members: dict[str, PhaseReport] = field(default_factory=dict)
+    """Per phase: trainer ranks, rollout nodes and replicas, as the manager waited for them."""
+    links: tuple[Link, ...] = ()
+    """The busiest of those over which nodes fetched, where a backend reads over links."""
+    failed_attempts: tuple[str, ...] = ()
+    """Why each attempt before the last failed."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -181,6 +188,7 @@ class SyncReport:
             "replicas_quarantined": len(self.replicas_quarantined),
             "retries": self.retries,
             "pieces_repaired": self.pieces_repaired,
+            "slowest_wait_s": sum(phase.excess_s for phase in self.members.values()),
             "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
         }
         if self.delta is not None:

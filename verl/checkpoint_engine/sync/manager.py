@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +30,7 @@ from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import DeltaPolicy
+from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
 from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
 from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.utils.records import append
@@ -78,6 +80,7 @@ class CheckpointEngineManager:
         self._held: Held | None = None
         self._version: int | None = None
         self._deltas = DeltaPolicy(config, possible=self._engine_class.capabilities.deltas)
+        self._earlier: deque[SyncReport] = deque(maxlen=COMPARED)
         self._lock = asyncio.Lock()
 
     @property
@@ -116,7 +119,7 @@ class CheckpointEngineManager:
         async with self._lock:
             clock = Stopwatch()
             with clock.phase("prepare"):
-                plan = await self._prepared()
+                plan = await self._prepared(clock)
             fleet = Fleet(
                 self._trainers,
                 self._nodes,
@@ -125,7 +128,7 @@ class CheckpointEngineManager:
                 plan,
                 same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
-                reconnect=lambda: self._connect(plan),
+                reconnect=lambda: self._connect(plan, clock),
             )
             transaction = SyncTransaction(
                 global_steps,
@@ -303,33 +306,31 @@ class CheckpointEngineManager:
         for error in failures.values():
             logger.info("while closing: %s", error)
 
-    async def _prepared(self) -> SyncPlan:
+    async def _prepared(self, clock: Stopwatch) -> SyncPlan:
         """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
         if self._plan is None:
             timeout_s = self._config.deadlines.prepare_s
             holdings = await all_within(
                 timeout_s,
-                {trainer.name: trainer.describe() for trainer in self._trainers},
+                clock.timed("prepare", {trainer.name: trainer.describe() for trainer in self._trainers}),
                 version=None,
                 phase="prepare",
             )
             self._holdings = list(holdings.values())
             plan = plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
-            await self._connect(plan)
+            await self._connect(plan, clock)
             self._plan = plan
         return self._plan
 
-    async def _connect(self, plan: SyncPlan) -> None:
-        encoded, timeout_s = plan.encode(), self._config.deadlines.prepare_s
-        nodes = await all_within(
-            timeout_s, {node.name: node.prepare(encoded) for node in self._nodes}, version=None, phase="prepare"
-        )
-        addresses = await all_within(
-            timeout_s,
-            {trainer.name: trainer.prepare(encoded) for trainer in self._trainers},
-            version=None,
-            phase="prepare",
-        )
+    async def _connect(self, plan: SyncPlan, clock: Stopwatch) -> None:
+        encoded = plan.encode()
+
+        async def everywhere(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+            timed = clock.timed("prepare", calls)
+            return await all_within(self._config.deadlines.prepare_s, timed, version=None, phase="prepare")
+
+        nodes = await everywhere({node.name: node.prepare(encoded) for node in self._nodes})
+        addresses = await everywhere({trainer.name: trainer.prepare(encoded) for trainer in self._trainers})
         trainers = [
             Member(
                 role="trainer",
@@ -346,8 +347,7 @@ class CheckpointEngineManager:
         if self._engine_class.capabilities.one_sided:
             together = [self._trainers, self._nodes]
         for members in together:
-            connecting = {member.name: member.connect(topology) for member in members}
-            await all_within(timeout_s, connecting, version=None, phase="prepare")
+            await everywhere({member.name: member.connect(topology) for member in members})
         # In place: a sync that connects anew has this mapping.
         self._arena_paths.update({node.index: node.arena for node in nodes.values()})
         self._node_at = {nodes[node.name].index: node for node in self._nodes}
@@ -389,6 +389,9 @@ class CheckpointEngineManager:
             max(report.paused_s.values(), default=0.0),
             f"; {report.delta.summary}" if report.delta is not None else "",
         )
+        if (told := outlier(report, self._earlier)) is not None:
+            logger.warning("%s", told)
+        self._earlier.append(report)
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
 

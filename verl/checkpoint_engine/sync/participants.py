@@ -29,6 +29,7 @@ from verl.checkpoint_engine.memory.publishing import Publication
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.member_report import Staged
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
@@ -106,7 +107,7 @@ class NodePort(MemberPort, Protocol):
     async def check(self, arena_nbytes: int, arenas: int) -> None: ...
     async def prepare(self, plan: bytes) -> Member: ...
     async def begin(self, version: int) -> str: ...
-    async def stage(self, version: int) -> int: ...
+    async def stage(self, version: int) -> Staged: ...
     async def staged(self, version: int) -> Staging: ...
     async def verify(self, version: int, digests: bytes) -> int: ...
     async def commit(self, version: int, digests: bytes) -> None: ...
@@ -361,9 +362,13 @@ class RolloutNode(_Participant):
         """Open the spare slot for `version`; its path."""
         return await self._run(lambda: str(self._open_arena.begin(version)))
 
-    async def stage(self, version: int) -> int:
-        """Return when the open slot holds every byte, with the bytes moved."""
-        return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
+    async def stage(self, version: int) -> Staged:
+        """Return when the open slot holds every byte."""
+        return await self._run_interruptibly(lambda: self._stage(version))
+
+    def _stage(self, version: int) -> Staged:
+        nbytes = self._engine.receive_weights(version, self._open_arena)
+        return Staged(nbytes=nbytes, links=self._engine.links())
 
     async def staged(self, version: int) -> Staging:
         """What `stage` has just done."""

@@ -55,14 +55,18 @@ function showTip(event, title, lines) {
 }
 const hideTip = () => { tip.hidden = true; };
 
-// Draws into `node` now and whenever its width changes.
+// Draws into `node` when `drawAll` is called, for it has no width before it is in the page, and whenever its width changes.
+const undrawn = [];
 function onWidth(node, draw) {
   let last = 0;
-  new ResizeObserver(() => {
+  const look = () => {
     const width = Math.floor(node.clientWidth);
-    if (width && width !== last) { last = width; requestAnimationFrame(() => draw(width)); } // drawing changes sizes
-  }).observe(node);
+    if (width && width !== last) { last = width; draw(width); }
+  };
+  undrawn.push(look);
+  new ResizeObserver(() => requestAnimationFrame(look)).observe(node); // drawing changes sizes
 }
+const drawAll = () => undrawn.splice(0).forEach((look) => look());
 
 // Round values from `low` to `high`, about `count` of them.
 function ticks(low, high, count) {

@@ -83,6 +83,7 @@ function metricsSection() {
   const look = () => {
     const matching = others.filter((name) => name.includes(search.value.trim()));
     found.replaceChildren(...matching.slice(0, 24).map((name) => curveCard(name, series[name])));
+    drawAll();
     count.textContent = matching.length > 24 ? `the first 24 of ${matching.length}` : plural(matching.length, "metric");
   };
   search.addEventListener("input", look);

@@ -22,4 +22,5 @@ incidentsSection();
 memorySection();
 syncsSection(view);
 samplesSection();
+drawAll();
 document.documentElement.dataset.ready = "true";

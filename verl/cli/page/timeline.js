@@ -176,6 +176,7 @@ function inkOn(background) {
 }
 
 function sliceColour(track, slice) {
+  if (track.group === "members") return PHASE_COLOURS[slice.label] || "--rest";
   if (track.group !== "syncs") return KINDS[slice.label] || PHASE_COLOURS[slice.label] || "--rest";
   return slice.depth === 0 && !PHASE_COLOURS[slice.label] ? (slice.about && slice.about.outcome === "aborted" ? "--c8" : "--rest") : PHASE_COLOURS[slice.label] || "--rest";
 }
@@ -203,10 +204,10 @@ function timelineSection() {
   const holder = el("div", {}, canvas);
   const step = el("input", { type: "number", min: 0, style: "width: 5.5rem", placeholder: "step", "aria-label": "go to a step" });
   const bar = el("div", { class: "bar" });
-  const names = new Set(RUN.tracks.filter((track) => track.group !== "syncs").flatMap((track) => track.slices.map(([name]) => RUN.names[name])));
+  const names = new Set(RUN.tracks.filter((track) => track.group === "trainer" || track.group === "replicas").flatMap((track) => track.slices.map(([name]) => RUN.names[name])));
   const kinds = Object.entries(KIND_NAMES).filter(([, own]) => own.some((name) => names.has(name)));
   node.append(el("div", { class: "card" }, bar, holder,
-    legend(kinds.map(([name, own]) => [name, KINDS[own[0]]]), "trainer, replicas"), legend(Object.entries(PHASE_COLOURS), "syncs")));
+    legend(kinds.map(([name, own]) => [name, KINDS[own[0]]]), "trainer, replicas"), legend(Object.entries(PHASE_COLOURS), "syncs, ranks, nodes")));
   const view = new TimelineView(canvas);
   const act = (text, title, run) => el("button", { type: "button", title, onclick: run }, text);
   bar.append(

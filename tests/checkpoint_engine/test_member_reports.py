@@ -74,6 +74,15 @@ async def test_a_node_tells_from_whom_it_read_how_much(tmp_path: Path):
     assert all(0 < link.seconds <= report.phase_s["stage"] for link in report.links)
 
 
+async def test_members_tell_how_much_memory_they_held(tmp_path: Path):
+    report = await synced(manager_of(tmp_path, "tcp"))
+    assert {(use.process, use.phase) for use in report.memory} == {
+        *(("trainer-0", "publish"), ("trainer-1", "publish"), ("node-0", "stage"), ("node-1", "stage"))
+    }
+    assert all(use.host_peak_nbytes >= use.host_nbytes > 10**7 for use in report.memory)
+    assert report.metrics()["memory/node/stage/host_peak_gb"] > 0.01
+
+
 async def test_where_nobody_reads_over_links_there_are_none(tmp_path: Path):
     report = await synced(manager_of(tmp_path, "naive", nodes=1))
     assert report.links == ()

@@ -42,7 +42,7 @@ PARTS = (
     ("checkpoint", ("save_checkpoint",), "--c8"),
 )
 """Of a step: what it is called, the phases of `timing_s/` that it is the sum of, its colour on the page."""
-MEMORY = ("memory/", "perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb")
+MEMORY = ("memory/", "perf/max_memory_allocated_gb")
 
 
 def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,6 +162,10 @@ def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
             f"{link.nbytes / 1e6:.3g} MB in {_seconds(link.seconds)}: {link.gbits_per_s:.3g} Gbit/s",
         )
         for link in report.links
+    ]
+    facts += [
+        (f"memory of {use.process}", f"{use.host_peak_nbytes / 1e9:.3g} GB at most, {use.phase}")
+        for use in report.memory
     ]
     facts += [(f"attempt {number}", text) for number, text in enumerate(report.failed_attempts, start=1)]
     facts += [(f"paused, {name}", _seconds(seconds)) for name, seconds in report.paused_s.items()]

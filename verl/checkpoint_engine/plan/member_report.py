@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from verl.utils.memory import MemoryUse
+
 SLOWEST = 8
 """Members of a phase, and links of a sync, that a report names. The others are in its totals."""
 BUSIEST_OF_NODE = 4
@@ -33,6 +35,7 @@ class Staged:
 
     nbytes: int
     links: tuple[Link, ...] = ()
+    memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,11 @@ class PhaseReport:
     def excess_s(self) -> float:
         """How much longer the slowest member took than one in the middle."""
         return self.slowest[0].seconds - self.median_s
+
+
+def largest(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
+    """Those with the highest peaks."""
+    return tuple(sorted(uses, key=lambda use: -use.host_peak_nbytes - use.device_peak_nbytes)[:SLOWEST])
 
 
 def busiest(links: Iterable[Link], count: int = SLOWEST) -> tuple[Link, ...]:

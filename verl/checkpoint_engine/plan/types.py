@@ -7,6 +7,7 @@ from math import prod
 
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport
 from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
+from verl.utils.memory import MemoryUse, most
 
 ITEMSIZE = {
     "float64": 8,
@@ -165,6 +166,8 @@ class SyncReport:
     """Per phase: trainer ranks, rollout nodes and replicas, as the manager waited for them."""
     links: tuple[Link, ...] = ()
     """The busiest of those over which nodes fetched, where a backend reads over links."""
+    memory: tuple[MemoryUse, ...] = ()
+    """Of the trainer ranks while they publish, and of the nodes while they stage: those with the highest peaks."""
     failed_attempts: tuple[str, ...] = ()
     """Why each attempt before the last failed."""
 
@@ -175,7 +178,7 @@ class SyncReport:
         return self.nbytes_needed / moving_s / 1e9 if moving_s > 0 else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Scalars under `checkpoint_engine/`."""
+        """Scalars under `checkpoint_engine/`, and `memory/trainer/publish/` and `memory/node/stage/`."""
         scalars = {
             "version": self.version,
             "nbytes_needed": self.nbytes_needed,
@@ -205,4 +208,8 @@ class SyncReport:
                 "delta/tensors_unchanged": self.delta.tensors_unchanged,
             }
         scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}
-        return {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}
+        named = {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}
+        for role in ("trainer", "node"):
+            if (use := most(use for use in self.memory if use.process.startswith(role))) is not None:
+                named |= use.metrics(role)
+        return named

@@ -37,13 +37,14 @@ from verl.checkpoint_engine.errors import (
 )
 from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport, DeltaRequest
-from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest
+from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest, largest
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import PHASES, EngineCheckResult, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import delta_report
 from verl.checkpoint_engine.sync.participants import NodePort, TrainerPort
+from verl.utils.memory import MemoryUse
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class SyncTransaction:
     """Of all pieces, once they are staged."""
     delta: DeltaReport | None = None
     links: tuple[Link, ...] = ()
+    memory: tuple[MemoryUse, ...] = ()
     failed_attempts: list[str] = field(default_factory=list)
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
@@ -186,6 +188,7 @@ class SyncTransaction:
             delta=self.delta,
             members=self.clock.members,
             links=self.links,
+            memory=self.memory,
             failed_attempts=tuple(self.failed_attempts),
         )
 
@@ -243,6 +246,10 @@ class SyncTransaction:
             staged = await self._all(deadlines.stage_s, self._staging(), "stage")
         self._moved("stage", {name: one.nbytes for name, one in staged.items()})
         self.links = busiest(link for one in staged.values() for link in one.links)
+        self.memory = (
+            *largest(one.memory for one in published.values() if one.memory is not None),
+            *largest(one.memory for one in staged.values() if one.memory is not None),
+        )
         if self.config.verify:
             with self.clock.phase("verify"):
                 repaired = await self._all(

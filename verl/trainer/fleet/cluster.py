@@ -40,6 +40,7 @@ from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
+from verl.utils.memory import MemoryUse
 from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
@@ -266,6 +267,15 @@ class Cluster:
             return [span for spans in answers if not isinstance(spans, BaseException) for span in spans]
 
         return self._loop.start(take())
+
+    def begin_measure_engines(self) -> Future[list[MemoryUse]]:
+        """Ask the rollout engines how much memory they hold; as `begin_take_spans`."""
+
+        async def measure() -> list[MemoryUse]:
+            answers = await asyncio.gather(*(replica.memory() for replica in self.replicas), return_exceptions=True)
+            return [use for use in answers if not isinstance(use, BaseException)]
+
+        return self._loop.start(measure())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""

@@ -60,8 +60,11 @@ class CheckpointEngineManager:
         trainers: Sequence[TrainerPort],
         nodes: Sequence[NodePort],
         report_path: Path | None = None,
+        on_report: Callable[[SyncReport], None] | None = None,
     ) -> None:
-        """Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
+        """`on_report` is called with the report of every sync, also of one that is aborted.
+
+        Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
         if not trainers or not nodes:
             raise ConfigError("a sync needs at least one trainer rank and one rollout node")
         self._engine_class = resolve_backend(config)
@@ -71,6 +74,7 @@ class CheckpointEngineManager:
         self._replicas: dict[str, Replica] = {}
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
+        self._on_report = on_report
         self._plan: SyncPlan | None = None
         self._holdings: list[Holding] = []
         self._arena_paths: dict[int, str] = {}
@@ -392,6 +396,8 @@ class CheckpointEngineManager:
         if (told := outlier(report, self._earlier)) is not None:
             logger.warning("%s", told)
         self._earlier.append(report)
+        if self._on_report is not None:
+            self._on_report(report)
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
 

@@ -74,11 +74,12 @@ class Cluster:
         with_reference: bool,
         critic: CriticConfig | None = None,
         reward_models: RewardModels | None = None,
+        on_sync: Callable[[SyncReport], None] | None = None,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
         `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
-        `critic` is for the trainer ranks, too.
+        `critic` is for the trainer ranks, too. `on_sync` gets the report of every sync.
         Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config
@@ -88,6 +89,7 @@ class Cluster:
         self._actor: RayWorkerGroup | None = None
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
+        self._on_sync = on_sync
         self.manager: CheckpointEngineManager | None = None
         self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
         self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
@@ -440,6 +442,7 @@ class Cluster:
             ],
             nodes=self.nodes.ports,
             report_path=sync_report_path(self._config),
+            on_report=self._on_sync,
         )
         self.run(self.manager.add_replicas(self.replicas))
 

@@ -75,6 +75,9 @@ def write_run(directory: Path, *, steps: int = 12) -> Path:
             "actor/grad_norm": None if step == 4 else 1.0 / step,
             "response_length/mean": 3.5,
             "training/staleness/mean": 0.25,
+            "memory/driver/host_peak_gb": 0.5 + 0.01 * step,
+            "memory/trainer/update_actor/host_peak_gb": 0.8,
+            "memory/trainer/publish/host_peak_gb": 0.7,
             "rollout/restarts": float(step >= 6),
         }
         spans += [

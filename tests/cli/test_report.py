@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,23 @@ def test_a_run_without_a_failure_has_none():
     assert (
         incidents([sync_report(version, version) for version in range(5)], [{"step": 1, "rollout/restarts": 0}]) == []
     )
+
+
+def test_a_sync_that_took_much_longer_is_told_as_the_console_does():
+    slow = replace(sync_report(9, 9.0), phase_s={**PHASE_S, "activate": 9.0})
+    (told,) = incidents([*(sync_report(version, version) for version in range(9)), slow], [])
+    assert (told.step, told.what) == (9, "slow sync")
+    assert "8.5 s more in activate" in told.text
+
+
+def test_memory_has_a_chart_for_every_role_with_a_line_for_every_phase(run: Path):
+    names = ("driver/host_peak_gb", "trainer/publish/host_peak_gb", "trainer/update_actor/host_peak_gb")
+    metrics = [{"step": 1, **dict.fromkeys((f"memory/{name}" for name in (*names, "driver/host_gb")), 1.5)}]
+    charts = report_data(replace(read_run(run), metrics=metrics), [])["memory"]
+    assert [(chart["role"], [line["name"] for line in chart["lines"]]) for chart in charts] == [
+        ("driver", ["since it began"]),
+        ("trainer", ["publish", "update_actor"]),
+    ]
 
 
 def test_a_token_s_version_is_shown_where_it_was_recorded(run: Path):
@@ -228,9 +246,9 @@ def test_a_browser_shows_every_part_and_nothing_sticks_out(told: Callable[[int],
     assert seen["ready"]
     assert seen["error"] is None
     assert (seen["overflow"], seen["clipped"]) == (0, 0)
-    assert seen["sections"] == ["metrics", "steps", "timeline", "failures", "syncs", "samples"]
+    assert seen["sections"] == ["metrics", "steps", "timeline", "failures", "memory", "syncs", "samples"]
     assert all(seen["links"])
-    assert seen["curves"] >= 6
+    assert seen["curves"] >= 6 + 3
     assert seen["bars"] >= 12 * 5
     assert "node-1 <gone>" in seen["failures"]
 

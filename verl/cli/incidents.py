@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
 
 COUNTED = {
     "rollout/restarts": "engines restarted: {:g}",
@@ -40,7 +41,7 @@ def incidents(reports: Sequence[SyncReport], metrics: Sequence[Mapping[str, Any]
 def _of_syncs(reports: Sequence[SyncReport]) -> Iterator[Incident]:
     out: set[str] = set()
     after_failure = False
-    for report in reports:
+    for number, report in enumerate(reports):
         common: dict[str, Any] = {"step": report.version, "at_s": report.began_s}
         if report.outcome != "committed":
             text = f"version {report.version}: {report.error or 'no reason is given'}"
@@ -51,6 +52,8 @@ def _of_syncs(reports: Sequence[SyncReport]) -> Iterator[Incident]:
         after_failure = report.outcome != "committed"
         if report.outcome == "committed" and report.error:
             yield Incident(level="bad", what="sync cancelled", text=report.error, **common)
+        if (slow := outlier(report, reports[max(number - COMPARED, 0) : number])) is not None:
+            yield Incident(level="warning", what="slow sync", text=slow, **common)
         if report.retries:
             why = f": {'; '.join(report.failed_attempts)}" if report.failed_attempts else ""
             text = f"version {report.version} took {report.retries + 1} attempts{why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,7 +42,8 @@ PARTS = (
     ("checkpoint", ("save_checkpoint",), "--c8"),
 )
 """Of a step: what it is called, the phases of `timing_s/` that it is the sum of, its colour on the page."""
-MEMORY = ("memory/", "perf/max_memory_allocated_gb")
+MEMORY = {"host_peak_gb": "", "device_peak_gb": ", device"}
+"""Of the metrics of memory, which are drawn, and how their chart is called behind the role."""
 
 
 def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
             "series": series,
             "first": [name for begin in FIRST for name in series if name == begin or _is_below(name, begin)],
         },
-        "memory": [name for name in series if name.startswith(MEMORY)],
+        "memory": _memory(series),
         "breakdown": _breakdown(run.metrics),
         **_tracks(drawn),
         "incidents": [asdict(one) for one in found],
@@ -88,6 +89,18 @@ def _series(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
     names = dict.fromkeys(name for record in metrics for name in record if name != "step")
     found = {name: [_finite(record.get(name)) for record in metrics] for name in names}
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
+
+
+def _memory(series: Iterable[str]) -> list[dict[str, Any]]:
+    """A chart for every role, with a line for every phase."""
+    charts: dict[str, list[dict[str, str]]] = {}
+    for metric in series:
+        start, *middle, kind = metric.split("/")
+        if start == "memory" and kind in MEMORY:
+            role, *phase = middle
+            lines = charts.setdefault(role + MEMORY[kind], [])
+            lines.append({"name": "/".join(phase) or "since it began", "metric": metric})
+    return [{"role": role, "lines": lines} for role, lines in sorted(charts.items())]
 
 
 def _tiles(run: RunFiles, found: Sequence[Incident]) -> Iterator[tuple[Any, str, str | None]]:

@@ -3,38 +3,44 @@ const HEIGHT = 150;
 const PAD = { left: 46, right: 10, top: 10, bottom: 20 };
 
 function curveCard(name, values) {
-  const steps = RUN.metrics.steps;
   const last = values.findLast((value) => value !== null);
-  const holder = el("div", {});
-  onWidth(holder, (width) => holder.replaceChildren(curve(name, steps, values, width)));
-  const head = el("div", { class: "chart-head" }, el("h3", {}, name.replace(/([/_])/g, "$1\u200b")), el("span", {}, `last ${brief(last)}`));
-  return el("div", { class: "card" }, head, holder);
+  return curvesCard(name, `last ${brief(last)}`, [{ name, values, fill: "--c1" }]);
 }
 
-function curve(name, steps, values, width) {
-  const known = values.map((value, index) => [steps[index], value]).filter(([, value]) => value !== null);
-  let low = Math.min(...known.map(([, value]) => value));
-  let high = Math.max(...known.map(([, value]) => value));
+// `lines` are `{ name, values, fill }`, of which more than one get a legend.
+function curvesCard(title, beside, lines) {
+  const holder = el("div", {});
+  onWidth(holder, (width) => holder.replaceChildren(curves(title, RUN.metrics.steps, lines, width)));
+  const head = el("div", { class: "chart-head" }, el("h3", {}, title.replace(/([/_])/g, "$1\u200b")), el("span", {}, beside));
+  return el("div", { class: "card" }, head, holder, lines.length > 1 ? legend(lines.map(({ name, fill }) => [name, fill])) : null);
+}
+
+function curves(title, steps, lines, width) {
+  const known = lines.flatMap(({ values }) => values.filter((value) => value !== null));
+  let low = known.reduce((least, value) => Math.min(least, value), Infinity);
+  let high = known.reduce((most, value) => Math.max(most, value), -Infinity);
   if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
-  const [first, lastStep] = [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
-  const x = (step) => PAD.left + ((step - first) / (lastStep - first)) * (width - PAD.left - PAD.right);
+  const [first, last] = [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
+  const x = (step) => PAD.left + ((step - first) / (last - first)) * (width - PAD.left - PAD.right);
   const y = (value) => PAD.top + ((high - value) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": `${name} per step` });
-  drawAxes(picture, x, y, [first, lastStep], [low, high], width);
-  for (const part of unbroken(steps, values)) {
-    const line = part.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)},${y(value).toFixed(1)}`).join("");
-    picture.append(svg("path", { class: "curve", d: line, style: "stroke: var(--c1)" }));
-    if (part.length === 1) picture.append(svg("circle", { cx: x(part[0][0]), cy: y(part[0][1]), r: 2.5, style: "fill: var(--c1)" }));
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": `${title} per step` });
+  drawAxes(picture, x, y, [first, last], [low, high], width);
+  for (const { values, fill } of lines) {
+    for (const part of unbroken(steps, values)) {
+      const line = part.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)},${y(value).toFixed(1)}`).join("");
+      picture.append(svg("path", { class: "curve", d: line, style: `stroke: var(${fill})` }));
+      if (part.length === 1) picture.append(svg("circle", { cx: x(part[0][0]), cy: y(part[0][1]), r: 2.5, style: `fill: var(${fill})` }));
+    }
   }
-  const cursor = svg("g", { visibility: "hidden" }, svg("line", { class: "cursor", y1: PAD.top, y2: HEIGHT - PAD.bottom }), svg("circle", { r: 4, style: "fill: var(--c1)" }));
+  const cursor = svg("line", { class: "cursor", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" });
   picture.append(cursor);
+  const measured = steps.map((step, index) => [step, index]).filter(([, index]) => lines.some(({ values }) => values[index] !== null));
   picture.addEventListener("pointermove", (event) => {
-    const wanted = first + ((event.clientX - picture.getBoundingClientRect().left - PAD.left) / (width - PAD.left - PAD.right)) * (lastStep - first);
-    const [step, value] = known.reduce((best, each) => (Math.abs(each[0] - wanted) < Math.abs(best[0] - wanted) ? each : best));
+    const wanted = first + ((event.clientX - picture.getBoundingClientRect().left - PAD.left) / (width - PAD.left - PAD.right)) * (last - first);
+    const [step, index] = measured.reduce((best, each) => (Math.abs(each[0] - wanted) < Math.abs(best[0] - wanted) ? each : best));
     cursor.setAttribute("visibility", "visible");
     cursor.setAttribute("transform", `translate(${x(step)},0)`);
-    cursor.lastChild.setAttribute("cy", y(value));
-    showTip(event, name, [`step ${step}: ${brief(value)}`]);
+    showTip(event, title, [`step ${step}`, ...lines.map(({ name, values }) => `${lines.length > 1 ? `${name}: ` : ""}${brief(values[index])}`)]);
   });
   picture.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); hideTip(); });
   return picture;

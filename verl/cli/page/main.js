@@ -10,8 +10,9 @@ function head() {
 
 function memorySection() {
   if (!RUN.memory.length) return;
-  const node = section("memory", "Memory", "The most that a process held, as it was recorded; GB.");
-  node.append(el("div", { class: "charts" }, RUN.memory.map((name) => curveCard(name, RUN.metrics.series[name]))));
+  const node = section("memory", "Memory", "The most that the largest process of a kind held in each phase, in GB; without a phase: since it began.");
+  node.append(el("div", { class: "charts" }, RUN.memory.map(({ role, lines }) => curvesCard(role, "GB", lines.map(({ name, metric }, index) =>
+    ({ name, values: RUN.metrics.series[metric], fill: `--c${(index % 8) + 1}` }))))));
 }
 
 head();

@@ -79,7 +79,7 @@ function syncDetails(sync, view) {
 
 function incidentsSection() {
   const node = section("failures", "Failures and recoveries");
-  const text = "None: every sync was committed at its first attempt, and no replica left service.";
+  const text = "None: every sync was committed at its first attempt and about as quickly as usual, and no replica left service.";
   if (!RUN.incidents.length) { node.append(el("p", { class: "card" }, text)); return; }
   const list = el("ol", { class: "incidents" });
   const more = el("button", { type: "button", style: "margin-top: .6rem" }, `all ${RUN.incidents.length}`);

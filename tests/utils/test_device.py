@@ -7,9 +7,9 @@ import torch
 
 from verl.utils.config import ConfigError
 from verl.utils.device import (
+    allocated,
     distributed_backend,
     local_device,
-    peak_memory_gib,
     resolve_device,
     rng_state,
     seed_everything,
@@ -62,5 +62,13 @@ def test_random_numbers_repeat_after_the_same_seed_and_after_restoring_the_state
     assert torch.equal(torch.rand(2), following)
 
 
-def test_the_memory_of_the_process_is_measured_in_gib():
-    assert 0.01 < peak_memory_gib("cpu") < 1000
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+def test_the_most_that_a_device_held_is_told_once():
+    allocated("cuda")
+    held = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    del held
+    now, peak = allocated("cuda")
+    assert peak - now >= 64 * 2**20
+    now, peak = allocated("cuda")
+    assert peak == now

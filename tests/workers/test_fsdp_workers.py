@@ -76,6 +76,8 @@ def test_every_step_takes_an_equal_part_of_the_mini_batch_from_every_rank_in_ord
         assert metrics["actor/grad_norm"] > 0.0
         assert metrics["actor/skipped_steps"] == 0.0
         assert metrics["perf/cpu_memory_used_gb"] > 0.0
+        assert metrics["memory/trainer/update_actor/host_peak_gb"] >= metrics["memory/trainer/update_actor/host_gb"] > 0
+        assert metrics["memory/trainer/host_peak_gb"] >= metrics["memory/trainer/update_actor/host_peak_gb"]
     assert results[0][0] == results[1][0]
     assert_same_weights(assemble([parts for _, parts in results]), weights)
 

@@ -28,6 +28,7 @@ from verl.checkpoint_engine.memory.arena import NodeArena, open_committed
 from verl.checkpoint_engine.memory.digest import PieceDigests
 from verl.checkpoint_engine.memory.publishing import Publication
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
+from verl.checkpoint_engine.plan.member_report import Link
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member
@@ -169,6 +170,10 @@ class CheckpointEngine(ABC):
     def staging(self, version: int) -> Staging:
         """What `receive_weights` did for `version`, where deltas were offered. Called on every node after it."""
         return Staging()
+
+    def links(self) -> tuple[Link, ...]:
+        """From whom the last `receive_weights` read how much, where that is known. Called on nodes after it."""
+        return ()
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
         """What `receive_weights` digested of `version` in the slot, each piece after its last byte had arrived.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.signals import end_when_told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from verl.trainer.config.checking import Checked
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -31,8 +31,9 @@ logger = logging.getLogger("verl")
 HYBRID = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
 
 
-def main() -> None:
-    run(run_ppo)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`arguments` of the command line; default: those of this process."""
+    run(run_ppo, argv=arguments)
 
 
 def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults: Any) -> None:

@@ -89,16 +89,12 @@ def set_rng_state(device: str, state: dict[str, torch.Tensor]) -> None:
         _device_module(device).set_rng_state(state[device])
 
 
-def peak_memory_gib(device: str) -> float:
-    """Most memory in use since the last call, in GiB: of the device, or on cpu of this process since its start."""
-    if device == "cpu":
-        import resource  # absent on Windows
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+def allocated(device: str) -> tuple[int, int]:
+    """Bytes that torch holds on an accelerator now, and its most since the last call. For `MemoryWatch.device`."""
     module = _device_module(device)
-    peak_nbytes: int = module.max_memory_allocated()
+    held: tuple[int, int] = module.memory_allocated(), module.max_memory_allocated()
     module.reset_peak_memory_stats()
-    return peak_nbytes / 1024**3
+    return held
 
 
 def has_cuda_context() -> bool:

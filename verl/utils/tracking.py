@@ -41,7 +41,9 @@ class Tracking:
         *,
         total_steps: int | None = None,
         resume_step: int = 0,
+        also: Sequence[Tracker] = (),
     ) -> None:
+        """`also` are destinations beside `backends`, made already and closed by whoever made them."""
         for backend in backends:
             if backend not in BACKENDS:
                 raise ConfigError(f"trainer.logger={backend!r} is not known.{did_you_mean(backend, BACKENDS)}")
@@ -60,6 +62,7 @@ class Tracking:
                 undo.callback(tracker.close)
                 self._trackers.append(tracker)
             self._closing = undo.pop_all()
+        self._trackers += also
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Call once per step, with everything there is to say about it: backends may keep one record per step."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -22,13 +22,14 @@ from verl.single_controller import Dispatch, register
 from verl.utils.admission import Doorkeeper, listening_here
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import (
+    allocated,
     distributed_backend,
     local_device,
-    peak_memory_gib,
     resolve_device,
     seed_everything,
 )
 from verl.utils.flops import is_counted, peak_flops, training_flops
+from verl.utils.memory import memory_watch
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
@@ -40,6 +41,8 @@ from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
+MEASURED_PHASES = ("log_prob", "update_actor")
+"""Of which the memory is told."""
 ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
@@ -106,6 +109,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         known = listening_here().keys()
         if not dist.is_initialized():
             self._doors = process_group.join(self.rank_info, distributed_backend(self.device_name), self._timeout)
+        if self.device_name != "cpu":
+            memory_watch().device = partial(allocated, self.device_name)
         seed_everything(self._seed + self.rank)
         config = self.config
         if self._has_actor:
@@ -150,6 +155,7 @@ class ActorRolloutRefWorker(WeightPublisher):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     @record_function("compute_log_prob")
+    @memory_watch().during("log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's."""
         rollout = self.config.rollout
@@ -194,20 +200,23 @@ class ActorRolloutRefWorker(WeightPublisher):
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
         start_s = time.perf_counter()
-        steps = [
-            self.actor.train_mini_batch(
-                mini_batch,
-                self._loss_fn,
-                temperature=self._temperature(data),
-                limits=MicroBatchLimits.choose(
-                    dynamic=config.use_dynamic_bsz,
-                    max_tokens=config.ppo_max_token_len_per_gpu,
-                    max_sequences=config.ppo_micro_batch_size_per_gpu,
-                ),
-                calculate_entropy=config.entropy_coeff != 0.0,
-            )
-            for mini_batch in iterate_mini_batches(data, config, size=self._mini_batch_size, generator=self._shuffle)
-        ]
+        with memory_watch().during("update_actor"):
+            steps = [
+                self.actor.train_mini_batch(
+                    mini_batch,
+                    self._loss_fn,
+                    temperature=self._temperature(data),
+                    limits=MicroBatchLimits.choose(
+                        dynamic=config.use_dynamic_bsz,
+                        max_tokens=config.ppo_max_token_len_per_gpu,
+                        max_sequences=config.ppo_micro_batch_size_per_gpu,
+                    ),
+                    calculate_entropy=config.entropy_coeff != 0.0,
+                )
+                for mini_batch in iterate_mini_batches(
+                    data, config, size=self._mini_batch_size, generator=self._shuffle
+                )
+            ]
         metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
         metrics["actor/lr"] = self.actor.step_lr()
@@ -277,11 +286,17 @@ class ActorRolloutRefWorker(WeightPublisher):
         return {"perf/mfu/actor": float(share) / self.world_size}
 
     def _memory_metrics(self) -> dict[str, float]:
-        """The largest use of any rank."""
-        used = torch.tensor(peak_memory_gib(self.device_name))
-        dist.all_reduce(used, dist.ReduceOp.MAX)
-        name = "perf/cpu_memory_used_gb" if self.device_name == "cpu" else "perf/max_memory_allocated_gb"
-        return {name: float(used)}
+        """The largest use of any rank: in each phase, and since they began."""
+        watch = memory_watch()
+        uses = [*(watch.use_of("trainer", phase) for phase in MEASURED_PHASES), watch.since_start("trainer")]
+        numbers = torch.tensor([use.numbers for use in uses], dtype=torch.float64)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        largest = [use.with_numbers(map(int, row)) for use, row in zip(uses, numbers.tolist(), strict=True)]
+        metrics = {name: value for use in largest for name, value in use.metrics("trainer").items()}
+        if self.device_name == "cpu":
+            return metrics | {"perf/cpu_memory_used_gb": largest[-1].host_peak_nbytes / 1024**3}
+        most = max(use.device_peak_nbytes for use in largest[:-1])
+        return metrics | {"perf/max_memory_allocated_gb": most / 1024**3}
 
 
 def _actor_metric(name: str) -> str:

@@ -38,10 +38,12 @@ from verl.checkpoint_engine.links.fetch import (
 )
 from verl.checkpoint_engine.links.holder import (
     IN_FLIGHT,
+    UPSTREAM,
     NodeHolder,
     part_nbytes_for,
     publication_of,
 )
+from verl.checkpoint_engine.links.traffic import Traffic, links_of
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
 from verl.checkpoint_engine.memory.delta import Applier, begin_to_warm_up, is_warm, warm_up
@@ -52,6 +54,7 @@ from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.encoded import parsed
 from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.member_report import Link
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
 from verl.checkpoint_engine.plan.types import Member, Range
@@ -91,6 +94,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._request: DeltaRequest | None = None
         self._node_deltas: NodeDeltas | None = None
         self._staging = Staging()
+        self._traffic: list[Traffic] = []
         self._arena: NodeArena | None = None
         self._owners: dict[int, OwnerAddress] = {}
         self._buckets: list[Bucket] = []
@@ -289,13 +293,21 @@ class OneSidedEngine(CheckpointEngineWithCache):
         begin_to_warm_up()  # somebody asks, so owners were offered deltas
         return self._staging
 
+    def links(self) -> tuple[Link, ...]:
+        before = self._holder.upstream if self._holder is not None else None
+
+        def name_of(peer: int) -> str:
+            return before.name if peer == UPSTREAM and before is not None else f"trainer-{peer}"
+
+        return links_of(self.member.name, self._traffic, name_of)
+
     def receive_weights(self, version: int, arena: NodeArena) -> int:
         assert self._plan is not None
         if self._wire is None:
             raise TransportError("not connected", version=version, phase="stage", member=self.member.name)
         deadline = time.monotonic() + _before(self.config.deadlines.stage_s)
         self._arrived = (version, PieceDigests.none_of(len(self._plan))) if self.config.verify else None
-        self._staging = Staging()
+        self._staging, self._traffic = Staging(), []
         try:
             reader = WireReader(self._wire, self._owners, self._slot(arena), self._bounce, version)
             before = self._stamps(reader, deadline)
@@ -431,6 +443,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     def _loop(self, reader: RangeReader, pulls: WireReader, deadline: float) -> FetchLoop:
         assert self._plan is not None
+        self._traffic.append(Traffic())
         return FetchLoop(
             reader=reader,
             plan=self._plan,
@@ -440,6 +453,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             timeout_s=deadline - time.monotonic(),
             stop=self._stop,
             max_in_flight=self.max_in_flight,
+            traffic=self._traffic[-1],
         )
 
     def close_abandoned(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
+from verl.checkpoint_engine.links.traffic import Traffic
 from verl.checkpoint_engine.memory.packed import Packing
 from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.shards import extents_of
@@ -285,6 +286,8 @@ class FetchLoop:
     on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
     """Called again and again, with the owners that are waited for, while nothing arrives."""
 
+    traffic: Traffic = field(default_factory=Traffic)
+
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout_s
 
@@ -307,6 +310,7 @@ class FetchLoop:
                 landed = [flight for flight in flying if self.reader.is_done(flight.transfer)]
                 for flight in landed:
                     flying.remove(flight)
+                    self.traffic.end(flight.bucket.owner, flight.bucket.nbytes)
                     bounced.scatter(flight.bucket, self.region)
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
@@ -332,6 +336,7 @@ class FetchLoop:
                     return
                 taken.add(bucket.ranges[0].dst_offset)
             waiting.remove(bucket)
+            self.traffic.begin(bucket.owner)
             transfer = self.reader.start(bucket.owner, bucket.ranges, bounce=bool(bucket.scatter))
             flying.append(_Flight(bucket, transfer))
 

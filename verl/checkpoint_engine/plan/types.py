@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport
+from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
+from verl.utils.memory import MemoryUse, most
 
 ITEMSIZE = {
     "float64": 8,
@@ -160,6 +162,14 @@ class SyncReport:
     """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
     delta: DeltaReport | None = None
     """Of syncs in which owners might have sent what changed alone."""
+    members: dict[str, PhaseReport] = field(default_factory=dict)
+    """Per phase: trainer ranks, rollout nodes and replicas, as the manager waited for them."""
+    links: tuple[Link, ...] = ()
+    """The busiest of those over which nodes fetched, where a backend reads over links."""
+    memory: tuple[MemoryUse, ...] = ()
+    """Of the trainer ranks while they publish, and of the nodes while they stage: those with the highest peaks."""
+    failed_attempts: tuple[str, ...] = ()
+    """Why each attempt before the last failed."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -168,7 +178,7 @@ class SyncReport:
         return self.nbytes_needed / moving_s / 1e9 if moving_s > 0 else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Scalars under `checkpoint_engine/`."""
+        """Scalars under `checkpoint_engine/`, and `memory/trainer/publish/` and `memory/node/stage/`."""
         scalars = {
             "version": self.version,
             "nbytes_needed": self.nbytes_needed,
@@ -181,6 +191,7 @@ class SyncReport:
             "replicas_quarantined": len(self.replicas_quarantined),
             "retries": self.retries,
             "pieces_repaired": self.pieces_repaired,
+            "slowest_wait_s": sum(phase.excess_s for phase in self.members.values()),
             "check_engine_s": max((check.seconds for check in self.engine_checks.values()), default=0.0),
         }
         if self.delta is not None:
@@ -197,4 +208,8 @@ class SyncReport:
                 "delta/tensors_unchanged": self.delta.tensors_unchanged,
             }
         scalars |= {f"{phase}_s": seconds for phase, seconds in self.phase_s.items()}
-        return {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}
+        named = {f"checkpoint_engine/{key}": float(value) for key, value in scalars.items()}
+        for role in ("trainer", "node"):
+            if (use := most(use for use in self.memory if use.process.startswith(role))) is not None:
+                named |= use.metrics(role)
+        return named

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +30,7 @@ from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import DeltaPolicy
+from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
 from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
 from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 from verl.utils.records import append
@@ -58,8 +60,11 @@ class CheckpointEngineManager:
         trainers: Sequence[TrainerPort],
         nodes: Sequence[NodePort],
         report_path: Path | None = None,
+        on_report: Callable[[SyncReport], None] | None = None,
     ) -> None:
-        """Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
+        """`on_report` is called with the report of every sync, also of one that is aborted.
+
+        Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
         if not trainers or not nodes:
             raise ConfigError("a sync needs at least one trainer rank and one rollout node")
         self._engine_class = resolve_backend(config)
@@ -69,6 +74,7 @@ class CheckpointEngineManager:
         self._replicas: dict[str, Replica] = {}
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
+        self._on_report = on_report
         self._plan: SyncPlan | None = None
         """That everybody is connected for."""
         self._planned: tuple[list[tuple[str, bytes]], SyncPlan] | None = None
@@ -81,6 +87,7 @@ class CheckpointEngineManager:
         self._held: Held | None = None
         self._version: int | None = None
         self._deltas = DeltaPolicy(config, possible=self._engine_class.capabilities.deltas)
+        self._earlier: deque[SyncReport] = deque(maxlen=COMPARED)
         self._lock = asyncio.Lock()
 
     @property
@@ -119,7 +126,7 @@ class CheckpointEngineManager:
         async with self._lock:
             clock = Stopwatch()
             with clock.phase("prepare"):
-                plan = await self._prepared()
+                plan = await self._prepared(clock)
             fleet = Fleet(
                 self._trainers,
                 self._nodes,
@@ -128,7 +135,7 @@ class CheckpointEngineManager:
                 plan,
                 same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
-                reconnect=lambda: self._connect(plan),
+                reconnect=lambda: self._connect(plan, clock),
             )
             transaction = SyncTransaction(
                 global_steps,
@@ -306,13 +313,13 @@ class CheckpointEngineManager:
         for error in failures.values():
             logger.info("while closing: %s", error)
 
-    async def _prepared(self) -> SyncPlan:
+    async def _prepared(self, clock: Stopwatch) -> SyncPlan:
         """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
         if self._plan is None:
             timeout_s = self._config.deadlines.prepare_s
             holdings = await all_within(
                 timeout_s,
-                {trainer.name: trainer.describe() for trainer in self._trainers},
+                clock.timed("prepare", {trainer.name: trainer.describe() for trainer in self._trainers}),
                 version=None,
                 phase="prepare",
             )
@@ -321,21 +328,19 @@ class CheckpointEngineManager:
             if self._planned is None or self._planned[0] != held:
                 self._planned = held, plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
             plan = self._planned[1]
-            await self._connect(plan)
+            await self._connect(plan, clock)
             self._plan = plan
         return self._plan
 
-    async def _connect(self, plan: SyncPlan) -> None:
-        encoded, timeout_s = plan.encode(), self._config.deadlines.prepare_s
-        nodes = await all_within(
-            timeout_s, {node.name: node.prepare(encoded) for node in self._nodes}, version=None, phase="prepare"
-        )
-        addresses = await all_within(
-            timeout_s,
-            {trainer.name: trainer.prepare(encoded) for trainer in self._trainers},
-            version=None,
-            phase="prepare",
-        )
+    async def _connect(self, plan: SyncPlan, clock: Stopwatch) -> None:
+        encoded = plan.encode()
+
+        async def everywhere(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+            timed = clock.timed("prepare", calls)
+            return await all_within(self._config.deadlines.prepare_s, timed, version=None, phase="prepare")
+
+        nodes = await everywhere({node.name: node.prepare(encoded) for node in self._nodes})
+        addresses = await everywhere({trainer.name: trainer.prepare(encoded) for trainer in self._trainers})
         trainers = [
             Member(
                 role="trainer",
@@ -352,8 +357,7 @@ class CheckpointEngineManager:
         if self._engine_class.capabilities.one_sided:
             together = [self._trainers, self._nodes]
         for members in together:
-            connecting = {member.name: member.connect(topology) for member in members}
-            await all_within(timeout_s, connecting, version=None, phase="prepare")
+            await everywhere({member.name: member.connect(topology) for member in members})
         # In place: a sync that connects anew has this mapping.
         self._arena_paths.update({node.index: node.arena for node in nodes.values()})
         self._node_at = {nodes[node.name].index: node for node in self._nodes}
@@ -395,6 +399,11 @@ class CheckpointEngineManager:
             max(report.paused_s.values(), default=0.0),
             f"; {report.delta.summary}" if report.delta is not None else "",
         )
+        if (told := outlier(report, self._earlier)) is not None:
+            logger.warning("%s", told)
+        self._earlier.append(report)
+        if self._on_report is not None:
+            self._on_report(report)
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
 

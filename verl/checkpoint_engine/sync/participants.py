@@ -29,12 +29,14 @@ from verl.checkpoint_engine.memory.publishing import Publication
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
 from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.member_report import Staged
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.utils.memory import MemoryUse, memory_watch
 from verl.utils.network import host_addresses
 
 T = TypeVar("T")
@@ -67,6 +69,8 @@ class Published:
     """Of its pieces, in plan order."""
     encoded: Encoded | None = None
     """What it did with a `DeltaRequest`."""
+    memory: MemoryUse | None = None
+    """Of its process, while it copied."""
 
 
 class MemberPort(Protocol):
@@ -106,7 +110,7 @@ class NodePort(MemberPort, Protocol):
     async def check(self, arena_nbytes: int, arenas: int) -> None: ...
     async def prepare(self, plan: bytes) -> Member: ...
     async def begin(self, version: int) -> str: ...
-    async def stage(self, version: int) -> int: ...
+    async def stage(self, version: int) -> Staged: ...
     async def staged(self, version: int) -> Staging: ...
     async def verify(self, version: int, digests: bytes) -> int: ...
     async def commit(self, version: int, digests: bytes) -> None: ...
@@ -170,6 +174,7 @@ class _Copy:
         send: Callable[[], Publication],
         encoded: Callable[[], Encoded | None],
         *,
+        member: str,
         thread: ThreadPoolExecutor,
         waits: bool,
     ) -> None:
@@ -177,6 +182,7 @@ class _Copy:
         self.version = version
         self.trainer_came_s: float | None = None
         """When the trainer asked for its weights back, if it came before they were copied."""
+        self._member = member
         self._waits = waits
         self._encoded = encoded
         self._publication: Publication | None = None
@@ -186,7 +192,8 @@ class _Copy:
         self.published: Future[Published] = thread.submit(self._digest)
 
     def _make(self, send: Callable[[], Publication]) -> None:
-        self._publication = send()
+        with memory_watch().during("publish"):
+            self._publication = send()
         self._ended_s = time.perf_counter()
 
     def _digest(self) -> Published:
@@ -205,6 +212,7 @@ class _Copy:
             seconds=seconds,
             digests=_digests_of(publication),
             encoded=self._encoded(),
+            memory=memory_watch().use_of(self._member, "publish"),
         )
 
 
@@ -266,6 +274,7 @@ class TrainerRank(_Participant):
             version,
             send,
             lambda: self._engine.encoded(version),
+            member=self.name,
             thread=self._thread,
             waits=waits,
         )
@@ -361,9 +370,14 @@ class RolloutNode(_Participant):
         """Open the spare slot for `version`; its path."""
         return await self._run(lambda: str(self._open_arena.begin(version)))
 
-    async def stage(self, version: int) -> int:
-        """Return when the open slot holds every byte, with the bytes moved."""
-        return await self._run_interruptibly(lambda: self._engine.receive_weights(version, self._open_arena))
+    async def stage(self, version: int) -> Staged:
+        """Return when the open slot holds every byte."""
+        return await self._run_interruptibly(lambda: self._stage(version))
+
+    def _stage(self, version: int) -> Staged:
+        with memory_watch().during("stage"):
+            nbytes = self._engine.receive_weights(version, self._open_arena)
+        return Staged(nbytes=nbytes, links=self._engine.links(), memory=memory_watch().use_of(self.name, "stage"))
 
     async def staged(self, version: int) -> Staging:
         """What `stage` has just done."""

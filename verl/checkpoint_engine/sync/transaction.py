@@ -21,7 +21,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,12 +37,14 @@ from verl.checkpoint_engine.errors import (
 )
 from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport, DeltaRequest
+from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest, largest
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import PHASES, EngineCheckResult, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import delta_report
 from verl.checkpoint_engine.sync.participants import NodePort, TrainerPort
+from verl.utils.memory import MemoryUse
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +73,12 @@ class Fleet:
 
 
 class Stopwatch:
-    """Seconds per phase. Phases follow each other without gaps, so they add up to the total."""
+    """Seconds per phase, and of members within. Phases follow each other without gaps: they add up to the total."""
 
     def __init__(self) -> None:
         self.began_s = time.time()
-        self._last = time.perf_counter()
+        self._began = self._last = time.perf_counter()
+        self._members: dict[str, dict[str, MemberTime]] = {}
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.laps: list[tuple[str, float]] = []
 
@@ -87,6 +91,31 @@ class Stopwatch:
             self.seconds[name] += now - self._last
             self.laps.append((name, now - self._last))
             self._last = now
+
+    def timed(self, phase: str, calls: Mapping[str, Awaitable[T]]) -> dict[str, asyncio.Future[T]]:
+        """`calls` of members, begun. The time of each counts until it is done, fails or is cancelled."""
+        start = time.perf_counter()
+        running: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+        for name, call in running.items():
+            call.add_done_callback(partial(self._ended, phase, name, start))
+        return running
+
+    def _ended(self, phase: str, name: str, start: float, _call: object) -> None:
+        of_phase = self._members.setdefault(phase, {})
+        known = of_phase.get(name) or MemberTime(member=name, began_s=start - self._began, seconds=0.0)
+        of_phase[name] = replace(known, seconds=known.seconds + time.perf_counter() - start)
+
+    def moved(self, phase: str, nbytes: Mapping[str, int]) -> None:
+        """What members whose calls are done have written or fetched."""
+        of_phase = self._members[phase]
+        for name, count in nbytes.items():
+            of_phase[name] = replace(of_phase[name], nbytes=of_phase[name].nbytes + count)
+
+    @property
+    def members(self) -> dict[str, PhaseReport]:
+        return {
+            phase: PhaseReport.of(self._members[phase].values()) for phase in self.seconds if phase in self._members
+        }
 
 
 @dataclass
@@ -114,6 +143,9 @@ class SyncTransaction:
     digests: bytes = b""
     """Of all pieces, once they are staged."""
     delta: DeltaReport | None = None
+    links: tuple[Link, ...] = ()
+    memory: tuple[MemoryUse, ...] = ()
+    failed_attempts: list[str] = field(default_factory=list)
     committed: bool = False
     """The nodes hold the version and replicas may serve it."""
     _is_released: bool = False
@@ -154,6 +186,10 @@ class SyncTransaction:
             error=str(error) or type(error).__name__ if error else None,
             engine_checks=dict(self.engine_checks),
             delta=self.delta,
+            members=self.clock.members,
+            links=self.links,
+            memory=self.memory,
+            failed_attempts=tuple(self.failed_attempts),
         )
 
     async def _move_with_retries(self) -> bytes:
@@ -165,6 +201,7 @@ class SyncTransaction:
                 if self.retries >= self.config.retries or self._is_released:
                     raise self._aborted(exc) from exc
                 self.retries += 1
+                self.failed_attempts.append(str(exc))
                 logger.warning("version %d: %s; trying again (%d)", self.version, exc, self.retries)
                 await self._reconnect(exc)
             except CheckpointEngineError as exc:
@@ -197,7 +234,7 @@ class SyncTransaction:
                 {trainer.name: trainer.published(self.version) for trainer in self.fleet.trainers},
                 "publish",
             )
-            self.nbytes_moved += sum(result.nbytes for result in published.values())
+            self._moved("publish", {name: result.nbytes for name, result in published.items()})
             self.trainer_blocked_s = max(result.seconds for result in published.values())
         manifest = Manifest.of(
             self.version,
@@ -206,8 +243,13 @@ class SyncTransaction:
         )
         digests = manifest.digests.tobytes()
         with self.clock.phase("stage"):
-            moved = await self._all(deadlines.stage_s, self._staging(), "stage")
-        self.nbytes_moved += sum(moved.values())
+            staged = await self._all(deadlines.stage_s, self._staging(), "stage")
+        self._moved("stage", {name: one.nbytes for name, one in staged.items()})
+        self.links = busiest(link for one in staged.values() for link in one.links)
+        self.memory = (
+            *largest(one.memory for one in published.values() if one.memory is not None),
+            *largest(one.memory for one in staged.values() if one.memory is not None),
+        )
         if self.config.verify:
             with self.clock.phase("verify"):
                 repaired = await self._all(
@@ -217,10 +259,14 @@ class SyncTransaction:
         if self.deltas is not None:
             seconds = time.perf_counter() - start_s
             calls = {node.name: node.staged(self.version) for node in nodes}
-            staged = await self._all(deadlines.verify_s, calls, "verify")
+            deltas = await self._all(deadlines.verify_s, calls, "verify")
             encoded = [published[trainer.name].encoded for trainer in self.fleet.trainers]
-            self.delta = delta_report(self.fleet.plan, self.deltas, encoded, list(staged.values()), seconds)
+            self.delta = delta_report(self.fleet.plan, self.deltas, encoded, list(deltas.values()), seconds)
         return digests
+
+    def _moved(self, phase: str, nbytes: Mapping[str, int]) -> None:
+        self.nbytes_moved += sum(nbytes.values())
+        self.clock.moved(phase, nbytes)
 
     async def _publish(self) -> None:
         """Every node opens its spare slot and every rank copies its shards; at once, unless ranks need the slots.
@@ -245,18 +291,26 @@ class SyncTransaction:
             await self._drop()
             raise
 
-    def _staging(self) -> dict[str, Awaitable[int]]:
+    def _staging(self) -> dict[str, Awaitable[Staged]]:
         """What every node does, and every trainer rank where senders take part."""
-        calls: dict[str, Awaitable[int]] = {node.name: node.stage(self.version) for node in self.fleet.nodes}
+        calls: dict[str, Awaitable[Staged]] = {node.name: node.stage(self.version) for node in self.fleet.nodes}
         if self.fleet.senders_serve:
-            calls |= {trainer.name: trainer.serve(self.version) for trainer in self.fleet.trainers}
+            calls |= {trainer.name: self._serve(trainer) for trainer in self.fleet.trainers}
         return calls
+
+    async def _serve(self, trainer: TrainerPort) -> Staged:
+        return Staged(nbytes=await trainer.serve(self.version))
 
     async def _commit(self, digests: bytes) -> None:
         with self.clock.phase("commit"):
             calls = {node.name: node.commit(self.version, digests) for node in self.fleet.nodes}
             committing = asyncio.ensure_future(
-                each_within(self.config.deadlines.commit_s, calls, version=self.version, phase="commit")
+                each_within(
+                    self.config.deadlines.commit_s,
+                    self.clock.timed("commit", calls),
+                    version=self.version,
+                    phase="commit",
+                )
             )
             try:
                 failures = await asyncio.shield(committing)
@@ -331,7 +385,8 @@ class SyncTransaction:
         self, replicas: Sequence[Replica], calls: Mapping[str, Awaitable[object]], phase: str
     ) -> list[Replica]:
         timeout_s = self.config.deadlines.resume_s if phase == "resume" else self.config.deadlines.activate_s
-        failures = await each_within(timeout_s, calls, version=self.version, phase=phase)
+        timed = self.clock.timed(phase, calls)
+        failures = await each_within(timeout_s, timed, version=self.version, phase=phase)
         for name, error in failures.items():
             if not isinstance(error, (ActivationError, IntegrityError)):
                 error = ActivationError(error.message, version=self.version, phase=phase, member=name)
@@ -374,7 +429,7 @@ class SyncTransaction:
             logger.error("could not undo: %s", error)
 
     async def _all(self, timeout_s: float, calls: Mapping[str, Awaitable[T]], phase: str) -> dict[str, T]:
-        return await all_within(timeout_s, calls, version=self.version, phase=phase)
+        return await all_within(timeout_s, self.clock.timed(phase, calls), version=self.version, phase=phase)
 
     def _aborted(self, cause: CheckpointEngineError) -> SyncAborted:
         in_service = len(self.fleet.replicas) > len(self.quarantined) or not self.fleet.replicas

@@ -40,6 +40,7 @@ from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
+from verl.utils.memory import MemoryUse
 from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
@@ -73,11 +74,12 @@ class Cluster:
         with_reference: bool,
         critic: CriticConfig | None = None,
         reward_models: RewardModels | None = None,
+        on_sync: Callable[[SyncReport], None] | None = None,
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
         `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
-        `critic` is for the trainer ranks, too.
+        `critic` is for the trainer ranks, too. `on_sync` gets the report of every sync.
         Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config
@@ -87,6 +89,7 @@ class Cluster:
         self._actor: RayWorkerGroup | None = None
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
+        self._on_sync = on_sync
         self.manager: CheckpointEngineManager | None = None
         self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
         self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
@@ -267,6 +270,15 @@ class Cluster:
 
         return self._loop.start(take())
 
+    def begin_measure_engines(self) -> Future[list[MemoryUse]]:
+        """Ask the rollout engines how much memory they hold; as `begin_take_spans`."""
+
+        async def measure() -> list[MemoryUse]:
+            answers = await asyncio.gather(*(replica.memory() for replica in self.replicas), return_exceptions=True)
+            return [use for use in answers if not isinstance(use, BaseException)]
+
+        return self._loop.start(measure())
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""
         return self._loop.run(work)
@@ -430,6 +442,7 @@ class Cluster:
             ],
             nodes=self.nodes.ports,
             report_path=sync_report_path(self._config),
+            on_report=self._on_sync,
         )
         self.run(self.manager.add_replicas(self.replicas))
 

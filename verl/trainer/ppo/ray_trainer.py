@@ -42,6 +42,7 @@ from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
 from verl.utils.disk import DiskFull
+from verl.utils.memory import MemoryUse, memory_watch, most
 from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
@@ -133,6 +134,7 @@ class RayPPOTrainer:
         self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
+        self._measured_engines: Future[list[MemoryUse]] | None = None
         self._unsaved: DiskFull | None = None
         """Why the last checkpoint that was due is not there."""
         self._rows = chain.from_iterable(repeat(train_dataloader))
@@ -485,9 +487,18 @@ class RayPPOTrainer:
         now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
+        now.metrics |= self.memory_metrics()
         self.tracking.log(now.metrics, now.number)
         self.write_timeline(now)
         self.checkpoints.publish()  # whoever resumes from it finds the records of its step
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Of the driver, and the largest of the engines, as they were one step before."""
+        metrics = memory_watch().since_start("driver").metrics("driver")
+        if self._measured_engines is not None and (use := most(self._measured_engines.result())) is not None:
+            metrics |= use.metrics("engine")
+        self._measured_engines = self.cluster.begin_measure_engines()
+        return metrics
 
     def write_timeline(self, now: Step, *, last: bool = False) -> None:
         """Who was busy with what: trainer and syncs in this step, the engines until the call before."""

@@ -8,6 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ from verl.workers.rollout.engine import eos_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.trainer.metrics_server import MetricsServer
+
 logger = logging.getLogger(__name__)
 
 
@@ -90,9 +93,10 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     for line in in_force(job.config, job.device):
         logger.info("%s", line)
     with (
-        _tracking(job) as tracking,
+        _metrics_server(job) as server,
+        _tracking(job, server) as tracking,
         _scoring(job) as reward_manager,
-        _cluster(job) as cluster,
+        _cluster(job, server) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
         rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
@@ -195,7 +199,18 @@ def _scoring(job: _Job) -> RewardManager:
     return job.reward_manager if job.reward_models is None else AwakeForScoring(job.reward_manager, job.reward_models)
 
 
-def _tracking(job: _Job) -> Tracking:
+def _metrics_server(job: _Job) -> AbstractContextManager[MetricsServer | None]:
+    trainer = job.config.trainer
+    if trainer.metrics_port is None:
+        return nullcontext()
+    from verl.trainer.metrics_server import MetricsServer  # needs prometheus_client
+
+    server = MetricsServer(trainer.metrics_port, trainer.metrics_host)
+    logger.info("metrics for Prometheus: http://%s:%d/metrics", trainer.metrics_host, server.port)
+    return server
+
+
+def _tracking(job: _Job, server: MetricsServer | None) -> Tracking:
     trainer = job.config.trainer
     return Tracking(
         trainer.project_name,
@@ -205,10 +220,11 @@ def _tracking(job: _Job) -> Tracking:
         to_mapping(job.config),
         total_steps=job.total_steps,
         resume_step=job.checkpoints.read(job.resume_from).step if job.resume_from else 0,
+        also=[server] if server is not None else [],
     )
 
 
-def _cluster(job: _Job) -> Cluster:
+def _cluster(job: _Job, server: MetricsServer | None) -> Cluster:
     return Cluster(
         job.config,
         model_path=job.model_path,
@@ -218,6 +234,7 @@ def _cluster(job: _Job) -> Cluster:
         with_reference=needs_reference(job.config),
         critic=job.critic,
         reward_models=job.reward_models,
+        on_sync=server.synced if server is not None else None,
     )
 
 

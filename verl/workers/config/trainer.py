@@ -83,6 +83,10 @@ class TrainerConfig:
     )
     rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
     validation_data_dir: str | None = option(None, "JSONL files with every validation sample")
+    metrics_port: int | None = option(
+        None, "port of the driver from which Prometheus scrapes; 0: any that is free; null: none", least=0, most=65535
+    )
+    metrics_host: str = option("127.0.0.1", "address at which that port listens; whoever reaches it may read metrics")
     num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank", least=0)
 
     def __post_init__(self) -> None:

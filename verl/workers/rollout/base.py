@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.memory import MemoryUse
 from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
@@ -256,6 +257,11 @@ class RolloutReplica(ABC):
         """When the engine was generating, paused, loading a version, since the last call. Raises as `health` does."""
         spans: list[Span] = await self._call("take_spans", timeout_s=SPANS_TIMEOUT_S)
         return spans
+
+    async def memory(self) -> MemoryUse:
+        """Of the server and its engine, on their host. Raises as `health` does."""
+        use: MemoryUse = await self._call("memory", timeout_s=SPANS_TIMEOUT_S)
+        return use
 
     # -- verl's names -----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import ray
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.lifetime import begin_actor
+from verl.utils.memory import MemoryUse, tree_use
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
@@ -138,6 +139,11 @@ class RolloutServer:
     async def take_spans(self) -> list[Span]:
         """What the engine did since the last call."""
         return await self._loop.run(self._take_spans())
+
+    @ray.method(concurrency_group="control")
+    async def memory(self) -> MemoryUse:
+        """Of this process and those of its engine."""
+        return await asyncio.to_thread(tree_use, self._spec.name)
 
     async def _take_spans(self) -> list[Span]:
         return self._spans.take()

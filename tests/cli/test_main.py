@@ -1,0 +1,132 @@
+"""The console script: what it offers, what it passes on, and what it does not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import verl
+from verl.cli.main import COMMANDS, COMPLETES, MODULES, cli
+
+PROGRAM = Path(sys.executable).with_name("verl-sync")
+HEAVY = ("torch", "ray", "vllm", "transformers", "hydra", "matplotlib", "pandas")
+
+
+def verl_sync(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PROGRAM, *arguments], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+
+
+def test_the_command_is_installed_and_says_its_version():
+    (script,) = entry_points(group="console_scripts", name="verl-sync")
+    assert script.value == "verl.cli.main:main"
+    assert verl_sync("--version").stdout == f"verl-sync {verl.__version__}\n"
+
+
+def test_the_page_of_help_names_every_subcommand_with_a_line():
+    page = CliRunner().invoke(cli, ["--help"], terminal_width=100).output
+    lines = {line.split()[0]: line for line in page.split("commands\n")[1].splitlines() if line.strip()}
+    assert lines.keys() == {*MODULES, *COMMANDS, "completion"}
+    assert all(len(line.split()) > 3 for line in lines.values())
+
+
+@pytest.mark.parametrize("width", [52, 80, 200])
+@pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]])
+def test_help_wraps_at_the_width_of_the_terminal(width: int, command: list[str]):
+    page = verl_sync(*command, "--help", environment={"COLUMNS": str(width)}).stdout
+    longest = max((line for line in page.splitlines() if "eval" not in line), key=len)  # commands are to be copied
+    assert 20 < len(longest) <= min(width, 110)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *[[name, "--help"] for name in COMMANDS]])
+def test_help_loads_none_of_the_heavy_packages(arguments: list[str]):
+    code = (
+        "import sys\nfrom verl.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as exc:\n    assert not exc.code\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_subcommand_is_the_first_of_its_own_page(name: str):
+    page = CliRunner().invoke(cli, [name, "--help"], terminal_width=110).output
+    assert COMMANDS[name][1] in page
+
+
+def test_an_unknown_subcommand_is_an_error_that_names_a_near_one():
+    done = verl_sync("trian")
+    assert done.returncode == 2
+    assert "no such command: trian. Did you mean 'train'?" in done.stderr
+
+
+def test_train_gets_everything_that_follows_it():
+    assert "--config-name NAME" in verl_sync("train", "--help").stdout
+    done = verl_sync("train", "trainer.nnode=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "trainer.nnodes" in done.stderr
+
+
+def test_train_composes_the_configuration_that_its_module_composes():
+    arguments = ["--cfg", "job", "--package", "trainer", "trainer.save_freq=7"]
+    module = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "save_freq: 7" in module.stdout
+    assert verl_sync("train", *arguments).stdout == module.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["update", "--help"], 0, "--inference-parallel-size"),
+        (["update", "--endpoint", "http://127.0.0.1:1"], 1, "give either --checkpoint-path"),
+        (["certify", "--help"], 0, "--tensor-parallel-size"),
+        (["certify", "--model", "/nowhere"], 2, "/nowhere"),
+    ],
+)
+def test_modules_get_their_arguments_and_give_their_exit_code(arguments: list[str], code: int, said: str):
+    done = verl_sync(*arguments)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tra"], "train"),
+        (["train", "trainer.save_f"], "trainer.save_freq="),
+        (["completion", "z"], "zsh"),
+    ],
+)
+def test_the_tab_key_completes_commands_and_keys(words: list[str], expected: str):
+    environment = {
+        "PATH": str(PROGRAM.parent),
+        COMPLETES: "bash_complete",
+        "COMP_WORDS": " ".join(["verl-sync", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    found = verl_sync(environment=environment).stdout.split()
+    assert f"plain,{expected}" in found
+    assert all(line.split(",")[1].startswith(words[-1]) for line in found)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_that_its_shell_reads(shell: str):
+    script = verl_sync("completion", shell).stdout
+    assert COMPLETES in script
+    assert "verl-sync" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, timeout=20, check=True)

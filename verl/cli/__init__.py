@@ -1,0 +1,1 @@
+"""`verl-sync`: one command for what this package does."""

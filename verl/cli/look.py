@@ -1,0 +1,36 @@
+"""How pages of `--help` look: as that of `train`, with bold headings and cyan options on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+WIDEST = 110
+"""Columns of a page, however wide the terminal is: longer lines are hard to read."""
+
+
+class Formatter(click.HelpFormatter):
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(prog, args, click.style("usage: ", bold=True) if prefix is None else prefix)
+
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':{self.current_indent}}{click.style(heading.lower(), bold=True)}\n")
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(click.style(term, fg="cyan"), meaning) for term, meaning in rows], col_max, col_spacing)
+
+
+class Context(click.Context):
+    formatter_class = Formatter
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
+
+
+class Command(click.Command):
+    context_class = Context
+
+
+class Group(click.Group):
+    context_class = Context

@@ -1,0 +1,82 @@
+"""`verl-sync report`: a run as one HTML file, which loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verl.cli.look import SETTINGS, Command
+from verl.cli.report_data import report_data
+from verl.cli.run_files import read_run, write_beside
+from verl.cli.samples import decoder, read_samples, sample_directories
+from verl.utils import records
+
+SCRIPTS = ("basics.js", "charts.js", "timeline.js", "tables.js", "main.js")
+DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command(cls=Command, context_settings=SETTINGS)
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write; default: DIR/report.html.",
+)
+@click.option(
+    "--samples",
+    metavar="DIR",
+    multiple=True,
+    type=DIRECTORY,
+    help="Where trainer.rollout_data_dir or validation_data_dir wrote samples; may be given again. "
+    "Default: directories below DIR with such files.",
+)
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(0), help="Show samples of the last STEPS.")
+@click.option("--per-step", default=8, show_default=True, type=click.IntRange(1), help="Show so many samples of each.")
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    type=DIRECTORY,
+    help="Where a tokenizer.json is, to show tokens as text; default: that of the newest checkpoint in DIR.",
+)
+def command(
+    directory: Path, output: Path | None, samples: tuple[Path, ...], steps: int, per_step: int, tokenizer: Path | None
+) -> None:
+    """One HTML file of a run: metrics, timeline, syncs, failures, samples.
+
+    DIR is the output directory of a run, which may still go on. The page shows reward and metrics, where the time of
+    a step goes, what every member did when, what failed and what came after it, every sync, and samples with the
+    version of the weights behind each token. It needs a browser, and no network.
+    """
+    run = read_run(directory)
+    output = output or directory / "report.html"
+    decode = decoder(tokenizer, directory)
+    shown = read_samples(samples or sample_directories(directory), steps=steps, per_step=per_step, decode=decode)
+    data = report_data(run, shown) | {"decoded": decode is not None}
+    write_beside(run, output, page(data))
+    click.echo(f"{output}: {len(run.metrics)} steps, {len(run.reports)} syncs, {len(shown)} samples")
+
+
+def page(data: dict[str, Any]) -> str:
+    """`data` is the only part that comes from a run; nothing in it can end the script element that holds it."""
+    files = resources.files("verl.cli") / "page"
+    parts = {
+        "title": _escaped(str(data["name"])),
+        "style": (files / "report.css").read_text(encoding="utf-8"),
+        "script": "\n".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "data": json.dumps(json.loads(records.encoded(data)), separators=(",", ":"))
+        .replace("<", "\\u003c")
+        .replace("&", "\\u0026"),
+    }
+    before, *rest = (files / "report.html").read_text(encoding="utf-8").split("/*")
+    filled = [parts[name] + after for name, after in (part.split("*/", 1) for part in rest)]
+    return "".join([before, *filled])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

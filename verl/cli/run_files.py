@@ -1,0 +1,77 @@
+"""What a run has written into its output directory, read for `report` and `trace`. Whole or not: runs are killed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.utils import records
+from verl.utils.timing import TIMELINE_FILE, Span
+
+METRICS_FILE = "metrics.jsonl"
+REPORTS_FILE = "sync_reports.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Everything in file order; what a run has not written is empty."""
+
+    directory: Path
+    metrics: Sequence[Mapping[str, Any]]
+    """One mapping per step, with its `step`."""
+    reports: Sequence[SyncReport]
+    spans: Sequence[Span]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.directory.resolve().parts[-2:])
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Raises click.ClickException for a directory without a file of a run, and for a file that is none of a run's."""
+    try:
+        metrics = _read(directory / METRICS_FILE)
+        reports = [msgspec.convert(record, SyncReport) for record in _read(directory / REPORTS_FILE)]
+        spans = msgspec.convert(_read(directory / TIMELINE_FILE), list[Span])
+        _require_moments(directory, spans, reports)
+    except (OSError, ValueError) as exc:  # msgspec's errors are of the second kind
+        raise click.ClickException(str(exc)) from exc
+    if not metrics and not reports and not spans:
+        raise click.ClickException(
+            f"{directory} has no run: there is neither {METRICS_FILE} nor {REPORTS_FILE} nor {TIMELINE_FILE}"
+        )
+    return RunFiles(directory=directory, metrics=metrics, reports=reports, spans=spans)
+
+
+def _require_moments(directory: Path, spans: Sequence[Span], reports: Sequence[SyncReport]) -> None:
+    moments = [moment for span in spans for moment in (span.start_s, span.stop_s)]
+    if not all(map(math.isfinite, [*moments, *(report.began_s for report in reports)])):
+        raise ValueError(f"{directory}: a moment in {TIMELINE_FILE} or {REPORTS_FILE} is not a number")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return records.read(path)[0] if path.exists() else []
+
+
+def write_beside(run: RunFiles, output: Path, text: str) -> None:
+    """Whoever may read the run may read `output`, nobody else: it holds the same. Raises click.ClickException."""
+    known = [run.directory / name for name in (METRICS_FILE, REPORTS_FILE, TIMELINE_FILE)]
+    mode = next(path.stat().st_mode for path in known if path.exists()) & 0o644
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.chmod(mode)
+        partial.replace(output)
+    except OSError as exc:
+        partial.unlink(missing_ok=True)
+        raise click.ClickException(f"cannot write {output}: {exc.strerror}") from exc

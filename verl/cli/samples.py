@@ -1,0 +1,99 @@
+"""Samples that a run has written, with the version of the weights that generated each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verl.utils import records
+
+Decode = Callable[[Sequence[int]], str]
+MOST_TOKENS = 2000
+"""Of a sample; those behind them are not shown."""
+
+
+def sample_directories(run: Path) -> list[Path]:
+    """Those below the output directory of a run that `trainer.rollout_data_dir` or `validation_data_dir` named."""
+    found = (path for path in sorted(run.iterdir()) if path.is_dir() and not path.name.startswith("global_step_"))
+    return [path for path in found if _files(path)]
+
+
+def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, decode: Decode | None) -> list[Any]:
+    """The first `per_step` samples of the last `steps` files of every directory.
+
+    Raises click.ClickException for a directory without samples and for a file that holds something else.
+    """
+    found: list[Any] = []
+    for directory in directories:
+        files = _files(directory)
+        if not files:
+            raise click.ClickException(f"{directory} has no file of samples, like 3.jsonl")
+        for file in files[-steps:] if steps else ():
+            try:
+                rows = records.read(file, "sample")[0]
+                found += [_shown(row, directory.name, decode) for row in rows[:per_step]]
+            except (OSError, ValueError, TypeError, AttributeError) as exc:
+                raise click.ClickException(f"{file}: {exc}") from exc
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted((path for path in directory.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
+
+
+def decoder(given: Path | None, run: Path) -> Decode | None:
+    """Token ids to text by `tokenizer.json` in `given`, or else in the run's newest checkpoint that has one."""
+    if given is not None and not (given / "tokenizer.json").is_file():
+        raise click.ClickException(f"--tokenizer {given}: there is no tokenizer.json")
+    saved = sorted(run.glob("global_step_*/**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    path = given / "tokenizer.json" if given is not None else saved[-1] if saved else None
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as exc:  # the package raises nothing narrower
+        raise click.ClickException(f"{path}: {exc}") from exc
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _shown(row: Mapping[str, Any], where: str, decode: Decode | None) -> dict[str, Any]:
+    return {
+        "where": where,
+        "step": row.get("step"),
+        "source": row.get("data_source"),
+        "prompt": _text(row.get("prompt")),
+        "response": _text(row.get("response")),
+        "truth": row.get("ground_truth"),
+        "score": row.get("score"),
+        "stop": row.get("stop_reason"),
+        "replicas": sorted({str(name) for name, *_ in row.get("replicas") or ()}),
+        "pieces": list(_pieces(row, decode)),
+        "tokens": len(row.get("response_ids") or ()),
+    }
+
+
+def _pieces(row: Mapping[str, Any], decode: Decode | None) -> Iterator[dict[str, Any]]:
+    """Runs of tokens that one version generated, or that were inserted; nothing where versions are not recorded."""
+    ids, versions = row.get("response_ids"), row.get("versions")
+    if not ids or not versions:
+        return
+    together = zip(ids[:MOST_TOKENS], versions, strict=False)
+    for version, run in groupby(together, key=lambda token: token[1]):
+        own = [token for token, _ in run]
+        yield {"version": version, "count": len(own), "text": decode(own) if decode else " ".join(map(str, own)) + " "}
+
+
+def _text(value: Any) -> str:
+    """A prompt is a list of messages."""
+    if isinstance(value, (list, tuple)):
+        return "\n".join(
+            f"{message.get('role', '')}: {message.get('content', '')}" if isinstance(message, Mapping) else str(message)
+            for message in value
+        )
+    return "" if value is None else str(value)

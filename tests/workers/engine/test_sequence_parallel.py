@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
+from tests.models.cases import padded_batch
 from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
@@ -17,10 +19,12 @@ from tests.workers.engine.engine_cases import (
     reference_steps,
     weighted_loss,
 )
+from verl.utils.config import ConfigError
 from verl.workers.config import CriticConfig, FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.critic import CriticLoss
 from verl.workers.engine.fsdp.value import FSDP2ValueEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.hf.splitting import why_not_shared
 
 SMALL = MicroBatchLimits(max_tokens=24)
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -165,3 +169,62 @@ def test_a_loss_draws_the_same_on_ranks_that_share_sequences_and_nothing_else_do
     assert in_loss[2] == in_loss[3]
     assert in_loss[0] != in_loss[2]
     assert len(set(after)) == 4
+
+
+STATES, EAGER, OWN = "states beside keys and values", "computes attention by 'eager'", "does not let its attention be"
+REFUSED = {
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"), STATES),
+    **dict.fromkeys(("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"), STATES),
+    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "zamba2"), STATES),
+    **dict.fromkeys(("bloom", "codegen", "falcon-alibi", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"), EAGER),
+    **dict.fromkeys(("vaultgemma", "xglm"), EAGER),
+    **dict.fromkeys(("biogpt", "falcon", "stablelm"), OWN),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of another kind than attention over all heads: conv"),
+    "minimax": "layers of another kind than attention over all heads: linear_attention",
+    "llama4_text": "scales queries by their place in the row",
+    "doge": "makes masks of its own",
+    "nemotron": "is not told which sequences are in a row",
+}
+FAMILIES = sorted(set(ARCHITECTURES) - {"gpt_bigcode"})
+"""All but one whose module uses what torch warns of."""
+
+
+def whole_and_shared(path, data):
+    rows = own_rows(data)
+    whole = make_engine(path).compute_log_prob(rows, temperature=1.0, limits=WHOLE)[0]
+    try:
+        engine = make_engine(path, **shared(2))
+    except ConfigError as exc:
+        return whole, str(exc)
+    return whole, engine.compute_log_prob(rows, temperature=1.0, limits=WHOLE)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_models_is_computed_alike_by_ranks_that_share_sequences_or_refused(ranks, tmp_path, name):
+    """Windows are shorter than the sequences of the batch."""
+    write_checkpoint(ARCHITECTURES[name], tmp_path)
+    for whole, found in ranks.run(whole_and_shared, 2, tmp_path, padded_batch()):
+        if name in REFUSED:
+            assert REFUSED[name] in found
+        else:
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("llama", {"num_attention_heads": 3}, "2 ranks cannot share the 3 attention heads of the model LlamaForCausal"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "stretches positions as the largest one in a call asks (rope_type=longrope)",
+        ),
+    ],
+)
+def test_what_a_config_says_against_sharing_is_told_without_weights(name, changes, problem):
+    config = ARCHITECTURES[name].make_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    assert problem in why_not_shared(model, 2)

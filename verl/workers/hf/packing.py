@@ -95,17 +95,21 @@ def attend_shared(
     """torch's fused attention for each sequence of a row that ranks share: this one's heads of all tokens.
 
     Of keys and values that have fewer heads than there are ranks, several ranks have the same. Raises TypeError for
-    attention to anything but the row.
+    attention to anything but the sequences of the row.
     """
     lengths, sharers = options.pop(LENGTHS, None), options.pop(SHARERS, None) or Sharers()
-    if not lengths or query.shape[2] != key.shape[2] or options.get("position_bias") is not None:
+    if not lengths:
+        raise TypeError(f"{type(module).__name__} is not told which sequences are in a row")
+    if query.shape[2] != key.shape[2] or options.get("position_bias") is not None:
         raise TypeError(f"{type(module).__name__} attends to more than the tokens of a row")
+    if attention_mask is not None and not isinstance(attention_mask, Pattern):
+        raise TypeError(f"{type(module).__name__} makes masks of its own")
     copies = sharers.copies(key.shape[1])
     query = sharers.heads_of_all(query)
     key, value = (sharers.heads_of_all(states.repeat_interleave(copies, dim=1)) for states in (key, value))
     heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     heads.is_causal = getattr(module, "is_causal", True)
-    masks = [attention_mask and attention_mask.mask(length) for length in lengths]
+    masks = [None if attention_mask is None else attention_mask.mask(length) for length in lengths]
     return sharers.tokens_of_all(_attended(heads, query, key, value, lengths, masks, options)), None
 
 

@@ -36,8 +36,10 @@ def why_not_shared(model: PreTrainedModel, size: int) -> str | None:
         return f"{name} has states beside keys and values, which go from token to token and not by heads"
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTIONS)):
         return f"{name} has layers of another kind than attention over all heads: {', '.join(others)}"
-    if attention(model) != "sdpa" or not takes_other_attention(model):
+    if attention(model) != "sdpa":
         return f"{name} computes attention by {attention(model)!r}; only torch's fused one ('sdpa') is shared by heads"
+    if not takes_other_attention(model):
+        return f"{name} does not let its attention be replaced by one that is shared by heads"
     if found := sorted(_rope_types(config) & FROM_LONGEST):
         return f"{name} stretches positions as the largest one in a call asks (rope_type={found[0]})"
     if scales_by_column(model):

@@ -91,10 +91,11 @@ class FSDPEngine:
             seed=self._seed,
         )
         self.model, self._adapters, self._built_model = built.module, built.adapters, built
-        packs = self._model_config.use_remove_padding or self._sharers.size > 1
-        self._packs = packs and self._keeps_sequences_apart()
         if self._sharers.size > 1:
             self._require_shared()
+        self._packs = self._sharers.size > 1 or (
+            self._model_config.use_remove_padding and self._keeps_sequences_apart()
+        )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -269,16 +270,17 @@ class FSDPEngine:
     def _require_shared(self) -> None:
         """Raises ConfigError for a model whose rows ranks cannot share. A collective."""
         assert self._built_model is not None
-        name = self._built_model.conversion.model
-        if not self._packs:
-            raise ConfigError(f"{KEY}={self._sharers.size}: {name} mixes sequences that are in one row")
-        shared = computes_shared(self._built(), self._sharers, self.device)
+        what = f"{KEY}={self._sharers.size}: the model {self._built_model.conversion.model}"
+        try:
+            apart = self._keeps_sequences_apart()
+            shared = apart and computes_shared(self._built(), self._sharers, self.device)
+        except TypeError as exc:
+            raise ConfigError(f"{what} cannot be shared: {exc}") from exc
         self.sharding.reshard(self._built())
+        if not apart:
+            raise ConfigError(f"{what} mixes sequences that are in one row")
         if not shared:
-            raise ConfigError(
-                f"{KEY}={self._sharers.size}: something beside attention over heads makes tokens of {name} depend on "
-                "others, and ranks that share sequences would compute something else"
-            )
+            raise ConfigError(f"{what} looks at other tokens in more than attention over heads")
 
     def _built(self) -> nn.Module:
         if self.model is None:

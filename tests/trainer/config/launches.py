@@ -213,8 +213,8 @@ LAUNCHES = (
         said="rewards dapo",
     ),
     Launch("dapo with megatron", "dapo", f"--config-name=dapo_megatron_trainer {GRPO}", said="megatron"),
-    Launch("dynamic sampling, one step off", "one_step_off", f"{ASYNC} {FILTER}", refused="recipe.dapo.main_dapo"),
-    Launch("dynamic sampling, fully async", "fully_async", f"{ASYNC} {FILTER}", refused="as they come"),
+    Launch("dynamic sampling, one step off", "one_step_off", f"{ASYNC} {FILTER}", said="rewards"),
+    Launch("dynamic sampling, fully async", "fully_async", f"{ASYNC} {FILTER}", said="rewards"),
     Launch(
         "dynamic sampling without a metric",
         "hybrid",
@@ -405,7 +405,7 @@ LAUNCHES = (
         "fully_async",
         f"--config-name=fully_async_dapo_trainer {ASYNC} algorithm.filter_groups.enable=True "
         "algorithm.filter_groups.metric=acc",
-        refused="samples are taken as they come here",
+        said="algorithm: grpo",
     ),
     Launch(
         "fully async with nccl, without a device here",

@@ -44,7 +44,7 @@ from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode
-from verl.workers.config import HFModelConfig
+from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 
@@ -86,7 +86,14 @@ async def measure(settings: Settings) -> dict[str, Any]:
         progress(f"making a model of {settings.size_mib} MiB")
         model = make_random_model(directory, settings.size_mib)
         for name in settings.strategies:
-            check_engine(name, megatron=MEGATRON, model=HFModelConfig(path=directory), world_size=RANKS, device="cpu")
+            check_engine(
+                name,
+                fsdp=FSDPConfig(),
+                megatron=MEGATRON,
+                model=HFModelConfig(path=directory),
+                world_size=RANKS,
+                device="cpu",
+            )
         with HFCheckpoint(model) as checkpoint:
             specs = [
                 TensorSpec(name=name, shape=checkpoint.shape(name), dtype="bfloat16")

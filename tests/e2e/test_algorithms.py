@@ -6,9 +6,17 @@ import pytest
 
 from tests.e2e.job import in_process
 from tests.e2e.test_training import Run
+from verl.experimental.fully_async_policy import fully_async_main
+from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
+from verl.experimental.one_step_off_policy import main_ppo as one_step_off
+from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.trainer.ppo.dynamic_sampling import TooFewGroups
 from verl.utils.config import ConfigError
 
+MODES = {
+    "one_step_off": (OneStepOffPolicyTrainer, one_step_off),
+    "fully_async": (FullyAsyncTrainer, fully_async_main),
+}
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 REWARD = """
@@ -35,6 +43,23 @@ def base(tmp_path, tiny_model):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
     )
+
+
+def separately(mode, directory, *overrides):
+    """A run in one of the modes whose engines have devices of their own."""
+    trainer_class, main = MODES[mode]
+    where = {"config_path": main.CONFIG_DIR, "config_name": main.CONFIG_NAME}
+    overrides = (*overrides, "checkpoint_engine.backend=naive", f"trainer.rollout_data_dir={directory / 'samples'}")
+    return Run(directory, in_process(directory, *overrides, trainer_class=trainer_class, **where))
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_remax_in_the_other_modes_subtracts_the_reward_of_a_greedy_response(ray_cluster, tmp_path, base, mode):
+    run = separately(mode, tmp_path, *base, "algorithm.adv_estimator=remax")
+    for metrics in run.metrics.values():
+        assert "timing_s/gen_max" not in metrics  # it was generated beside the others
+        expected = metrics["critic/rewards/mean"] - metrics["reward/greedy/mean"]
+        assert metrics["critic/advantages/mean"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_remax_subtracts_the_reward_of_a_greedy_response(ray_cluster, tmp_path, base):
@@ -106,6 +131,25 @@ def test_dynamic_sampling_trains_on_groups_that_differ_and_resumes_where_it_was(
     resumed = Run(again, in_process(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=3"))
     assert resumed.questions(3) == whole.questions(3)
     assert resumed.metrics[3]["training/epoch"] == whole.metrics[3]["training/epoch"] > 0
+
+
+ON_POLICY = ("async_training.staleness_threshold=0", "async_training.trigger_parameter_sync_step=1")
+
+
+@pytest.mark.parametrize(
+    ("mode", "age", "own"), [("one_step_off", 1, ()), ("fully_async", 0, (*ON_POLICY, "data.gen_batch_size=1"))]
+)
+def test_the_other_modes_sample_dynamically_and_resume_where_they_were(ray_cluster, tmp_path, base, mode, age, own):
+    overrides = (*base, *FILTER, *own)
+    whole = separately(mode, tmp_path / "whole", *overrides, "trainer.total_training_steps=3")
+    for step, metrics in whole.metrics.items():
+        assert metrics["reward_extra/even/mean"] == 1.0
+        assert metrics["filter_groups/drawn"] > metrics["filter_groups/differing"] >= 4
+        assert len(whole.samples(step)) == 8
+        assert metrics["training/staleness/max"] == (age if step > 1 else 0)
+    separately(mode, tmp_path / "again", *overrides, "trainer.total_training_steps=2")
+    resumed = separately(mode, tmp_path / "again", *overrides, "trainer.total_training_steps=3")
+    assert resumed.questions(3) == whole.questions(3)
 
 
 def test_a_step_that_finds_too_few_groups_ends_the_run_with_the_reason(ray_cluster, tmp_path, base):

@@ -48,6 +48,8 @@ class CustomRLHFDataset(RLHFDataset):
     pass
 """
 TWO_RANKS = {"trainer.n_gpus_per_node": "2"}
+ULYSSES = "actor_rollout_ref.{}.ulysses_sequence_parallel_size"
+SHARED = {ULYSSES.format("actor"): "2", ULYSSES.format("ref"): "2"}
 ENDING = """
 class Ending(Calling):
     '''Nor does it end a message, but seldom: here half of all bytes do.'''
@@ -61,7 +63,11 @@ LAUNCHES = (
     Launch(kind="ppo-fsdp", shows=lambda metrics: metrics["critic/vf_loss"] > 0),
     Launch(kind="grpo-fsdp2", own=TWO_RANKS, shows=lambda metrics: metrics["actor/kl_loss"] >= 0),
     Launch(kind="ppo-megatron", own=TWO_RANKS, shows=lambda metrics: metrics["critic/vf_loss"] > 0),
-    Launch(kind="dapo", shows=lambda metrics: metrics["critic/score/min"] < 0),  # the penalty of what is too long
+    Launch(
+        kind="dapo",
+        own=TWO_RANKS | SHARED,
+        shows=lambda metrics: metrics["critic/score/min"] < 0,  # the penalty of what is too long
+    ),
     Launch(kind="gspo", shows=lambda metrics: "actor/pg_clipfrac" in metrics),
     Launch(
         kind="one-step-off",
@@ -79,6 +85,7 @@ LAUNCHES = (
     Launch(
         kind="tools",
         own={
+            ULYSSES.format("actor"): "1",
             "data.max_prompt_length": "300",
             "data.max_response_length": "120",
             "data.custom_cls.path": "{files}/dataset.py",

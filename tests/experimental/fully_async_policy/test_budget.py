@@ -2,10 +2,11 @@ from verl.experimental.fully_async_policy.budget import StalenessBudget
 from verl.workers.config.async_training import AsyncTrainingConfig
 
 
-def started(budget):
+def started(budget, first=0):
+    """How many may be, with places from `first` on."""
     count = 0
     while not budget.is_spent:
-        budget.start()
+        budget.start(first + count)
         count += 1
     return count
 
@@ -13,10 +14,20 @@ def started(budget):
 def test_what_is_left_from_before_a_sync_takes_the_place_of_what_may_be_started_after_it():
     budget = StalenessBudget(limit=6)
     assert started(budget) == 6
-    budget.synced(outstanding=2)
-    assert started(budget) == 4
-    budget.synced(outstanding=6)
+    budget.synced({4, 5})
+    assert started(budget, first=6) == 4
+    budget.synced(range(4, 10))
     assert started(budget) == 0
+
+
+def test_a_prompt_that_is_not_trained_on_makes_room_for_one_unless_it_was_taken_before_the_sync():
+    budget = StalenessBudget(limit=4)
+    assert started(budget) == 4
+    budget.give_back([1, 2])
+    assert started(budget, first=4) == 2
+    budget.synced({4, 5})
+    budget.give_back([0, 3])
+    assert started(budget, first=6) == 2
 
 
 def test_the_limit_is_what_is_trained_until_the_next_sync_and_a_share_of_it_more():

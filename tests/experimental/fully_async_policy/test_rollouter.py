@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl.experimental.fully_async_policy.message_queue import MessageQueue
-from verl.experimental.fully_async_policy.rollouter import Rollouter
+from verl.experimental.fully_async_policy.rollouter import Rollouter, RollouterState
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.workers.config.async_training import AsyncTrainingConfig
@@ -46,6 +46,8 @@ class AgentLoops:
 
     async def generate_sequences(self, samples, first_index):
         index = first_index // N
+        if samples.meta_info.get("greedy"):
+            return DataProto.from_dict(tensors={"responses": torch.full((len(samples), 1), -1 - index)})
         self.started.append(index)
         await asyncio.sleep(0.002 * (index % 3))
         if self.held is not None and index >= self.held_from:
@@ -57,8 +59,9 @@ class AgentLoops:
 
 
 class Job:
-    def __init__(self, required=2, *, state=None, max_in_flight=100, **settings):
-        config = load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true"])
+    def __init__(self, required=2, *, max_in_flight=100, chooses=False, asks_greedily=False, **settings):
+        filters = f"algorithm.filter_groups={{enable: {str(chooses).lower()}, metric: acc}}"
+        config = load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true", filters])
         self.required, self.settings = required, AsyncTrainingConfig(**settings)
         self.limit = self.settings.max_outstanding(required)
         self.loops, self.queue = AgentLoops(), MessageQueue(self.limit)
@@ -69,6 +72,7 @@ class Job:
             total_prompts=PROMPTS,
             limit=self.limit,
             max_in_flight=max_in_flight,
+            asks_greedily=asks_greedily,
         )
 
     @asynccontextmanager
@@ -139,6 +143,54 @@ async def test_without_staleness_a_step_is_trained_on_what_was_started_after_the
             metrics = await job.rollouter.synced()
             assert metrics["fully_async/count/staleness_samples"] == 0
             assert metrics["fully_async/rollouter/idle_ratio"] > 0
+
+
+@pytest.mark.parametrize("settings", REGIMES.values(), ids=REGIMES)
+async def test_what_is_not_trained_on_is_replaced_within_the_bound_until_every_step_is_full(settings):
+    job, at_sync, replaced = Job(chooses=True, **settings), 0, 0
+    steps = PROMPTS // job.required
+    async with job.running():
+        for step in range(1, steps + 1):
+            kept: list[int] = []
+            while len(kept) < job.required:
+                samples = await asyncio.wait_for(job.queue.take(job.required - len(kept)), 10)
+                taken = [sample.index for sample in samples]
+                others = [index for index in taken if index % 3 == 0]
+                kept += [index for index in taken if index % 3]
+                await job.rollouter.replace(others)
+                replaced += len(others)
+                assert await job.outstanding() <= job.limit
+            await asyncio.sleep(0.02)  # the trainer works; the rollouter may go as far as it can
+            assert len(job.loops.started) - at_sync <= job.limit + replaced
+            if step % job.settings.trigger_parameter_sync_step == 0:
+                if not job.settings.partial_rollout:
+                    await job.rollouter.drain()
+                at_sync = len(job.loops.started) - await job.outstanding()
+                await job.rollouter.synced()
+                replaced = 0
+        state = await job.rollouter.state()
+    assert state.drawn == PROMPTS + state.replaced
+    assert state.replaced > 0
+
+
+async def test_what_was_replaced_is_known_to_a_rollouter_that_is_restored():
+    first = Job(chooses=True, **REGIMES["on policy"])
+    async with first.running():
+        assert await first.step() == [0, 1]
+        await first.rollouter.replace([1])
+        (replacement,) = await asyncio.wait_for(first.queue.take(1), 10)
+        state = RollouterState.from_plain((await first.rollouter.state()).to_plain(), {})
+    assert (replacement.index, state.drawn, state.replaced) == (2, 3, 1)
+
+
+async def test_a_greedy_response_is_generated_beside_the_others():
+    job = Job(asks_greedily=True)
+    async with job.running():
+        samples = await asyncio.wait_for(job.queue.take(2), 10)
+    for sample in samples:
+        assert sample.batch.batch["responses"].tolist() == [[sample.index]] * N
+        assert sample.greedy.batch["responses"].tolist() == [[-1 - sample.index]]
+        assert sample.greedy.non_tensor_batch["uid"][0] == sample.batch.non_tensor_batch["uid"][0]
 
 
 async def test_no_more_prompts_are_in_flight_than_the_replicas_may_have():

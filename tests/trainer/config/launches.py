@@ -120,13 +120,55 @@ LAUNCHES = (
         "ulysses",
         "hybrid",
         f"{GRPO} {A}.ulysses_sequence_parallel_size=4 {F}.ulysses_sequence_parallel_size=4",
-        said="sequences are not split over ranks",
+        said="8 ranks (1 x 8) on cpu, fsdp2 (sequences shared by 4 ranks)",
     ),
     Launch(
         "ulysses, with budgets of a part of a sequence",
         "hybrid",
-        f"{GRPO} {A}.ulysses_sequence_parallel_size=4 {A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=768",
-        said="raised to 1536",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=2 {A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=768",
+        said="micro-batches of up to 768 tokens of every rank",
+    ),
+    Launch(
+        "ulysses, with too small a budget",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=2 {A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=767",
+        refused="ppo_max_token_len_per_gpu=767 * ulysses_sequence_parallel_size=2 is less than one sequence",
+    ),
+    Launch(
+        "ulysses, said in fsdp_config",
+        "hybrid",
+        f"{GRPO} {A}.fsdp_config.ulysses_sequence_parallel_size=2 {A}.ulysses_sequence_parallel_size=1",
+        said="sequences shared by 2 ranks",
+    ),
+    Launch(
+        "ulysses, said twice",
+        "hybrid",
+        f"{GRPO} {A}.fsdp_config.ulysses_sequence_parallel_size=2 {A}.ulysses_sequence_parallel_size=4",
+        refused=f"{A}.fsdp_config.ulysses_sequence_parallel_size=2 is the same key",
+    ),
+    Launch(
+        "ulysses among ranks that it does not divide",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=3",
+        refused=f"{A}.fsdp_config.ulysses_sequence_parallel_size=3 does not divide 8 trainer ranks",
+    ),
+    Launch(
+        "ulysses with padding",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=2 actor_rollout_ref.model.use_remove_padding=False",
+        refused="needs actor_rollout_ref.model.use_remove_padding=true",
+    ),
+    Launch(
+        "ulysses of a critic",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=gae critic.ulysses_sequence_parallel_size=3",
+        refused="critic.fsdp.ulysses_sequence_parallel_size=3 does not divide 8 trainer ranks",
+    ),
+    Launch(
+        "ulysses with more ranks than the model has heads",
+        "hybrid",
+        f"{GRPO} {A}.ulysses_sequence_parallel_size=8",
+        said="8 ranks cannot share the 4 attention heads of the model Qwen2ForCausalLM",
     ),
     Launch("no ulysses", "hybrid", f"{GRPO} {A}.ulysses_sequence_parallel_size=1"),
     Launch(
@@ -171,8 +213,8 @@ LAUNCHES = (
         said="rewards dapo",
     ),
     Launch("dapo with megatron", "dapo", f"--config-name=dapo_megatron_trainer {GRPO}", said="megatron"),
-    Launch("dynamic sampling, one step off", "one_step_off", f"{ASYNC} {FILTER}", refused="recipe.dapo.main_dapo"),
-    Launch("dynamic sampling, fully async", "fully_async", f"{ASYNC} {FILTER}", refused="as they come"),
+    Launch("dynamic sampling, one step off", "one_step_off", f"{ASYNC} {FILTER}", said="rewards"),
+    Launch("dynamic sampling, fully async", "fully_async", f"{ASYNC} {FILTER}", said="rewards"),
     Launch(
         "dynamic sampling without a metric",
         "hybrid",
@@ -363,7 +405,7 @@ LAUNCHES = (
         "fully_async",
         f"--config-name=fully_async_dapo_trainer {ASYNC} algorithm.filter_groups.enable=True "
         "algorithm.filter_groups.metric=acc",
-        refused="samples are taken as they come here",
+        said="algorithm: grpo",
     ),
     Launch(
         "fully async with nccl, without a device here",

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tests.workers.engine.megatron_cases import tiny_moe
 from verl.utils.config import ConfigError
-from verl.workers.config import HFModelConfig, MegatronConfig
+from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
 from verl.workers.engine.megatron.checks import check, check_job
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
@@ -136,7 +136,7 @@ def test_a_missing_library_names_the_extra(models, monkeypatch):
 def test_other_engines_are_not_asked(models):
     model = HFModelConfig(path=str(models("qwen2")))
     impossible = MegatronConfig(tensor_model_parallel_size=7)
-    options = {"megatron": impossible, "model": model, "world_size": 2, "device": "cpu"}
+    options = {"fsdp": FSDPConfig(), "megatron": impossible, "model": model, "world_size": 2, "device": "cpu"}
     check_engine("fsdp2", **options)
     with pytest.raises(ConfigError, match="=7"):
         check_engine("megatron", **options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,17 +16,25 @@ class StalenessBudget:
     """
 
     limit: int
-    used: int = 0
+    _counted: set[int] = field(default_factory=set)
+    """Prompts, by their places in the order in which they were drawn."""
 
     @property
     def is_spent(self) -> bool:
-        return self.used >= self.limit
+        return len(self._counted) >= self.limit
 
-    def start(self) -> None:
-        """One more prompt is in flight."""
+    def start(self, prompt: int) -> None:
+        """One more is in flight."""
         assert not self.is_spent
-        self.used += 1
+        self._counted.add(prompt)
 
-    def synced(self, outstanding: int) -> None:
-        """`outstanding` prompts are in flight or queued while the engines get a new version."""
-        self.used = outstanding
+    def synced(self, outstanding: Iterable[int]) -> None:
+        """Those are in flight or queued while the engines get a new version."""
+        self._counted = set(outstanding)
+
+    def give_back(self, prompts: Iterable[int]) -> None:
+        """The trainer has taken them, and will not train on them: others may be started in their places.
+
+        Those that it took before the last sync do not count any more anyway.
+        """
+        self._counted.difference_update(prompts)

@@ -23,6 +23,8 @@ class Sample:
     batch: DataProto
     seconds: float
     """From its request until the last token of its last response was there."""
+    greedy: DataProto | None = None
+    """The likeliest response to the prompt, generated beside the others, for who needs it."""
 
 
 class MessageQueue:
@@ -63,6 +65,9 @@ class MessageQueue:
     async def content(self) -> list[Sample]:
         """A copy; the samples stay."""
         return list(self._samples)
+
+    async def indices(self) -> list[int]:
+        return [sample.index for sample in self._samples]
 
     async def metrics(self) -> dict[str, float]:
         return {

@@ -40,13 +40,16 @@ class RollouterState:
     drawn: int
     in_flight: tuple[Prompt, ...]
     queued: tuple[Sample, ...]
+    replaced: int = 0
+    """Of the prompts that were drawn, those that others were drawn for."""
 
     def to_plain(self) -> dict[str, Any]:
         """For a checkpoint, all but the position in the data."""
         return {
             "drawn": self.drawn,
             "in_flight": [to_plain((prompt.index, prompt.rows)) for prompt in self.in_flight],
-            "queued": [to_plain((sample.index, sample.batch, sample.seconds)) for sample in self.queued],
+            "queued": [to_plain((sample.index, sample.batch, sample.seconds, sample.greedy)) for sample in self.queued],
+            "replaced": self.replaced,
         }
 
     @classmethod
@@ -58,6 +61,7 @@ class RollouterState:
                 int(plain["drawn"]),
                 tuple(Prompt(*from_plain(prompt)) for prompt in plain["in_flight"]),
                 tuple(Sample(*from_plain(sample)) for sample in plain["queued"]),
+                int(plain.get("replaced", 0)),
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise ConfigError(f"the checkpoint holds no state of a rollouter: {exc!r}") from exc
@@ -76,8 +80,15 @@ class Rollouter:
         limit: int,
         max_in_flight: int,
         source: str = "",
+        asks_greedily: bool = False,
     ) -> None:
-        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`."""
+        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`.
+
+        `asks_greedily`: samples have a `greedy` response, too.
+        """
+        self._replaces = config.algorithm.filter_groups.enable
+        """Whether the trainer may ask for others in the place of some."""
+        self._asks_greedily = asks_greedily
         begin_actor()
         self._config = config
         self._dataloader = build_dataloader(
@@ -92,7 +103,7 @@ class Rollouter:
         self._in_flight: dict[int, Prompt] = {}
         """Drawn, and not in the queue yet."""
         self._drawn = 0
-        self._queued_before = 0
+        self._replaced = 0
         self._draining = False
         self._running = False
         self._handing_over = asyncio.Lock()
@@ -108,16 +119,20 @@ class Rollouter:
         await self._queue.restore.remote(list(state.queued))
         self._dataloader.load_state_dict(state.dataloader)
         self._rows = self._epochs()
-        self._drawn = state.drawn
+        self._drawn, self._replaced = state.drawn, state.replaced
         self._in_flight = {prompt.index: prompt for prompt in state.in_flight}
-        self._budget.synced(len(state.in_flight) + len(state.queued))
+        self._budget.synced({*self._in_flight, *(sample.index for sample in state.queued)})
 
     async def state(self) -> RollouterState:
         """A consistent copy, while generation goes on. Nobody may take from the queue meanwhile."""
         async with self._handing_over:
             queued = await self._queue.content.remote()
             return RollouterState(
-                self._dataloader.state_dict(), self._drawn, tuple(self._in_flight.values()), tuple(queued)
+                self._dataloader.state_dict(),
+                self._drawn,
+                tuple(self._in_flight.values()),
+                tuple(queued),
+                self._replaced,
             )
 
     async def set_max_in_flight(self, limit: int) -> None:
@@ -129,6 +144,7 @@ class Rollouter:
     async def run(self, workers: Sequence[Any]) -> None:
         """Until `workers`, the agent loops' actors, have brought every prompt of the run into the queue.
 
+        Where some may have to be replaced it is not known which is the last: it goes on until the actor ends.
         Raises the first failure of a sample; called again, it begins with what was in flight then.
         """
         self._workers = itertools.cycle(workers)
@@ -139,10 +155,10 @@ class Rollouter:
             async with asyncio.TaskGroup() as samples:
                 for prompt in unfinished:
                     samples.create_task(self._generate(prompt))
-                while self._drawn < self._total_prompts:
+                while self._replaces or not self._all_drawn:
                     await self._may_start()
-                    self._budget.start()
                     prompt = self._draw()
+                    self._budget.start(prompt.index)
                     self._in_flight[prompt.index] = prompt
                     samples.create_task(self._generate(prompt))
         except BaseExceptionGroup as failures:
@@ -151,6 +167,13 @@ class Rollouter:
             self._running = False
             async with self._changed:
                 self._changed.notify_all()
+
+    async def replace(self, prompts: Sequence[int]) -> None:
+        """The trainer has taken these and will not train on them: as many more are generated."""
+        self._replaced += len(prompts)
+        self._budget.give_back(prompts)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def drain(self) -> None:
         """Start nothing until `synced`; return when nothing is in flight any more, or `run` has failed."""
@@ -162,7 +185,7 @@ class Rollouter:
         """The engines have a new version. What happened since the last time, as metrics."""
         async with self._handing_over:
             queue: dict[str, float] = await self._queue.metrics.remote()
-            outstanding = len(self._in_flight) + int(queue["fully_async/count/queue_size"])
+            outstanding = {*self._in_flight, *await self._queue.indices.remote()}
         now = time.monotonic()
         if self._idle_since_s is not None:
             self._idle_s += now - self._idle_since_s
@@ -173,7 +196,7 @@ class Rollouter:
             "fully_async/rollouter/active_time": elapsed_s - self._idle_s,
             "fully_async/rollouter/version_time": elapsed_s,
             "fully_async/count/total_generated_samples": float(self._drawn - len(self._in_flight)),
-            "fully_async/count/staleness_samples": float(outstanding),
+            "fully_async/count/staleness_samples": float(len(outstanding)),
         }
         self._began_s, self._idle_s = now, 0.0
         self._budget.synced(outstanding)
@@ -182,9 +205,14 @@ class Rollouter:
             self._changed.notify_all()
         return queue | metrics
 
+    @property
+    def _all_drawn(self) -> bool:
+        return self._drawn >= self._total_prompts + self._replaced
+
     async def _may_start(self) -> None:
         def allowed() -> bool:
-            return not (self._draining or self._budget.is_spent or len(self._in_flight) >= self._max_in_flight)
+            waits = self._draining or self._budget.is_spent or len(self._in_flight) >= self._max_in_flight
+            return not (waits or self._all_drawn)
 
         async with self._changed:
             while not allowed():
@@ -196,13 +224,20 @@ class Rollouter:
             self._idle_since_s = None
 
     async def _generate(self, prompt: Prompt) -> None:
-        columns = prompt.rows.non_tensor_batch
-        samples = DataProto(None, columns, {"validate": False})
         seconds: dict[str, float] = {}
+        asked = [self._ask(prompt.index, prompt.rows)]
+        if self._asks_greedily:  # at the same time, and so by the same weights
+            asked.append(self._ask(prompt.index, prompt.rows[:1], greedy=True))
         with marked_timer("sample", seconds):
-            generated = await next(self._workers).generate_sequences.remote(samples, prompt.index * len(samples))
-        sample = Sample(prompt.index, prompt.rows.union(generated), seconds["sample"])
+            answers = await asyncio.gather(*asked)
+        sample = Sample(prompt.index, answers[0], seconds["sample"], *answers[1:])
         await asyncio.shield(self._hand_over(sample))  # not given up half way, when another sample fails
+
+    async def _ask(self, index: int, rows: DataProto, **how: bool) -> DataProto:
+        samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
+        first = index * self._config.actor_rollout_ref.rollout.n
+        generated = await next(self._workers).generate_sequences.remote(samples, first)
+        return rows.union(generated)
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:

@@ -5,13 +5,14 @@
                      ^ boundary: version 0 ^ boundary: version 1
 
 At a boundary nothing generates, and the engines load the version that was published and staged meanwhile. What the
-trainer learns from is therefore exactly one version old; only the first batch, and one that had to be generated again
-because its engines died, are not.
+trainer learns from is therefore exactly one version old; only the first batch, one that had to be generated again
+because its engines died, and prompts that dynamic sampling draws beyond a batch are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,14 +32,19 @@ class Upcoming:
     step: int
     prompts: DataProto
     generation: Generation
+    greedy: Generation | None
+    """Of a likeliest response to each prompt, after the others, for who needs it."""
     dataloader_state: dict[str, Any]
     """With which these prompts would be drawn again."""
+
+    @property
+    def end(self) -> Future[DataProto]:
+        """Done when the engines have no more to do."""
+        return (self.greedy or self.generation).future
 
 
 class OneStepOffPolicyTrainer(RayPPOTrainer):
     """`RayPPOTrainer` with another order of things. Engines must not have to make room for the trainer."""
-
-    samples_dynamically = False
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
@@ -63,7 +69,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
                 upcoming = self.start_next(batches)
                 batch = self.learn(batch, now)
                 with now.timed("update_weights"):
-                    self.update_weights(now, upcoming.generation.future if upcoming else None)
+                    self.update_weights(now, upcoming.end if upcoming else None)
                 # What was left of the generation when its successor's weights were ready is no part of the sync.
                 waited_s = now.metrics["checkpoint_engine/wait_s"]
                 now.seconds["gen"] += waited_s
@@ -76,12 +82,19 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         """Have the engines generate the next batch, with the version that they have; None when there is none."""
         state = self.train_dataloader.state_dict()
         for step, prompts in batches:
-            return Upcoming(step, prompts, self.rollouts.start(prompts), state)
+            generation = self.rollouts.start(prompts)
+            greedy = self.rollouts.start(self.greedily(prompts)) if self.needs_greedy else None
+            return Upcoming(step, prompts, generation, greedy, state)
         return None
 
     def finish(self, upcoming: Upcoming, now: Step) -> DataProto:
-        """Wait for the batch; raises what went wrong with it."""
-        return self.joined(upcoming.prompts, upcoming.generation.result(), now)
+        """Wait for the batch; raises what went wrong with it.
+
+        What dynamic sampling draws beyond it is generated now, with the weights that the engines have by now.
+        """
+        generated = upcoming.generation.result()
+        greedy = upcoming.greedy.result() if upcoming.greedy else None
+        return self.chosen(self.joined(upcoming.prompts, generated, now, greedy), now)
 
     def state_before(self, upcoming: Upcoming | None) -> dict[str, Any]:
         """Of the data loader: a resumed run generates the upcoming batch again."""

@@ -13,7 +13,8 @@ from verl.trainer.config.translation import Note
 from verl.utils.builtin import PREFIX
 from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, RolloutConfig
 
-_SPLIT = ("ulysses_sequence_parallel_size", "context_parallel_size")
+_SPLIT = "context_parallel_size"
+_SHARED = "ulysses_sequence_parallel_size"
 
 
 FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode")
@@ -39,9 +40,22 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
         if actor.get(name) is not None:
             _fill(critic, name, actor[name])
     _fill(critic, "strategy", "megatron" if actor.get("strategy") == "megatron" else "fsdp2")
+    _share(filled)
     if any(note.costs and note.key.endswith(_SPLIT) for note in notes):
         _raise_budgets(filled, notes)
     return filled
+
+
+def _share(values: dict[str, Any]) -> None:
+    """Ranks that share sequences have them in one row, without padding."""
+    policy, critic = values["actor_rollout_ref"], values["critic"]
+    sections = [_section(policy[name], "fsdp_config") for name in ("actor", "ref")]
+    _fill(sections[0], _SHARED, 1)
+    _fill(sections[1], _SHARED, sections[0][_SHARED])
+    _fill(fsdp := _section(critic, "fsdp"), _SHARED, 1)
+    padding = "use_remove_padding"
+    _fill(_section(policy, "model"), padding, any(section[_SHARED] != 1 for section in sections))
+    _fill(_section(critic, "model"), padding, fsdp[_SHARED] != 1)
 
 
 def _raise_budgets(values: dict[str, Any], notes: list[Note]) -> None:

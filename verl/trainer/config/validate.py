@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl.utils.config import ConfigError
-from verl.workers.config import PPOConfig
+from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
+from verl.workers.config.critic import CriticModelConfig
 
 
 def validate(config: PPOConfig) -> None:
@@ -68,28 +69,33 @@ def _lengths(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
             f"data.max_response_length = {longest}"
         )
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     budgets = {
-        "actor.ppo_max_token_len_per_gpu": (
-            config.actor_rollout_ref.actor.use_dynamic_bsz,
-            config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
-        ),
+        "actor.ppo_max_token_len_per_gpu": (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.fsdp_config),
         "rollout.log_prob_max_token_len_per_gpu": (
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
+            actor.fsdp_config,
         ),
         "ref.log_prob_max_token_len_per_gpu": (
-            config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz,
-            config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+            ref.fsdp_config,
         ),
     }
     told: set[int] = set()
-    for name, (used, budget) in budgets.items():
-        if used and budget < longest and budget not in told:
+    for name, (used, budget, fsdp) in budgets.items():
+        sharers = 1 if actor.strategy == "megatron" else fsdp.ulysses_sequence_parallel_size
+        if used and budget * sharers < longest and budget not in told:
             told.add(budget)  # the others follow the actor's
             yield (
-                f"actor_rollout_ref.{name}={budget} is less than one sequence: data.max_prompt_length + "
-                f"data.max_response_length = {longest}"
+                f"actor_rollout_ref.{name}={budget}{_times(sharers)} is less than one sequence: data.max_prompt_length "
+                f"+ data.max_response_length = {longest}"
             )
+
+
+def _times(sharers: int) -> str:
+    return f" * ulysses_sequence_parallel_size={sharers}" if sharers > 1 else ""
 
 
 def _algorithm(config: PPOConfig) -> Iterator[str]:
@@ -178,11 +184,14 @@ def _critic(config: PPOConfig) -> Iterator[str]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     actor = config.actor_rollout_ref.actor
     follows = actor.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu == actor.ppo_max_token_len_per_gpu
-    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest and not follows:
+    sharers = 1 if critic.strategy == "megatron" else critic.fsdp.ulysses_sequence_parallel_size
+    follows = follows and sharers == actor.fsdp_config.ulysses_sequence_parallel_size
+    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu * sharers < longest and not follows:
         yield (
-            f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu} is less than one sequence: "
-            f"data.max_prompt_length + data.max_response_length = {longest}"
+            f"critic.ppo_max_token_len_per_gpu={critic.ppo_max_token_len_per_gpu}{_times(sharers)} is less than one "
+            f"sequence: data.max_prompt_length + data.max_response_length = {longest}"
         )
+    yield from _sharers("critic.fsdp", critic.fsdp, "critic.model", critic.model, critic.strategy, ranks)
     size = critic.fsdp.fsdp_size
     if size != -1 and (size <= 0 or ranks % size):
         yield f"critic.fsdp.fsdp_size={size} does not divide {ranks} trainer ranks"
@@ -258,6 +267,33 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "
             f"{rollout.num_replicas * parallel} exceeds {owner}"
         )
+
+
+def _sharing(config: PPOConfig) -> Iterator[str]:
+    """Ranks that compute each sequence together are groups of the trainer's ranks."""
+    policy, ranks, where = config.actor_rollout_ref, config.trainer.world_size, "actor_rollout_ref"
+    told: set[int] = set()
+    for name, section in (("actor", policy.actor.fsdp_config), ("ref", policy.ref.fsdp_config)):
+        size = section.ulysses_sequence_parallel_size
+        if size not in told:
+            told.add(size)  # the reference policy's follows the actor's
+            key = f"{where}.{name}.fsdp_config"
+            yield from _sharers(key, section, f"{where}.model", policy.model, policy.actor.strategy, ranks)
+
+
+def _sharers(
+    path: str, fsdp: FSDPConfig, model_path: str, model: HFModelConfig | CriticModelConfig, strategy: str, ranks: int
+) -> Iterator[str]:
+    key = f"{path}.ulysses_sequence_parallel_size={fsdp.ulysses_sequence_parallel_size}"
+    if fsdp.ulysses_sequence_parallel_size == 1:
+        return
+    if strategy == "megatron":
+        yield f"{key} is for fsdp and fsdp2; strategy=megatron has tensor_model_parallel_size"
+        return
+    if ranks % fsdp.ulysses_sequence_parallel_size:
+        yield f"{key} does not divide {ranks} trainer ranks (trainer.nnodes * trainer.n_gpus_per_node)"
+    if not model.use_remove_padding:
+        yield f"{key} needs {model_path}.use_remove_padding=true: ranks share sequences that are in one row"
 
 
 def _reference(config: PPOConfig) -> Iterator[str]:
@@ -389,6 +425,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _rewards,
     _placement,
     _ranks,
+    _sharing,
     _reference,
     _profiler,
     _files,

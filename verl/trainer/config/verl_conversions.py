@@ -198,6 +198,20 @@ def _ranks(at: Values) -> int:
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
+def shared_by(fsdp: str) -> Callable[[Any, Values], Any]:
+    """How many ranks share a sequence, said outside of the section `fsdp`: verl lets 1 stand for what that says."""
+
+    def convert(value: Any, at: Values) -> Any:
+        present = at(f"{fsdp}.ulysses_sequence_parallel_size")
+        if present in (None, 1, value):
+            return value
+        if value in (None, 1):
+            return None
+        raise ConfigError(f"{fsdp}.ulysses_sequence_parallel_size={present} is the same key: set one of them")
+
+    return convert
+
+
 def critic_strategy(value: Any, _: Values) -> Any:
     """FSDP1 and FSDP2 cut a model in the same way."""
     return "fsdp2" if value == "fsdp" else value

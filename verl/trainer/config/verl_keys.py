@@ -39,6 +39,7 @@ from verl.trainer.config.verl_conversions import (
     rejections,
     same_family,
     scheduler,
+    shared_by,
 )
 from verl.trainer.config.verl_rules import Moved, NoEffect, Refused, Rule, Values
 from verl.workers.config import MegatronConfig, RefMegatronConfig
@@ -102,10 +103,6 @@ def _disabled(section: str, what: str, switch: str = "enable") -> dict[str, Rule
     }
 
 
-def _parallel(section: str, name: str) -> dict[str, Rule]:
-    return {f"{section}.{name}": NoEffect(why=_MORE_THAN_1, costs=_above_1)}
-
-
 def _offloading(section: str) -> dict[str, Rule]:
     held = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer state"}
     return {f"{section}.{key}": NoEffect(why=f"{what}: {_ON_DEVICE}", costs=_true) for key, what in held.items()}
@@ -114,7 +111,7 @@ def _offloading(section: str) -> dict[str, Rule]:
 def _of_megatron(section: str) -> dict[str, Rule]:
     """What every `megatron` section of verl has."""
     return {
-        **_parallel(section, "context_parallel_size"),
+        f"{section}.context_parallel_size": NoEffect(why=_MORE_THAN_1, costs=_above_1),
         **_offloading(section),
         f"{section}.virtual_pipeline_model_parallel_size": NoEffect(
             why="every stage is one run of layers: the same numbers, more waiting between stages", costs=_above_1
@@ -172,7 +169,6 @@ def _as_actor(section: str, why: str) -> dict[str, Rule]:
 def _of_fsdp(section: str) -> dict[str, Rule]:
     """What every `fsdp_config` of verl has."""
     return {
-        **_parallel(section, "ulysses_sequence_parallel_size"),
         f"{section}.offload_policy": Moved(
             to=(f"{section}.param_offload", f"{section}.optimizer_offload"),
             convert=lambda value, _: True if value else None,
@@ -199,10 +195,12 @@ def _of_profiler(section: str) -> dict[str, Rule]:
     return {f"{section}.profiler.*": NoEffect(why=f"it is in the traces of {_ACTOR}.profiler")}
 
 
-def _of_ranks(section: str, budget: str) -> dict[str, Rule]:
+def _of_ranks(section: str, fsdp: str, budget: str) -> dict[str, Rule]:
     """What verl has below actor, ref and critic alike."""
     return {
-        **_parallel(section, "ulysses_sequence_parallel_size"),
+        f"{section}.ulysses_sequence_parallel_size": Moved(
+            to=(f"{fsdp}.ulysses_sequence_parallel_size",), convert=shared_by(fsdp)
+        ),
         f"{section}.use_torch_compile": NoEffect(why="nothing is compiled: the same numbers, slower", costs=_true),
         f"{section}.entropy_checkpointing": NoEffect(
             why="entropies are kept for the backward pass: the same numbers, more memory", costs=_true
@@ -427,9 +425,9 @@ RULES: dict[str, Rule] = {
         for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
     },
     # Accepted: the same numbers without them.
-    **_of_ranks(_ACTOR, "ppo_infer_max_token_len_per_gpu"),
-    **_of_ranks(_REF, "ppo_infer_max_token_len_per_gpu"),
-    **_of_ranks("critic", "ppo_infer_max_token_len_per_gpu"),
+    **_of_ranks(_ACTOR, f"{_ACTOR}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
+    **_of_ranks(_REF, f"{_REF}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
+    **_of_ranks("critic", "critic.fsdp", "ppo_infer_max_token_len_per_gpu"),
     **_of_fsdp(f"{_ACTOR}.fsdp_config"),
     **_of_fsdp(f"{_REF}.fsdp_config"),
     **_of_fsdp("critic.fsdp"),

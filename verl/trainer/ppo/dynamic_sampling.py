@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import isfinite
 
 import numpy as np
@@ -28,6 +29,16 @@ class TooFewGroups(RuntimeError):
     """So many batches did not hold enough groups whose responses differ."""
 
 
+def filling(config: PPOConfig, batches_of_data: int) -> DynamicBatch:
+    """The batch of a step, still empty. One pass over the data draws `batches_of_data`."""
+    chosen = config.algorithm.filter_groups
+    return DynamicBatch(
+        metric=chosen.metric or "",
+        wanted=config.data.train_batch_size,
+        max_batches=chosen.max_num_gen_batches if chosen.max_num_gen_batches > 0 else batches_of_data,
+    )
+
+
 def generation_batch_size(config: PPOConfig) -> int:
     """Prompts that are drawn and generated at a time."""
     if not config.algorithm.filter_groups.enable:
@@ -44,7 +55,7 @@ class DynamicBatch:
     """Groups of a whole batch."""
     max_batches: int
     """Batches that may be drawn for it."""
-    drawn_batches: int = 0
+    drawn_batches: Fraction = Fraction(0)
     drawn_groups: int = 0
     kept_groups: int = 0
     _parts: list[tuple[DataProto, RewardOutput]] = field(default_factory=list)
@@ -53,22 +64,32 @@ class DynamicBatch:
     def is_full(self) -> bool:
         return self.kept_groups >= self.wanted
 
-    def add(self, batch: DataProto, reward: RewardOutput) -> None:
-        """Keep the groups of `batch` that differ. Raises TooFewGroups if it is not full and no more may be drawn."""
+    @property
+    def missing(self) -> int:
+        """Groups that differ, and are still to be found."""
+        return max(0, self.wanted - self.kept_groups)
+
+    def add(self, batch: DataProto, reward: RewardOutput, *, batches: Fraction = Fraction(1)) -> set[str]:
+        """Keep the groups of `batch` that differ; their uids. It is `batches` of those that are drawn at a time.
+
+        Raises TooFewGroups if it is not full and no more may be drawn.
+        """
         values = metric_values(reward, self.metric)
-        groups = list(_groups(batch.non_tensor_batch["uid"]))
+        uids = batch.non_tensor_batch["uid"]
+        groups = list(_groups(uids))
         differing = [rows for rows in groups if len(rows) == 1 or np.std([values[row] for row in rows]) > 0]
-        self.drawn_batches += 1
+        self.drawn_batches += batches
         self.drawn_groups += len(groups)
         self.kept_groups += len(differing)
         self._parts.append(_selected(batch, reward, [row for rows in differing for row in rows]))
         if not self.is_full and self.drawn_batches >= self.max_batches:
             raise TooFewGroups(
                 f"{self.kept_groups} of {self.drawn_groups} prompts have responses that differ in "
-                f"{KEY}.metric={self.metric} after {self.drawn_batches} batches, but a step takes {self.wanted}: they "
-                f"are too easy or too hard for the model, or {KEY}.max_num_gen_batches is too small"
+                f"{KEY}.metric={self.metric} after {float(self.drawn_batches):g} batches, but a step takes "
+                f"{self.wanted}: they are too easy or too hard for the model, or {KEY}.max_num_gen_batches is too small"
             )
-        logger.info("%d of %d groups after %d batches", self.kept_groups, self.wanted, self.drawn_batches)
+        logger.info("%d of %d groups after %g batches", self.kept_groups, self.wanted, float(self.drawn_batches))
+        return {uids[rows[0]] for rows in differing}
 
     def result(self) -> tuple[DataProto, RewardOutput]:
         """The first groups that were kept, as many as are wanted."""

@@ -33,8 +33,9 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
         f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
         f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
     )
+    shared = " of every rank" if actor.fsdp_config.ulysses_sequence_parallel_size > 1 else ""
     micro = (
-        f"up to {actor.ppo_max_token_len_per_gpu} tokens"
+        f"up to {actor.ppo_max_token_len_per_gpu} tokens{shared}"
         if actor.use_dynamic_bsz
         else f"{actor.ppo_micro_batch_size_per_gpu} sequences"
     )
@@ -57,7 +58,8 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
 
 def _cuts(config: PPOConfig) -> str:
     if config.actor_rollout_ref.actor.strategy != "megatron":
-        return ""
+        sharers = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+        return f" (sequences shared by {sharers} ranks)" if sharers > 1 else ""
     cut = config.actor_rollout_ref.actor.megatron
     return (
         f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "

@@ -18,9 +18,9 @@ from verl.trainer.ppo.run import (
     _adapter_shapes,
     _agent_loop_manager_class,
     _local_critic,
-    _require_engine,
     _require_heads,
     _require_model,
+    _require_policy_engines,
     _require_positions,
 )
 from verl.trainer.ppo.settled import settled, total_steps
@@ -84,8 +84,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: _require_positions(config), stands_in=stands_in)
     attempt(lambda: _require_heads(config), stands_in=stands_in)
     attempt(lambda: _adapter_shapes(config, path), stands_in=stands_in)
-    strategy = config.actor_rollout_ref.actor.strategy
-    attempt(lambda: _require_engine(config, strategy, local, device), stands_in=stands_in)
+    attempt(lambda: _require_policy_engines(config, local, device), stands_in=stands_in)
     attempt(lambda: make_replicas(config, model_path=path, device=device))
     tokenizer = attempt(lambda: load_tokenizer(model))
     if tokenizer is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.dynamic_sampling import DynamicBatch
+from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.metric_utils import (
@@ -100,9 +100,6 @@ class RayPPOTrainer:
     Everything it needs is given to it, started; it ends nothing.
     """
 
-    samples_dynamically: ClassVar[bool] = True
-    """Whether more prompts can be generated for a step once the rewards of the first are known."""
-
     def __init__(
         self,
         *,
@@ -154,11 +151,6 @@ class RayPPOTrainer:
             raise ConfigError(
                 f"data.gen_batch_size={generated}, but whole training batches are generated, of "
                 f"data.train_batch_size={prompts} prompts: leave it out, or set algorithm.filter_groups.enable=true"
-            )
-        if config.algorithm.filter_groups.enable and not cls.samples_dynamically:
-            raise ConfigError(
-                "algorithm.filter_groups.enable=true needs engines that generate when the trainer asks for more: "
-                "verl.trainer.main_ppo, or recipe.dapo.main_dapo"
             )
         return config
 
@@ -271,22 +263,24 @@ class RayPPOTrainer:
         return prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        batch = self.joined(prompts, self._generated(prompts, now), now)
-        chosen = self.config.algorithm.filter_groups
-        if not chosen.enable:
+        return self.chosen(self.joined(prompts, self._generated(prompts, now), now), now)
+
+    def chosen(self, batch: DataProto, now: Step) -> DataProto:
+        """`batch`; with dynamic sampling what differs of it, and of as many more prompts as it takes."""
+        if not self.config.algorithm.filter_groups.enable:
             return batch
-        filling = DynamicBatch(
-            metric=chosen.metric or "",
-            wanted=self.config.data.train_batch_size,
-            max_batches=chosen.max_num_gen_batches if chosen.max_num_gen_batches > 0 else len(self.train_dataloader),
-        )
-        filling.add(batch, self.reward_manager(batch))
-        while not filling.is_full:
+        filled = filling(self.config, len(self.train_dataloader))
+        filled.add(batch, self.reward_manager(batch))
+        while not filled.is_full:
             prompts = self.draw(now.number)
             batch = self.joined(prompts, self._generated(prompts, now), now)
-            filling.add(batch, self.reward_manager(batch))
-        now.metrics |= filling.metrics
-        batch, now.reward = filling.result()
+            filled.add(batch, self.reward_manager(batch))
+        return self.full(filled, now)
+
+    def full(self, filled: DynamicBatch, now: Step) -> DataProto:
+        """What the step learns from."""
+        now.metrics |= filled.metrics
+        batch, now.reward = filled.result()
         return batch
 
     def _generated(self, prompts: DataProto, now: Step) -> DataProto:
@@ -303,25 +297,37 @@ class RayPPOTrainer:
         yield
         self.cluster.profile_rollouts(None)
 
-    def joined(self, prompts: DataProto, generated: DataProto, now: Step) -> DataProto:
+    def joined(self, prompts: DataProto, generated: DataProto, now: Step, greedy: DataProto | None = None) -> DataProto:
+        """`greedy`: what was generated for `greedily(prompts)`; it is generated here if it is needed and not there."""
         now.metrics |= generated.meta_info.pop("timing", {})
-        baselines = self.greedy_rewards(prompts, now) if core_algos.BASELINES in self._needed else None
+        baselines = None
+        if self.needs_greedy:
+            asked = self.greedily(prompts)
+            if greedy is None:
+                with now.timed("gen_max"):
+                    greedy = self.rollouts.generate_sequences(asked)
+            greedy.meta_info.pop("timing", None)
+            baselines = self.baselines(asked.union(greedy), now)
         batch = prompts.union(generated)
         if baselines is not None:
             tensors_of(batch)[core_algos.BASELINES] = baselines
         return batch
 
-    def greedy_rewards(self, prompts: DataProto, now: Step) -> torch.Tensor:
-        """What one greedy response to each prompt earns, for all rows of that prompt."""
-        responses = self.config.actor_rollout_ref.rollout.n
-        once = prompts[::responses]
+    @property
+    def needs_greedy(self) -> bool:
+        return core_algos.BASELINES in self._needed
+
+    def greedily(self, prompts: DataProto) -> DataProto:
+        """Each of `prompts` once, for one response of the likeliest tokens."""
+        once: DataProto = prompts[:: self.config.actor_rollout_ref.rollout.n]
         once.meta_info = {**prompts.meta_info, "greedy": True}
-        with now.timed("gen_max"):
-            generated = self.rollouts.generate_sequences(once)
-        generated.meta_info.pop("timing", None)
-        rewards: torch.Tensor = self.reward_manager(once.union(generated)).reward_tensor.sum(-1)
+        return once
+
+    def baselines(self, greedy: DataProto, now: Step) -> torch.Tensor:
+        """What greedy responses earn, once for every response to their prompts."""
+        rewards: torch.Tensor = self.reward_manager(greedy).reward_tensor.sum(-1)
         now.metrics["reward/greedy/mean"] = rewards.mean().item()
-        return rewards.repeat_interleave(responses)
+        return rewards.repeat_interleave(self.config.actor_rollout_ref.rollout.n)
 
     def score(self, batch: DataProto, now: Step) -> DataProto:
         """`token_level_scores`, and the reward function's other numbers as metrics."""

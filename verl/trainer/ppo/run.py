@@ -39,7 +39,7 @@ from verl.utils.files import keep_private
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.tracking import Tracking
-from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
+from verl.workers.config import CriticConfig, FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
@@ -140,7 +140,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     _require_heads(config)
     adapters = _adapter_shapes(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)
-    _require_engine(config, config.actor_rollout_ref.actor.strategy, policy, device)
+    _require_policy_engines(config, policy, device)
     arena_nbytes = _arena_nbytes(config, model_path, adapters)
     _require_of_this_host(config, arena_nbytes)
     replicas = make_replicas(config, model_path=model_path, device=device)
@@ -253,10 +253,21 @@ def _require_model(model: HFModelConfig, directory: Path) -> None:
     require_fit(load_hf_config(model), shapes, key, remote=model.trust_remote_code)
 
 
-def _require_engine(config: PPOConfig, strategy: str, model: HFModelConfig, device: str, labels: int = 0) -> None:
-    """Engines of `strategy` can hold the model in the local directory `model.path`; `labels` as a critic has them."""
+def _require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str) -> None:
+    """The actor's engine, and that of the reference policy, can hold the model in the local directory `model.path`."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    _require_engine(config, actor.strategy, actor.fsdp_config, model, device)
+    if needs_reference(config) and ref.fsdp_config != actor.fsdp_config:
+        _require_engine(config, actor.strategy, ref.fsdp_config, model, device)
+
+
+def _require_engine(
+    config: PPOConfig, strategy: str, fsdp: FSDPConfig, model: HFModelConfig, device: str, labels: int = 0
+) -> None:
+    """Engines of `strategy` can hold it; `labels` as a critic has them."""
     check_engine(
         strategy,
+        fsdp=fsdp,
         megatron=config.actor_rollout_ref.actor.megatron,
         model=model,
         world_size=config.trainer.world_size,
@@ -283,7 +294,7 @@ def _local_critic(
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
         require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code)
         critic = replace(critic, model=replace(model, path=str(path)))
-    _require_engine(config, critic.strategy, critic.hf_model(str(policy)), device, labels=1)
+    _require_engine(config, critic.strategy, critic.fsdp, critic.hf_model(str(policy)), device, labels=1)
     return critic
 
 

@@ -25,6 +25,13 @@ class FSDPConfig(Section):
     model_dtype: str = option("fp32", "dtype of the sharded parameters", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
     forward_prefetch: bool = option(False, "gather the next layer's parameters during this layer's forward")
+    ulysses_sequence_parallel_size: int = option(
+        1,
+        "ranks that compute each sequence together, every one a part of its tokens and in attention a part of the "
+        "heads; null: 1, and for the reference policy the actor's",
+        least=1,
+        follows=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

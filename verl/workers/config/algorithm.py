@@ -125,13 +125,14 @@ def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
 class FilterGroupsConfig(Section):
     """Dynamic sampling: prompts are drawn until a batch is full of groups whose responses differ."""
 
-    enable: bool = option(False, "leave out groups whose responses all have the same metric (hybrid mode)")
+    enable: bool = option(False, "leave out groups whose responses all have the same metric")
     metric: str | None = option(
         None, "acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
     )
     max_num_gen_batches: int = option(
         0,
-        "batches of data.gen_batch_size prompts for one step; then the run ends. 0 and -1: one pass over the data",
+        "batches of data.gen_batch_size prompts for one step (fully_async_main: as many as a step takes); then the run "
+        "ends. 0 and -1: one pass over the data",
         least=-1,
     )
 

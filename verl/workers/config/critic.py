@@ -36,7 +36,9 @@ class CriticModelConfig:
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
     use_remove_padding: bool = option(
         False,
-        "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there; verl: true)",
+        "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there); null: where "
+        "ranks share sequences (verl: true)",
+        follows=True,
     )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 

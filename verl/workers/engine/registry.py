@@ -23,8 +23,12 @@ class BuiltinEngine(Builtin):
 
 
 BUILTIN = {
-    "fsdp": BuiltinEngine(target="verl.workers.engine.fsdp.fsdp1:FSDP1Engine"),
-    "fsdp2": BuiltinEngine(target="verl.workers.engine.fsdp.fsdp2:FSDP2Engine"),
+    "fsdp": BuiltinEngine(
+        target="verl.workers.engine.fsdp.fsdp1:FSDP1Engine", check="verl.workers.engine.fsdp.checks:check_job"
+    ),
+    "fsdp2": BuiltinEngine(
+        target="verl.workers.engine.fsdp.fsdp2:FSDP2Engine", check="verl.workers.engine.fsdp.checks:check_job"
+    ),
     "megatron": BuiltinEngine(
         target="verl.workers.engine.megatron.engine:MegatronEngine",
         is_megatron=True,
@@ -44,7 +48,14 @@ def new_engine(name: str, *, fsdp: FSDPConfig, megatron: MegatronConfig, **optio
 
 
 def check_engine(
-    name: str, *, megatron: MegatronConfig, model: HFModelConfig, world_size: int, device: str, labels: int = 0
+    name: str,
+    *,
+    fsdp: FSDPConfig,
+    megatron: MegatronConfig,
+    model: HFModelConfig,
+    world_size: int,
+    device: str,
+    labels: int = 0,
 ) -> None:
     """Whether such engines can hold the model in the local directory `model.path`, before any is made.
 
@@ -53,4 +64,5 @@ def check_engine(
     Raises ConfigError for what can be known to fail on this machine.
     """
     if name in BUILTIN and (check := BUILTIN[name].check):
-        imported(check)(megatron, model, world_size, device, labels)
+        section = megatron if BUILTIN[name].is_megatron else fsdp
+        imported(check)(section, model, world_size, device, labels)

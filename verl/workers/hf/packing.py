@@ -1,8 +1,14 @@
-"""Sequences one after the other in one row, without padding: which models keep them apart, and how."""
+"""Sequences one after the other in one row, without padding: which models keep them apart, and how.
+
+Ranks may share the row: then each calls the model with some of its tokens.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,16 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
+from verl.workers.hf.sharers import Sharers
 
 logger = logging.getLogger(__name__)
 
 BY_SEQUENCE = "verl_by_sequence"
+SHARED = "verl_shared"
 LENGTHS = "sequence_lengths"
 """What models are called with beside the packed row, and hand on to their attention: a list of ints."""
+SHARERS = "sequence_sharers"
+"""And the ranks that share the row."""
 PROBE = (16, 4)
 """Lengths of the two sequences of a probe: the second sees mostly the first one, if it sees it."""
 LEAK = 0.05
@@ -35,18 +45,76 @@ def attend_by_sequence(module: nn.Module, query: Any, key: Any, value: Any, atte
     lengths = options.pop(LENGTHS, None)
     if not lengths or len(lengths) == 1 or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    outputs, start = [], 0
-    for length in lengths:
-        part = slice(start, start + length)
-        mask = None if attention_mask is None else attention_mask[:, :, part, part]
-        output, _ = sdpa_attention_forward(
-            module, query[:, :, part], key[:, :, part], value[:, :, part], mask, **options
-        )
-        outputs.append(output)
-        start += length
-    return torch.cat(outputs, dim=1), None
+    masks: list[Any] = [None] * len(lengths)
+    if attention_mask is not None:
+        masks = [attention_mask[:, :, part, part] for part in _parts(lengths)]
+    return _attended(module, query, key, value, lengths, masks, options), None
 
 
+def _attended(
+    module: Any, query: Any, key: Any, value: Any, lengths: Sequence[int], masks: Sequence[Any], options: dict[str, Any]
+) -> torch.Tensor:
+    """[1, tokens, heads, d]: every sequence with its mask."""
+    outputs = []
+    for part, mask in zip(_parts(lengths), masks, strict=True):
+        own_query, own_key, own_value = (states[:, :, part] for states in (query, key, value))
+        outputs.append(sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _parts(lengths: Sequence[int]) -> list[slice]:
+    ends = list(accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+class Pattern:
+    """What tokens of a sequence see (windows, chunks): transformers' mask before it is made.
+
+    A model makes masks for the tokens that it is given, which of a row that ranks share are some.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def mask(self, length: int) -> torch.Tensor | None:
+        """[1, 1, length, length]; None if every token sees all those before it."""
+        return sdpa_mask(1, length, length, **self._options)
+
+
+def describe_mask(mask_function: Callable[..., Any], **options: Any) -> Pattern | None:
+    """In the place of a mask."""
+    if mask_function is causal_mask_function:
+        return None
+    kept = ("local_size", "allow_is_causal_skip", "use_vmap", "device")
+    return Pattern({"mask_function": mask_function} | {name: options[name] for name in kept if name in options})
+
+
+def attend_shared(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Pattern | None, **options: Any
+) -> Any:
+    """torch's fused attention for each sequence of a row that ranks share: this one's heads of all tokens.
+
+    Of keys and values that have fewer heads than there are ranks, several ranks have the same. Raises TypeError for
+    attention to anything but the sequences of the row.
+    """
+    lengths, sharers = options.pop(LENGTHS, None), options.pop(SHARERS, None) or Sharers()
+    if not lengths:
+        raise TypeError(f"{type(module).__name__} is not told which sequences are in a row")
+    if query.shape[2] != key.shape[2] or options.get("position_bias") is not None:
+        raise TypeError(f"{type(module).__name__} attends to more than the tokens of a row")
+    if attention_mask is not None and not isinstance(attention_mask, Pattern):
+        raise TypeError(f"{type(module).__name__} makes masks of its own")
+    copies = sharers.copies(key.shape[1])
+    query = sharers.heads_of_all(query)
+    key, value = (sharers.heads_of_all(states.repeat_interleave(copies, dim=1)) for states in (key, value))
+    heads: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    heads.is_causal = getattr(module, "is_causal", True)
+    masks = [None if attention_mask is None else attention_mask.mask(length) for length in lengths]
+    return sharers.tokens_of_all(_attended(heads, query, key, value, lengths, masks, options)), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(SHARED, attend_shared)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SHARED, describe_mask)
 ALL_ATTENTION_FUNCTIONS.register(BY_SEQUENCE, attend_by_sequence)
 ALL_MASK_ATTENTION_FUNCTIONS.register(BY_SEQUENCE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
@@ -65,20 +133,19 @@ def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
     and masks that are made without looking at positions mix sequences.
     """
     transformer: Any = model
-    if remembers_tokens(model):
+    if remembers_tokens(model) or scales_by_column(model):
         return False
     first, second = PROBE
     most = min(transformer.config.get_text_config().vocab_size, 1000)
     ids = torch.randint(1, most, (2, first + second), generator=torch.Generator().manual_seed(0))
     ids[1, first:] = ids[0, first:]
     positions = torch.cat([torch.arange(length) for length in PROBE])[None].to(device)
-    lengths = {LENGTHS: list(PROBE)} if takes_lengths(model) else {}
     states: list[torch.Tensor] = []
     head = transformer.get_output_embeddings() or transformer.score
     handle = head.register_forward_pre_hook(lambda module, args: states.append(args[0][0, first:]))
     try:
         for row in ids:
-            model(input_ids=row[None].to(device), position_ids=positions, use_cache=False, **lengths)
+            model(**row_inputs(model, row[None].to(device), positions, PROBE), use_cache=False)
     finally:
         handle.remove()
     one, other = (values.float() for values in states)
@@ -87,6 +154,26 @@ def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
     return bool(leak < LEAK)
 
 
-def takes_lengths(model: nn.Module) -> bool:
-    """Whether `attend_sequences_apart` has changed it."""
-    return attention(model) == BY_SEQUENCE
+def scales_by_column(model: nn.Module) -> bool:
+    """Whether attention counts columns of a row (Llama 4, and beyond 8,192 of them): a probe is too short to tell."""
+    transformer: Any = model
+    return bool(getattr(transformer.config.get_text_config(), "attn_temperature_tuning", False))
+
+
+def row_inputs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    lengths: Sequence[int],
+    sharers: Sharers | None = None,
+) -> dict[str, Any]:
+    """What `model` is called with for a row of sequences of `lengths`, or for the part of it that this rank has.
+
+    With a mask of ones it does not look for the ends of sequences in positions, which on a part may be elsewhere.
+    """
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    if attention(model) == BY_SEQUENCE:
+        given[LENGTHS] = list(lengths)
+    elif attention(model) == SHARED:
+        given |= {LENGTHS: list(lengths), SHARERS: sharers, "attention_mask": torch.ones_like(input_ids)}
+    return given

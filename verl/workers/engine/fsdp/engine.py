@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,10 +16,11 @@ from torch import nn
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
+from verl.workers.engine.copies import gather_rows, same_draws
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
 from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
-from verl.workers.engine.fsdp.mesh import DTYPES
+from verl.workers.engine.fsdp.mesh import DTYPES, sharers_of
 from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
 from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
@@ -26,13 +28,14 @@ from verl.workers.engine.micro_batches import partition, sequence_widths, split_
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.hf.packing import keeps_sequences_apart
+from verl.workers.hf.sharers import Sharers
+from verl.workers.hf.splitting import KEY, computes_shared
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
     from verl.workers.engine.fsdp.lora import Adapters
     from verl.workers.engine.fsdp.sharding import Sharding
-    from verl.workers.hf.packing import keeps_sequences_apart
-from verl.workers.engine.micro_batches import MicroBatchLimits
+    from verl.workers.engine.micro_batches import MicroBatchLimits
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +74,13 @@ class FSDPEngine:
         self._built_model: BuiltModel | None = None
         self._packs = False
         """Whether the sequences of a micro-batch go through the model in one row."""
+        self._sharers = Sharers()
+        """The ranks that compute each such row together."""
         self._before_step = before_step
 
     def build(self) -> None:
         trainable = self._optim_config is not None
+        self._sharers = sharers_of(self._fsdp_config.ulysses_sequence_parallel_size)
         built = build_model(
             self._model_config,
             self._fsdp_config,
@@ -85,7 +91,11 @@ class FSDPEngine:
             seed=self._seed,
         )
         self.model, self._adapters, self._built_model = built.module, built.adapters, built
-        self._packs = self._model_config.use_remove_padding and self._keeps_sequences_apart()
+        if self._sharers.size > 1:
+            self._require_shared()
+        self._packs = self._sharers.size > 1 or (
+            self._model_config.use_remove_padding and self._keeps_sequences_apart()
+        )
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -103,6 +113,7 @@ class FSDPEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         model = self._built()
         model.train(False)
+        data, own = gather_rows(data, self._sharers.group)
         log_probs = torch.zeros(tensors_of(data)["responses"].shape, dtype=torch.float32)
         entropies = torch.zeros_like(log_probs) if calculate_entropy else None
         for indices in self._micro_batches(data, limits):
@@ -111,7 +122,9 @@ class FSDPEngine:
             if entropies is not None and entropy is not None:
                 entropies[indices] = entropy.cpu()
         self.sharding.reshard(model)
-        return log_probs, entropies
+        if self._sharers.size == 1:
+            return log_probs, entropies
+        return log_probs[own].clone(), None if entropies is None else entropies[own].clone()
 
     # ---- training
 
@@ -128,15 +141,17 @@ class FSDPEngine:
         model = self._built()
         model.train()
         totals = global_totals(data)
+        data, _ = gather_rows(data, self._sharers.group)
         sums: dict[str, float] = {}
         for indices in self._micro_batches(data, limits):
             micro_batch = self._take(data, indices)
             log_prob, entropy = self._forward(micro_batch, temperature, calculate_entropy)
-            loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
+            with same_draws(self._sharers.group, self.device):
+                loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             torch.autograd.backward(loss * dist.get_world_size())
             for name, value in {**metrics, "loss": loss.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + float(value) / self._sharers.size  # each of them has all of it
         grad_norm = self._optimizer_step()
         return sum_over_ranks(sums) | {"grad_norm": grad_norm, "skipped_steps": float(not math.isfinite(grad_norm))}
 
@@ -236,6 +251,7 @@ class FSDPEngine:
             temperature=temperature,
             calculate_entropy=calculate_entropy,
             pack=self._packs,
+            sharers=self._sharers,
         )
 
     def _keeps_sequences_apart(self) -> bool:
@@ -251,6 +267,21 @@ class FSDPEngine:
             )
         return apart
 
+    def _require_shared(self) -> None:
+        """Raises ConfigError for a model whose rows ranks cannot share. A collective."""
+        assert self._built_model is not None
+        what = f"{KEY}={self._sharers.size}: the model {self._built_model.conversion.model}"
+        try:
+            apart = self._keeps_sequences_apart()
+            shared = apart and computes_shared(self._built(), self._sharers, self.device)
+        except TypeError as exc:
+            raise ConfigError(f"{what} cannot be shared: {exc}") from exc
+        self.sharding.reshard(self._built())
+        if not apart:
+            raise ConfigError(f"{what} mixes sequences that are in one row")
+        if not shared:
+            raise ConfigError(f"{what} looks at other tokens in more than attention over heads")
+
     def _built(self) -> nn.Module:
         if self.model is None:
             raise RuntimeError("build() has not been called")
@@ -263,6 +294,8 @@ class FSDPEngine:
 
     def _micro_batches(self, data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
         """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""
+        if limits.max_tokens is not None:
+            limits = replace(limits, max_tokens=limits.max_tokens * self._sharers.size)
         groups = partition(sequence_widths(data), limits, packed=self._packs)
         return split_to_count(groups, largest_count(len(groups)))
 

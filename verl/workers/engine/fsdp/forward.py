@@ -3,7 +3,8 @@
 Sequences go through the model one after the other in one row, without padding (`pack`), or one in each row. Rows begin
 in the first column, and padding follows: what follows a token cannot change what a causal model says about it, so no
 layer has to know about padding. Padding on the left is known to attention, and not to most states, convolutions and
-biases that depend on distances.
+biases that depend on distances. Ranks may share a row of packed sequences: each computes some of its tokens, and has
+what all of them say in the end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,18 +20,27 @@ from torch import nn
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-from verl.workers.hf.packing import LENGTHS, takes_lengths
+from verl.workers.hf.packing import row_inputs
+from verl.workers.hf.sharers import Sharers
+
+ALONE = Sharers()
 
 
 def response_log_probs(
-    model: nn.Module, micro_batch: DataProto, *, temperature: float, calculate_entropy: bool, pack: bool = False
+    model: nn.Module,
+    micro_batch: DataProto,
+    *,
+    temperature: float,
+    calculate_entropy: bool,
+    pack: bool = False,
+    sharers: Sharers = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `responses` and entropies of their distributions at `temperature`: float32 [b, R], 0 on padding.
 
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
-    Logits exist only for the tokens of responses.
+    Logits exist only for the tokens of responses. `sharers` all have the same micro-batch, and share its packed row.
     """
-    tokens = _Tokens.of(micro_batch, pack=pack)
+    tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with _only_at(tokens, model) as applied:
         logits = model(**tokens.inputs(model), use_cache=False).logits
     if not applied:
@@ -43,9 +53,11 @@ def response_log_probs(
     return log_prob, tokens.finished(entropy_from_logits(logits))
 
 
-def response_values(model: nn.Module, micro_batch: DataProto, *, pack: bool = False) -> torch.Tensor:
+def response_values(
+    model: nn.Module, micro_batch: DataProto, *, pack: bool = False, sharers: Sharers = ALONE
+) -> torch.Tensor:
     """What a value head expects of each response token's state, before the token: float32 [b, R], 0 on padding."""
-    tokens = _Tokens.of(micro_batch, pack=pack)
+    tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with warnings.catch_warnings():
         # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -72,9 +84,14 @@ class _Tokens:
     """[1, n]: the tokens themselves."""
     is_response: torch.Tensor
     """[b, R]: where they belong."""
+    sharers: Sharers
+    total: int
+    """Tokens of responses in the whole row, of which ranks that share it have parts;"""
+    before: int = 0
+    """and those that ranks before this one predict."""
 
     @classmethod
-    def of(cls, micro_batch: DataProto, *, pack: bool) -> _Tokens:
+    def of(cls, micro_batch: DataProto, *, pack: bool, sharers: Sharers) -> _Tokens:
         batch = tensors_of(micro_batch)
         mask = batch["attention_mask"].bool()
         num_prompt = mask.shape[1] - batch["responses"].shape[1]
@@ -96,7 +113,7 @@ class _Tokens:
             input_ids, position_ids = input_ids[inside][None], position_ids[inside][None]
         else:
             attention_mask = batch["attention_mask"].gather(1, source) * inside
-        return cls(
+        tokens = cls(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
@@ -105,21 +122,43 @@ class _Tokens:
             columns=predicting,
             responses=batch["responses"][is_response][None],
             is_response=is_response,
+            sharers=sharers,
+            total=len(rows),
+        )
+        return tokens if sharers.size == 1 else tokens._own()
+
+    def _own(self) -> _Tokens:
+        """Those of this rank. The row is filled up to as many for each with a sequence that nobody asks about."""
+        missing = -self.input_ids.shape[1] % self.sharers.size
+        input_ids = self.sharers.own(torch.nn.functional.pad(self.input_ids, (0, missing)))
+        filling = torch.arange(missing, device=input_ids.device)[None]
+        start, stop = (input_ids.shape[1] * (self.sharers.rank + end) for end in (0, 1))
+        is_own = (self.columns >= start) & (self.columns < stop)
+        return replace(
+            self,
+            input_ids=input_ids,
+            position_ids=self.sharers.own(torch.cat([self.position_ids, filling], dim=1)),
+            lengths=[*self.lengths, *[missing] * (missing > 0)],
+            rows=self.rows[is_own],
+            columns=self.columns[is_own] - start,
+            responses=self.responses[:, is_own],
+            before=int((self.columns < start).sum()),
         )
 
     def inputs(self, model: nn.Module) -> dict[str, Any]:
         """What `model` is called with."""
-        given: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
         if self.attention_mask is not None:
+            given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
             return given | {"attention_mask": self.attention_mask}
-        return given | ({LENGTHS: self.lengths} if takes_lengths(model) else {})
+        return row_inputs(model, self.input_ids, self.position_ids, self.lengths, self.sharers)
 
     def predicting(self, values: torch.Tensor) -> torch.Tensor:
         """[1, n, ...] from [rows, columns, ...]: what is in front of each token of a response."""
         return values[self.rows, self.columns][None]
 
     def finished(self, values: torch.Tensor) -> torch.Tensor:
-        """[b, R] from [1, n]"""
+        """[b, R] from [1, n], of all ranks that share the row."""
+        values = self.sharers.joined(values[0], self.before, self.total)
         return values.new_zeros(self.is_response.shape).masked_scatter(self.is_response, values)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
+from verl.workers.hf.sharers import Sharers
 
 DTYPES = {
     "fp32": torch.float32,
@@ -33,6 +34,22 @@ def build_mesh(device_type: str, fsdp_size: int) -> DeviceMesh:
             f"fsdp_config.fsdp_size={fsdp_size} does not divide the number of trainer ranks, {world_size}"
         )
     return init_device_mesh(device_type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def sharers_of(size: int) -> Sharers:
+    """This rank and those with which it shares sequences: `size` ranks, one after the other. A collective.
+
+    Raises ConfigError if they do not divide the ranks.
+    """
+    if size == 1:
+        return Sharers()
+    if dist.get_world_size() % size:
+        raise ConfigError(
+            f"fsdp_config.ulysses_sequence_parallel_size={size} does not divide the number of trainer ranks, "
+            f"{dist.get_world_size()}"
+        )
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    return Sharers(group)
 
 
 def offloads(config: FSDPConfig, device: torch.device) -> bool:

@@ -40,6 +40,7 @@ from verl.workers.hf.precision import (
     names_kept_wide,
     require_precision,
 )
+from verl.workers.hf.splitting import attend_by_heads
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,7 @@ def build_model(
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
     of its checkpoint differ, and when the model that was built is not what the checkpoint says.
     """
-    hf_config = load_hf_config(model_config)
-    for name, value in head.config_fields.items():
-        setattr(hf_config, name, value)
+    hf_config = _config_under(head, model_config)
     dtype = DTYPES[fsdp_config.model_dtype]
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
         with parameters_on_meta():
@@ -117,7 +116,9 @@ def build_model(
         _tell_aside(conversion, head)
         wide = names_kept_wide(conversion.shapes, checkpoint)
         wide |= names_kept_by_transformers(model, conversion)
-        if model_config.use_remove_padding:
+        if fsdp_config.ulysses_sequence_parallel_size > 1:
+            attend_by_heads(model, fsdp_config.ulysses_sequence_parallel_size)
+        elif model_config.use_remove_padding:
             attend_sequences_apart(model)
         adapted = trainable and model_config.lora_rank > 0
         if adapted:
@@ -164,6 +165,18 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
     except (ImportError, ValueError) as exc:
         raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {exc}") from exc
     return model
+
+
+def make_model(head: Head, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """With random weights, on whatever device the caller has made the default one. Raises ConfigError."""
+    return _make(head, _config_under(head, model_config), model_config, dtype)
+
+
+def _config_under(head: Head, model_config: HFModelConfig) -> PretrainedConfig:
+    hf_config = load_hf_config(model_config)
+    for name, value in head.config_fields.items():
+        setattr(hf_config, name, value)
+    return hf_config
 
 
 def _tell_aside(conversion: Conversion, head: Head) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import DataProto
+from verl.workers.engine.copies import gather_rows
 from verl.workers.engine.megatron.layout import ParallelSizes
 from verl.workers.engine.megatron.library import parallel_state
 
@@ -34,25 +35,8 @@ def join(sizes: ParallelSizes) -> None:
 
 
 def gather_from_model_parallel(data: DataProto) -> tuple[DataProto, slice]:
-    """The rows of all ranks that compute on one copy of the model, and which of them are this rank's.
-
-    The driver gives every rank of the trainer an equal part of a batch, whatever the strategy; the ranks of one copy
-    put theirs together and compute them together. CPU tensors. A collective of the tensor- and pipeline-parallel ranks.
-    """
-    group = parallel_state.get_model_parallel_group()
-    num_ranks, rows = dist.get_world_size(group), len(data)
-    own = dist.get_rank(group)
-    if num_ranks == 1:
-        return data, slice(0, rows)
-    tensors: dict[str, torch.Tensor] = {}
-    batch = tensors_of(data)
-    for name in sorted(map(str, batch.keys())):
-        tensor = batch[name].contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(num_ranks)]
-        dist.all_gather(parts, tensor, group=group)
-        tensors[name] = torch.cat(parts)
-    gathered = DataProto.from_dict(tensors=tensors, meta_info=data.meta_info)
-    return gathered, slice(own * rows, (own + 1) * rows)
+    """As `gather_rows`. A collective of the tensor- and pipeline-parallel ranks."""
+    return gather_rows(data, parallel_state.get_model_parallel_group())
 
 
 def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""Ranks that compute on one copy of the model together. Collectives of their group, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto, tensors_of
+
+
+def gather_rows(data: DataProto, group: dist.ProcessGroup | None) -> tuple[DataProto, slice]:
+    """The rows of all ranks of `group`, and which of them are this rank's; None is a rank that is alone.
+
+    The driver gives every rank of the trainer an equal part of a batch, whatever the strategy; the ranks of one copy
+    put theirs together and compute them together.
+    """
+    rows = len(data)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    if num_ranks == 1:
+        return data, slice(0, rows)
+    own = dist.get_rank(group)
+    tensors: dict[str, torch.Tensor] = {}
+    batch = tensors_of(data)
+    for name in sorted(map(str, batch.keys())):
+        tensor = batch[name].contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(num_ranks)]
+        dist.all_gather(parts, tensor, group=group)
+        tensors[name] = torch.cat(parts)
+    gathered = DataProto.from_dict(tensors=tensors, meta_info=data.meta_info)
+    return gathered, slice(own * rows, (own + 1) * rows)
+
+
+@contextmanager
+def same_draws(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """In this block torch draws the same random numbers on all ranks of `group`; afterwards each goes on with its own.
+
+    What the first of them draws next decides which, so that a run that is continued draws what it would have drawn.
+    """
+    if group is None:
+        yield
+        return
+    seed = torch.randint(2**62, (1,))
+    dist.broadcast(seed, group_src=0, group=group)
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(int(seed))
+        yield

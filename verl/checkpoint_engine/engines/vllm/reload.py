@@ -157,7 +157,10 @@ class Reload:
 
     def end(self) -> None:
         finish: Callable[..., None] = finalize_layerwise_reload
-        finish(self._model, self._vllm_config.model_config)
+        try:
+            finish(self._model, self._vllm_config.model_config)
+        finally:
+            self._stop_noting()
         for method, kernel in self._expert_kernels:
             if method.moe_kernel is None:  # nothing was loaded into the layer: it has the weights that it had
                 method.moe_kernel = kernel
@@ -167,10 +170,15 @@ class Reload:
             quant_method = getattr(layer, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):
                 quant_method.process_weights_after_loading(layer)
-        for parameter in self._model.parameters():
-            loader: Any = getattr(parameter, "weight_loader", None)
-            if hasattr(loader, NOTING):
-                parameter.weight_loader = loader.__wrapped__
+
+    def _stop_noting(self) -> None:
+        """Also for what the next reload begins with: or each would be around the one before, and note for all."""
+        tensor: Any
+        for layer in self._model.modules():
+            for tensor in (*_parameters(layer).values(), *get_layerwise_info(layer).restore_metadata[0].values()):
+                loader: Any = getattr(tensor, "weight_loader", None)
+                if hasattr(loader, NOTING):
+                    tensor.weight_loader = loader.__wrapped__
 
 
 def _name_loaders(model: torch.nn.Module) -> None:

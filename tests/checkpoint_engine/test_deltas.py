@@ -19,7 +19,7 @@ from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
 from verl.checkpoint_engine.memory.arena import read_committed
-from verl.checkpoint_engine.plan.delta_choice import DeltaReport
+from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS, DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.participants import RolloutNode
@@ -205,6 +205,12 @@ async def test_frozen_tensors_cost_nothing_and_are_counted(tmp_path: Path) -> No
         await synced(fleet, 0, MODEL)
         report = delta_of(await synced(fleet, 1, MODEL))
         assert (report.tensors_unchanged, report.changed_fraction, report.most_changed) == (2, 0.0, [])
+        assert dict(zip(CHANGE_LIMITS, report.tensors_by_change, strict=True)) == dict.fromkeys(CHANGE_LIMITS, 0) | {
+            1e-6: 2
+        }
+        report = delta_of(await synced(fleet, 2, nudged(MODEL, 0.02, 2) | {"norm": MODEL["norm"]}))
+        counted = {limit: n for limit, n in zip(CHANGE_LIMITS, report.tensors_by_change, strict=True) if n}
+        assert counted == {1e-6: 1, 3e-2: 1}
 
 
 async def test_on_one_host_nobody_looks_what_changed(tmp_path: Path) -> None:

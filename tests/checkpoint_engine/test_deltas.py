@@ -19,7 +19,7 @@ from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
 from verl.checkpoint_engine.memory.arena import read_committed
-from verl.checkpoint_engine.plan.delta_choice import DeltaReport
+from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS, DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.participants import RolloutNode
@@ -71,7 +71,7 @@ async def test_every_kind_of_model_arrives_bit_equal(case: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("source", [RowShardedSource, ColumnShardedSource])
-@pytest.mark.parametrize("backend", [using(backend) for backend in (*QUICK, "mooncake", "kimi_ckpt_engine")])
+@pytest.mark.parametrize("backend", [using(backend) for backend in (*QUICK, "gloo", "mooncake", "kimi_ckpt_engine")])
 async def test_every_backend_moves_little_for_few_changes(
     backend: str, source: type[RowShardedSource], tmp_path: Path
 ) -> None:
@@ -205,6 +205,12 @@ async def test_frozen_tensors_cost_nothing_and_are_counted(tmp_path: Path) -> No
         await synced(fleet, 0, MODEL)
         report = delta_of(await synced(fleet, 1, MODEL))
         assert (report.tensors_unchanged, report.changed_fraction, report.most_changed) == (2, 0.0, [])
+        assert dict(zip(CHANGE_LIMITS, report.tensors_by_change, strict=True)) == dict.fromkeys(CHANGE_LIMITS, 0) | {
+            1e-6: 2
+        }
+        report = delta_of(await synced(fleet, 2, nudged(MODEL, 0.02, 2) | {"norm": MODEL["norm"]}))
+        counted = {limit: n for limit, n in zip(CHANGE_LIMITS, report.tensors_by_change, strict=True) if n}
+        assert counted == {1e-6: 1, 3e-2: 1}
 
 
 async def test_on_one_host_nobody_looks_what_changed(tmp_path: Path) -> None:
@@ -228,16 +234,17 @@ def test_deltas_that_are_impossible_are_refused_on_the_driver(values: dict[str, 
 class Story:
     """Any order of what can happen to a fleet; after everything, whoever serves has exactly what was committed last."""
 
-    def __init__(self, fleet: Fleet, shm_dir: Path, seed: int) -> None:
+    def __init__(self, fleet: Fleet, shm_dir: Path, seed: int, *, joins: bool = True) -> None:
         self._fleet, self._shm_dir, self._random, self._seed = fleet, shm_dir, random.Random(seed), seed
         self._trained, self._served = dict(MODEL), dict(MODEL)
         self._version = self._joined = self._deltas = 0
+        self._joins = joins
 
     async def run(self, events: int) -> int:
         """How many syncs moved deltas."""
         await synced(self._fleet, 0, MODEL)
         happens = [self.little_changes, self.little_changes, self.much_changes, self.is_aborted, self.is_rolled_back]
-        happens += [self.is_tried_again, self.a_node_joins]
+        happens += [self.is_tried_again, *([self.a_node_joins] if self._joins else [])]
         for _ in range(events):
             self._version += 1
             self._trained = nudged(self._trained, self._random.choice([0.0, 0.001, 0.05]), self._version)

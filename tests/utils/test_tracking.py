@@ -7,6 +7,7 @@ import pytest
 
 from verl.utils.config import ConfigError
 from verl.utils.tracking import Tracking, read_metrics
+from verl.utils.tracking_services import Histogram
 
 
 def track(tmp_path, *backends, **options):
@@ -70,6 +71,17 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/pg_loss")] == [(1, 0.5), (2, 0.25)]
     assert "config/text_summary" in events.Tags()["tensors"]
+
+
+def test_tensorboard_draws_histograms_and_others_do_without(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with track(tmp_path, "tensorboard", "jsonl") as tracking:
+        tracking.log({"a": 1}, 1, {"changed": Histogram((1e-3, 0.1, 1.0), (5, 0, 2))})
+    (event,) = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Histograms("changed")
+    drawn = event.histogram_value
+    assert (event.step, drawn.num, drawn.bucket_limit, drawn.bucket) == (1, 7, [1e-3, 0.1, 1.0], [5, 0, 2])
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == [{"step": 1, "a": 1.0}]
 
 
 def test_several_backends_get_the_same_step(tmp_path, capsys):

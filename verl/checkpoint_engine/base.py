@@ -6,6 +6,7 @@ One instance lives on every member. The manager (through `participants.py`) driv
     driver                          build_topology          who sends to whom
     every trainer rank and node     init_process_group      connect
     for every version
+        every node                  takes_deltas            could it use what changed? where it cannot fetch by itself
         every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
         every node                  receive_weights         stage: until the spare slot holds every byte
         a node                      repair_weights          pieces that arrived wrong, again
@@ -131,6 +132,14 @@ class CheckpointEngine(ABC):
     def encoded(self, version: int) -> Encoded | None:
         """What `send_weights` did with the offer; None if it had none."""
         return None
+
+    def takes_deltas(self, base: int, arena: NodeArena) -> bool:
+        """Whether this node can make the next version out of version `base`, which it has been given before.
+
+        Called on every node once its slot is open, where deltas are to be offered by a backend that is not one-sided:
+        all nodes get the same, so they are offered if all of them can use them, and not again once that has failed.
+        """
+        return False
 
     @abstractmethod
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:

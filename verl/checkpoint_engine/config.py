@@ -163,8 +163,7 @@ class CheckpointEngineConfig:
     delta: str = option(
         "auto",
         "move only what changed since the version before: auto: where the job's own measurements say that it is "
-        "faster; always: wherever it is possible. Every piece is verified either way (tcp, nixl, mooncake, "
-        "kimi_ckpt_engine)",
+        "faster; always: wherever it is possible. Every piece is verified either way (all backends but naive)",
         choices=("auto", "off", "always"),
     )
     delta_full_every: int | None = option(

@@ -116,7 +116,7 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
     if config.delta == "always" and not engine_class.capabilities.deltas:
         raise ConfigError(
             f"checkpoint_engine.delta=always is impossible with checkpoint_engine.backend={config.backend}; "
-            "tcp, nixl, mooncake and kimi_ckpt_engine can"
+            "tcp, gloo, nixl, mooncake, kimi_ckpt_engine, nccl and hccl can"
         )
     if config.delta == "always" and not config.verify:
         raise ConfigError("checkpoint_engine.delta=always needs checkpoint_engine.verify=true: deltas are verified")

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from verl.utils import records
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.console import StepConsole
-from verl.utils.tracking_services import SERVICES, Run, Tracker, writable
+from verl.utils.tracking_services import SERVICES, Histogram, Run, Tracker, writable
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
@@ -64,11 +66,16 @@ class Tracking:
             self._closing = undo.pop_all()
         self._trackers += also
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Call once per step, with everything there is to say about it: backends may keep one record per step."""
+    def log(self, metrics: Mapping[str, float], step: int, histograms: Mapping[str, Histogram] | None = None) -> None:
+        """Call once per step, with everything there is to say about it: backends may keep one record per step.
+
+        `histograms` are for TensorBoard, which draws them.
+        """
         scalars = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
             try:
+                if isinstance(tracker, TensorboardTracker):
+                    tracker.draw(histograms or {}, step)
                 tracker.log(scalars, step)
             except OSError as exc:
                 logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
@@ -131,6 +138,22 @@ class TensorboardTracker:
             str(writable(run.output_dir / "tensorboard")), purge_step=run.resume_step + 1 if run.resume_step else None
         )
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
+
+    def draw(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        """What they are sums of is not known: sums are those of the limits."""
+        for name, histogram in histograms.items():
+            limits, counts = np.array(histogram.limits), np.array(histogram.counts)
+            self._writer.add_histogram_raw(
+                name,
+                min=0.0,
+                max=float(limits[-1]),
+                num=int(counts.sum()),
+                sum=float(counts @ limits),
+                sum_squares=float(counts @ limits**2),
+                bucket_limits=limits.tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
+            )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,14 @@ class Run:
     """For the progress bar; None: not known."""
     resume_step: int
     """The step that the run continues after; 0: from the start."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many of some values are at most as large as each limit, and larger than the one before it."""
+
+    limits: Sequence[float]
+    counts: Sequence[int]
 
 
 class Tracker(Protocol):

@@ -46,9 +46,9 @@ from verl.checkpoint_engine.links.holder import (
 from verl.checkpoint_engine.links.traffic import Traffic, links_of
 from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.delta import Applier, begin_to_warm_up, is_warm, warm_up
+from verl.checkpoint_engine.memory.delta import begin_to_warm_up, is_warm, warm_up
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
-from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
+from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import Publication, publish
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
@@ -241,8 +241,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
             wire.register(self._bounce)
         if may_get_deltas:
             if self._node_deltas is None:
-                regions = [Packing.of(self._plan, owner).region_nbytes for owner in range(self._plan.num_owners)]
-                self._node_deltas = NodeDeltas(self._plan, regions)
+                self._node_deltas = NodeDeltas(self._plan)
             self._wires[0].register(self._node_deltas.bytes)
 
     def _read_from(self, topology: Topology) -> Topology:
@@ -372,22 +371,22 @@ class OneSidedEngine(CheckpointEngineWithCache):
         else:
             loop.run(buckets_of(places, self.most_nbytes))
         fetched_s = time.perf_counter()
+        readable: Collection[int] = ()
         wrong: list[int] = []
-        deltas = self._node_deltas.readable({owner: places[owner] for owner in sorted(fit)})
-        fit = {one.owner for one in deltas}
-        if fit and base is not None:
-            applier = Applier(self._plan, base[1].bytes.numpy(), reader.slot, self._arrived[1])
-            wrong = applier.apply(deltas, threads=memory_threads(), stopped=self._stop.is_set)
+        if base is not None:
+            mine = {owner: places[owner] for owner in sorted(fit)}
+            stopped = self._stop.is_set
+            readable, wrong = self._node_deltas.apply(mine, base, reader.slot, self._arrived[1], stopped=stopped)
             self._raise_if_stopped(reader.version)
         applied_s = time.perf_counter()
-        whole = [part for part in self._messages(self.most_nbytes) if part.owner not in fit]
+        whole = [part for part in self._messages(self.most_nbytes) if part.owner not in readable]
         whole += pieces_again(self._plan, wrong)
         nbytes = sum(place.nbytes for place in places.values()) + sum(bucket.nbytes for bucket in whole)
         self._fetch_directly(reader, whole, deadline)
         self._staging = Staging(
             fetch_s=fetched_s - start_s,
             apply_s=applied_s - fetched_s,
-            pieces_whole=len(wrong) + sum(len(self._plan.pieces_of(owner)) for owner in self._owners.keys() - fit),
+            pieces_whole=len(wrong) + sum(len(self._plan.pieces_of(owner)) for owner in self._owners.keys() - readable),
         )
         return nbytes
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,17 @@ import numpy as np
 from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.links.fetch import Bucket
 from verl.checkpoint_engine.links.wire import UInt8s, WireReader
-from verl.checkpoint_engine.memory.delta import Deltas, DeltaWriter, codes_of, identity_of, is_warm, room_nbytes
+from verl.checkpoint_engine.memory.delta import (
+    Applier,
+    Deltas,
+    DeltaWriter,
+    codes_of,
+    identity_of,
+    is_warm,
+    room_nbytes,
+)
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
-from verl.checkpoint_engine.memory.packed import PackedRegion
+from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
 from verl.checkpoint_engine.memory.publishing import Aside, Publication, publish
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Predicted, predict, prefers_delta
@@ -36,6 +44,7 @@ from verl.checkpoint_engine.plan.types import Range
 from verl.checkpoint_engine.ports import ViewableSource, WeightSource
 
 if TYPE_CHECKING:
+    from verl.checkpoint_engine.memory.arena import SlotView
     from verl.checkpoint_engine.memory.device_base import DeviceBase
     from verl.checkpoint_engine.memory.publishing import Place
 
@@ -199,10 +208,12 @@ class OwnerDeltas:
 class NodeDeltas:
     """The memory in which a node has the deltas of one version, one owner's after the other."""
 
-    def __init__(self, plan: SyncPlan, region_nbytes: Sequence[int]) -> None:
-        """`region_nbytes`: of each owner's packed region."""
+    def __init__(self, plan: SyncPlan) -> None:
         self._plan = plan
-        self._room = [room_nbytes(nbytes, len(plan.pieces_of(owner))) for owner, nbytes in enumerate(region_nbytes)]
+        owners = range(plan.num_owners)
+        self._room = [
+            room_nbytes(Packing.of(plan, owner).region_nbytes, len(plan.pieces_of(owner))) for owner in owners
+        ]
         memory = mmap.mmap(-1, max(sum(self._room), 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes: UInt8s = np.frombuffer(memory, np.uint8)
 
@@ -216,17 +227,30 @@ class NodeDeltas:
             end += align(nbytes)
         return places
 
-    def readable(self, places: Mapping[int, Range]) -> list[Deltas]:
-        """Those of `places` that have arrived as they were written, as far as their heads and tables tell."""
-        found = []
+    def apply(
+        self,
+        places: Mapping[int, Range],
+        base: tuple[Manifest, SlotView],
+        slot: UInt8s,
+        arrived: PieceDigests,
+        *,
+        stopped: Callable[[], bool],
+    ) -> tuple[set[int], list[int]]:
+        """Make the pieces of the owners at `places` in `slot`, out of `base`, which all of them lead from.
+
+        Returns the owners whose deltas have arrived as they were written, as far as heads and tables tell, and those
+        pieces of them, by their rows in the plan, that could not be made. `slot` may be what `base` is of.
+        """
+        deltas = []
         for owner, place in places.items():
             try:
-                found.append(
-                    Deltas.parse(self._plan, owner, self.bytes[place.dst_offset : place.dst_offset + place.nbytes])
-                )
+                data = self.bytes[place.dst_offset : place.dst_offset + place.nbytes]
+                deltas.append(Deltas.parse(self._plan, owner, data))
             except TransportError as exc:
-                logger.warning("%s; its pieces are fetched whole", exc)
-        return found
+                logger.warning("%s; its pieces have to come whole", exc)
+        applier = Applier(self._plan, base[1].bytes.numpy(), slot, arrived)
+        wrong = applier.apply(deltas, threads=memory_threads(), stopped=stopped)
+        return {one.owner for one in deltas}, wrong
 
 
 def buckets_of(places: Mapping[int, Range], most_nbytes: int, within: Range | None = None) -> list[Bucket]:

@@ -89,7 +89,7 @@ class HostRelay:
             self._groups.exchange_headers(version, deadline)
             own = {bucket.ranges[0]: bucket for bucket in messages.get(self._member.index, ()) if bucket.scatter}
             reader = _SlotToSlot(self._groups, first, self._bounce, version, bounced=bounced, own=own)
-            self._groups.fetch(reader, plan, deadline, copy_to_others)
+            self._groups.fetch(reader, plan, deadline, messages, copy_to_others)
         received = (bucket for owner, buckets in messages.items() if owner != self._member.index for bucket in buckets)
         return len(slots) * sum(bucket.nbytes for bucket in received)
 

@@ -3,8 +3,9 @@
 The groups are built straight over a store of their own (hosted by trainer 0, on a free port, under a name that is new
 with every `prepare`), so that nothing global of torch.distributed is touched and several engines fit into one process.
 
-Every transfer begins with a header broadcast in each group: version, layout and size. Who is sent anything but the
-version that was asked for refuses it before a byte of weights lands. A group whose transfer failed is never used again,
+Every transfer begins with a header broadcast in each group: version, layout and size, and whether what changed
+follows in place of the weights. Who is sent anything but the version that was asked for refuses it before a byte of
+weights lands. A group whose transfer failed is never used again,
 for what is left in its connections cannot be told apart from what comes next: the manager prepares anew.
 """
 
@@ -47,8 +48,10 @@ T = TypeVar("T")
 
 OWN_SHARE = 0.9
 """Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
-HEADER = struct.Struct("<qqq16s")
-"""Version, number of messages, bytes of weights, digest of the layout."""
+HEADER = struct.Struct("<qqqqq16s")
+"""Version, number of messages, bytes of weights, deltas, digest of the layout."""
+Leads = tuple[int, int]
+"""The identity of what an owner's deltas lead from, and their bytes; 0 of both if its weights follow."""
 
 
 class OwnerGroups:
@@ -238,27 +241,30 @@ class OwnerGroups:
                 exc.message += members.missing()
             raise
 
-    def header(self, version: int, owner: int) -> torch.Tensor:
+    def header(self, version: int, owner: int, deltas: Leads = (0, 0)) -> torch.Tensor:
         messages = self.messages[owner]
-        fields = (version, len(messages), sum(bucket.nbytes for bucket in messages))
+        fields = (version, len(messages), sum(bucket.nbytes for bucket in messages), *deltas)
         return torch.frombuffer(bytearray(HEADER.pack(*fields, self._layout_digest)), dtype=torch.uint8)
 
-    def exchange_headers(self, version: int, deadline: Deadline) -> None:
+    def exchange_headers(self, version: int, deadline: Deadline) -> dict[int, Leads]:
         """Send the header of this member's own group, and compare those of the others with what it expects of them.
 
-        Raises TransportError if they differ.
+        Returns what each owner says of its deltas. Raises TransportError if the rest differs.
         """
+        said: dict[int, Leads] = {}
         headers = {
             owner: self.header(version, owner) if self.is_sender(owner) else torch.zeros(HEADER.size, dtype=torch.uint8)
             for owner in self.messages
         }
         self.wait({owner: self.broadcast(owner, header) for owner, header in headers.items()}, version, deadline)
         for owner, header in headers.items():
-            if not torch.equal(header, self.header(version, owner)):
-                sent = HEADER.unpack(header.numpy().tobytes())[0]
+            sent, _, _, *deltas, _ = HEADER.unpack(header.numpy().tobytes())
+            said[owner] = deltas[0], deltas[1]
+            if not torch.equal(header, self.header(version, owner, said[owner])):
                 what = f"version {sent}" if sent != version else "another layout or other buckets"
                 message = f"{self.name_of(owner)} sends {what} where version {version} is expected"
                 raise TransportError(message, version=version, phase="stage")
+        return said
 
     def wait(self, flights: Mapping[int, Flight], version: int, deadline: Deadline) -> None:
         """Until all have landed. `flights` are by owner."""
@@ -283,9 +289,10 @@ class OwnerGroups:
         reader: Broadcasts,
         plan: SyncPlan,
         deadline: Deadline,
+        messages: Mapping[int, list[Bucket]],
         on_bucket: Callable[[Bucket], None] = lambda bucket: None,
     ) -> int:
-        """Everything that is broadcast in this member's groups, several messages at a time; the bytes."""
+        """The `messages` of owners, all that they broadcast next, several at a time; the bytes."""
         loop = FetchLoop(
             reader=reader,
             plan=plan,
@@ -294,10 +301,10 @@ class OwnerGroups:
             version=reader.version,
             timeout_s=deadline.remaining_s,
             stop=self._stop,
-            max_in_flight=self._communicator.max_in_flight(self._options.in_flight, len(self.messages)),
+            max_in_flight=self._communicator.max_in_flight(self._options.in_flight, len(messages)),
             on_bucket=on_bucket,
         )
-        return loop.run([bucket for owner in sorted(self.messages) for bucket in self.messages[owner]])
+        return loop.run([bucket for owner in sorted(messages) for bucket in messages[owner]])
 
 
 @dataclass

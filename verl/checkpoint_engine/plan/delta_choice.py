@@ -27,6 +27,8 @@ SMOOTHING = 0.5
 """The weight of the newest measurement."""
 
 RECOVERY = 0.1
+CHANGE_LIMITS = (1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+"""Changed fractions of tensors, for a histogram. In the first bin are those without a change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,9 @@ class DeltaReport:
     tensors_unchanged: int = 0
     most_changed: list[tuple[str, float]] = field(default_factory=list)
     """Ten tensors with the largest changed fractions."""
+    tensors_by_change: list[int] = field(default_factory=list)
+    """How many tensors changed by at most each of `CHANGE_LIMITS`, and by more than the one before it; empty unless all
+    were compared."""
 
     @property
     def summary(self) -> str:

@@ -121,6 +121,8 @@ class EngineCheckResult:
     """Of the activation, the longest of the engine's ranks."""
     found: str
     """What was compared, or why not all was."""
+    tensors_kept: int = 0
+    """Of the version, which were not loaded: the engine had them. The fewest of the engine's ranks."""
 
 
 PHASES = ("prepare", "publish", "stage", "verify", "wait", "commit", "activate", "resume")

@@ -13,6 +13,7 @@ import numpy as np
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.plan.delta_choice import (
     APPLY_S,
+    CHANGE_LIMITS,
     ENCODE_S,
     DeltaReport,
     DeltaRequest,
@@ -110,7 +111,7 @@ def delta_report(
     nbytes = sum(one.nbytes for one in sent)
     way = "full" if not sent else "delta" if len(sent) == len(encoded) else "mixed"
     predicted = [one.predicted for one in known if one.predicted is not None]
-    unchanged, most = _by_tensor(plan, encoded)
+    unchanged, most, by_change = _by_tensor(plan, encoded)
     return DeltaReport(
         way=way,
         base=request.base,
@@ -127,11 +128,13 @@ def delta_report(
         pieces_whole=sum(one.pieces_whole for one in staged),
         tensors_unchanged=unchanged,
         most_changed=most,
+        tensors_by_change=by_change,
     )
 
 
-def _by_tensor(plan: SyncPlan, encoded: Sequence[Encoded | None]) -> tuple[int, list[tuple[str, float]]]:
-    """Tensors in which no word changed, and those with the largest fractions, of owners that compared all of theirs."""
+def _by_tensor(plan: SyncPlan, encoded: Sequence[Encoded | None]) -> tuple[int, list[tuple[str, float]], list[int]]:
+    """Tensors in which no word changed, those with the largest fractions, of owners that compared all of theirs, and
+    how many there are up to each of `CHANGE_LIMITS`."""
     tensors = len(plan.layout.specs)
     changed, compared = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
     numel = np.prod(plan.boxes.stop - plan.boxes.start, axis=1, dtype=np.int64)
@@ -143,5 +146,6 @@ def _by_tensor(plan: SyncPlan, encoded: Sequence[Encoded | None]) -> tuple[int, 
     fractions = changed / np.maximum(compared, 1)
     order = np.argsort(-fractions, kind="stable")[:MOST_CHANGED].tolist()
     most = [(plan.layout.specs[index].name, float(fractions[index])) for index in order if changed[index]]
-    whole = compared == plan.layout.shapes.prod(axis=1)
-    return int((whole & (changed == 0) & (compared > 0)).sum()), most
+    whole = (compared == plan.layout.shapes.prod(axis=1)) & (compared > 0)
+    bins = np.bincount(np.searchsorted(CHANGE_LIMITS, fractions[whole]), minlength=len(CHANGE_LIMITS))
+    return int((whole & (changed == 0)).sum()), most, bins.tolist() if whole.any() else []

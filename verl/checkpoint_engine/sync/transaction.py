@@ -275,13 +275,25 @@ class SyncTransaction:
         """
         waits, slots = self.released is None, dict[str, str]()
         calls: dict[str, Awaitable[Any]] = {node.name: node.begin(self.version) for node in self.fleet.nodes}
-        if self.fleet.same_host:
-            slots, calls = await self._all(self.config.deadlines.publish_s, calls, "publish"), {}
-        with_deltas = [self.deltas] if self.deltas is not None else []
+        asks_nodes = self.deltas is not None and self.fleet.senders_serve
+        if self.fleet.same_host or asks_nodes:
+            opened, calls = await self._all(self.config.deadlines.publish_s, calls, "publish"), {}
+            slots = opened if self.fleet.same_host else slots
+        deltas = await self._deltas_for_all() if asks_nodes else self.deltas
+        with_deltas = [deltas] if deltas is not None else []
         calls |= {
             trainer.name: trainer.publish(self.version, slots, waits, *with_deltas) for trainer in self.fleet.trainers
         }
         await self._all(self.config.deadlines.publish_s, calls, "publish")
+
+    async def _deltas_for_all(self) -> DeltaRequest | None:
+        """What is offered where all nodes get the same, and cannot fetch anything else by themselves."""
+        if self.deltas is None or self.retries:  # perhaps it was a delta that did not come out right
+            return None
+        base = self.deltas.base
+        calls = {node.name: node.takes_deltas(base) for node in self.fleet.nodes}
+        takes = await self._all(self.config.deadlines.publish_s, calls, "publish")
+        return self.deltas if all(takes.values()) else None
 
     async def _wait(self, boundary: Boundary) -> None:
         try:

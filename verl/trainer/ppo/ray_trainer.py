@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
@@ -47,6 +48,7 @@ from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
 from verl.utils.tracking import Tracking
+from verl.utils.tracking_services import Histogram
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
@@ -61,6 +63,7 @@ class Step:
     number: int
     patience: Patience
     metrics: Metrics = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
     seconds: Metrics = field(default_factory=dict)
     spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
@@ -79,6 +82,9 @@ class Step:
     def synced(self, report: SyncReport) -> None:
         """A sync has ended."""
         self.metrics |= report.metrics()
+        if report.delta is not None and report.delta.tensors_by_change:
+            counts = report.delta.tensors_by_change
+            self.histograms["checkpoint_engine/delta/changed_fraction_of_tensors"] = Histogram(CHANGE_LIMITS, counts)
         start_s = report.began_s
         for phase, seconds in report.laps:
             self.syncs.add(phase, start_s, start_s + seconds, report.version)
@@ -494,7 +500,7 @@ class RayPPOTrainer:
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         now.metrics |= self.memory_metrics()
-        self.tracking.log(now.metrics, now.number)
+        self.tracking.log(now.metrics, now.number, now.histograms)
         self.write_timeline(now)
         self.checkpoints.publish()  # whoever resumes from it finds the records of its step
 

@@ -84,6 +84,19 @@ class EngineCheck:
             self._marked = _mark(model, names, whole=False)
         self._seconds = time.perf_counter() - began
 
+    def before_part(
+        self, model: torch.nn.Module, weights: Callable[[], Weights], agree: Callable[[bool], bool]
+    ) -> bool:
+        """As `before`, where a part of the model stays as it is: nothing may be overwritten, so all of it has to be
+        compared with a second one. False if there is no memory for that, or nothing is to be looked at."""
+        began = time.perf_counter()
+        self.result = None
+        if self._mode != "first" or not self._passed or not agree(self._fits(model)):
+            return False
+        self._build(weights)
+        self._seconds = time.perf_counter() - began
+        return True
+
     def after(self, model: torch.nn.Module, version: int | None) -> None:
         """Raises IntegrityError that names what is not as it has to be."""
         if not self._marked and self._fresh is None:

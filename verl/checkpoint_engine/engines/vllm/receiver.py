@@ -2,9 +2,10 @@
 
 Runs inside every vLLM worker (one per tensor-parallel rank), with or without a trainer of ours. The update request is
 `{"arena_path": str, "version": int}`, the bytes being on this host already, or `{"socket_paths": {device id: path}}`,
-where a ParameterServer hands them over bucket by bucket. Each rank maps the memory and feeds views of it to the model's
-own `load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a tensor, and vLLM's post-processing
-of fused, packed and quantised layouts runs as for a checkpoint from disk.
+where a ParameterServer hands them over bucket by bucket. With `"since": int`, the version that every worker computes
+with, tensors that are the same are not loaded. Each rank maps the memory and feeds views of it to the model's own
+`load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a tensor, and vLLM's post-processing of
+fused, packed and quantised layouts runs as for a checkpoint from disk.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from verl.checkpoint_engine.engines.vllm.check import EngineCheck, free_nbytes, 
 from verl.checkpoint_engine.engines.vllm.fit import names_kept_wide, require_fit
 from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
 from verl.checkpoint_engine.engines.vllm.reports import write_names_kept_wide, write_report
+from verl.checkpoint_engine.engines.vllm.unchanged import Kept, Loaded, Sources
 from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
 from verl.checkpoint_engine.memory.arena import PinnedSlots, open_to_activate
+from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.devices import device_id
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
@@ -59,6 +62,8 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
 
     arena_path: str | None = None
     version: int | None = None
+    since: int | None = None
+    """What every worker computes with, as far as the caller knows: what has not changed since may be kept."""
     socket_paths: dict[str, str] | None = None
     """By device id. On accelerators a worker takes that of its device, on CPU the one at its rank's place."""
     report_directory: str | None = None
@@ -81,6 +86,12 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         super().__init__(*arguments, **named)
         self._check = EngineCheck("first", self.vllm_config, self.device)
         self._slots = PinnedSlots() if self.device.type == "cuda" else None
+        self._loaded: Loaded | None = None
+        """What the model computes with, if it came out of an arena through the reload."""
+        self._proven: frozenset[str] | None = None
+        """Layers that may stay as they are: once they did, all of the model equalled a load from disk. None: not tried
+        yet."""
+        self._tensors_kept = 0
         self._why_whole = ""
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
@@ -127,53 +138,106 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
                 self.load_once(incoming.tensors())
         elif update_info.arena_path is not None and update_info.version is not None:
-            with open_to_activate(update_info.arena_path, update_info.version, self._slots) as (_, slot):
-                self.load(slot.tensors, update_info.version)
+            with open_to_activate(update_info.arena_path, update_info.version, self._slots) as (manifest, slot):
+                self.load_version(slot.tensors, manifest, update_info.since)
 
-    def load(self, weights: Callable[[], Weights], version: int | None) -> None:
-        """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names."""
+    def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
+        """The version of `manifest`, whose tensors `weights` lends."""
+        before, self._loaded = self._loaded, None
+        sources = before.sources if before is not None else None
+        if since is None or not self._load_changed(weights, manifest, before, since):
+            sources = self.load(weights, manifest.version)
+        if sources is not None:
+            self._loaded = Loaded.of(manifest, sources)
+
+    def _load_changed(
+        self, weights: Callable[[], Weights], manifest: Manifest, before: Loaded | None, since: int
+    ) -> bool:
+        """Load what is not as it was in version `since`, if that is worth it and right; False if all has to be loaded.
+        Ranks agree: each has layers of its own."""
+        kept, version = Kept(), manifest.version
+        if before is not None and before.version == since and not self._why_whole:
+            kept = before.kept(manifest, self._proven)
+        if not self._all_agree(bool(kept.names)):
+            return False
+        is_new = self._proven is None
+        if not is_new:
+            self._check.before(self.model, None, self._all_agree)
+        elif not self._check.before_part(self.model, weights, self._all_agree):
+            return False
+        why = ""
+        try:
+            _, why = self._reload(((name, t) for name, t in weights() if name not in kept.names), version, kept)
+            if not why:
+                self._check.after(self.model, version)
+        except (ActivationError, IntegrityError) as exc:
+            why = exc.message
+        finally:
+            self._check.forget()
+        if not self._all_agree(not why):
+            self._proven = frozenset()
+            logger.warning("from now on every tensor is loaded, also those that did not change: %s", why or "see above")
+            return False
+        self._proven = kept.layers if is_new else self._proven
+        self._tensors_kept = len(kept.names)
+        return True
+
+    def load(self, weights: Callable[[], Weights], version: int | None) -> Sources | None:
+        """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names.
+
+        Returns what fills which layer; None where it was not the reload that loaded.
+        """
+        self._tensors_kept, sources = 0, None
         self._check.before(self.model, weights, self._all_agree)
         if not self._why_whole:
             try:
-                self._reload(weights(), version)
+                sources, self._why_whole = self._reload(weights(), version)
             except ReloadFailed as exc:
                 self._check.release()
                 self._load_whole(weights(), version)  # raises the same if it is the version that is wrong
-                self._note_whole(f"vLLM's reload of {type(self.model).__name__} fails ({exc.message})")
+                self._why_whole = self._noted_whole(
+                    f"vLLM's reload of {type(self.model).__name__} fails ({exc.message})"
+                )
                 self._check.after(self.model, version)
-                return
+                return None
         if self._why_whole:
             self._check.release()
             self._load_whole(weights(), version)
         self._check.after(self.model, version)
+        return None if self._why_whole else sources
 
     @property
     def checked(self) -> EngineCheckResult | None:
         """What was found out about the version that was loaded last."""
         result = self._check.result
+        if self._tensors_kept:
+            found = result or EngineCheckResult(seconds=0.0, found="what did not change was not loaded again")
+            return replace(found, tensors_kept=self._tensors_kept)
         if not self._why_whole:
             return result
         return EngineCheckResult(seconds=result.seconds if result is not None else 0.0, found=self._why_whole)
 
     def load_once(self, weights: Weights) -> None:
         """What comes bucket by bucket, and only once."""
+        self._loaded, self._tensors_kept = None, 0
         if self._why_whole:
             self._load_whole(weights, None)
             return
         self._check.before(self.model, None, self._all_agree)
-        self._reload(weights, None)
+        _, self._why_whole = self._reload(weights, None)
         if self._why_whole:
             raise ActivationError(
                 f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
             )
         self._check.after(self.model, None)
 
-    def _reload(self, weights: Weights, version: int | None) -> None:
-        """Notes why versions have to be loaded another way, if they have. Raises ReloadFailed if that is to be tried.
+    def _reload(self, weights: Weights, version: int | None, kept: Kept | None = None) -> tuple[Sources, str]:
+        """What filled which layer, and why versions have to be loaded another way, if they have. Raises ReloadFailed if
+        that is to be tried.
 
         Ended even when loading fails, so that another reload can begin.
         """
-        reload = Reload(self.model, self.vllm_config)
+        reload = Reload(self.model, self.vllm_config, kept)
         try:
             unreached = reload.load(iter(weights), version)
         except BaseException:
@@ -188,14 +252,14 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         if unreached and not why:
             named = ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else "")
             why = f"vLLM's reload does not reach {len(unreached)} parameters of {kind} ({named})"
-        if why:
-            self._note_whole(why)
+        return reload.sources, self._noted_whole(why) if why and kept is None else why
 
-    def _note_whole(self, why: str) -> None:
-        self._why_whole = (
+    def _noted_whole(self, why: str) -> str:
+        text = (
             f"{why}: every version is loaded as from disk, into a second model, which takes longer and needs its memory"
         )
-        logger.warning(self._why_whole)
+        logger.warning(text)
+        return text
 
     def _load_whole(self, weights: Weights, version: int | None) -> None:
         kind = type(self.model).__name__

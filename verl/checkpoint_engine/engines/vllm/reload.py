@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from verl.checkpoint_engine.engines.vllm.live import STATE
+from verl.checkpoint_engine.engines.vllm.unchanged import Kept, Sources
 from verl.checkpoint_engine.errors import ActivationError
 from verl.compat.torch import children
 
@@ -59,26 +61,33 @@ class ReloadFailed(ActivationError):
 class Reload:
     """One layerwise reload of `model`. Use `load` once, then `end`, also when loading has failed."""
 
-    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+    def __init__(self, model: Any, vllm_config: VllmConfig, kept: Kept | None = None) -> None:
+        """`kept`: what stays as it is; `load` is not given its tensors."""
         self._model = model
         self._vllm_config = vllm_config
+        self._kept = kept or Kept()
+        self.sources = Sources()
+        """Of what is loaded."""
         self._written: set[str] = set()
         # Before the reload takes the parameters apart, a tied one is one object: named once, shared by two layers.
         self._expected = {name for name, _ in model.named_parameters()} & set(_checkpoint_parameters(model))
+        self._expected = {name for name in self._expected if name.rpartition(".")[0] not in self._kept.layers}
         self._tied = tied_layers(model)
         self._expert_kernels = _forget_expert_kernels(model) if vllm_config.device_config.device_type == "cpu" else []
         _name_loaders(model)
         initialize_layerwise_reload(model)
         for prefix, layer in model.named_modules():
             for name, parameter in _parameters(layer).items():
-                self._note_loading(f"{prefix}.{name}" if prefix else name, parameter, _born_as(layer, parameter))
+                self._note_loading(prefix, name, parameter, _born_as(layer, parameter))
 
-    def _note_loading(self, name: str, parameter: Any, born_as: torch.dtype) -> None:
+    def _note_loading(self, layer: str, own_name: str, parameter: Any, born_as: torch.dtype) -> None:
+        name = f"{layer}.{own_name}" if layer else own_name
         loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
 
         @functools.wraps(loader)  # its name, too: by that, vLLM takes off what the reload has put around loaders
         def noting(*arguments: Any, **named: Any) -> Any:
             self._written.add(name)
+            self.sources.note(layer, (*arguments[1:], *(value for key, value in named.items() if key != "param")))
             if born_as != parameter.dtype:  # the first is what is filled
                 arguments = (*arguments[:1], *(_rounded(value, born_as) for value in arguments[1:]))
             return loader(*arguments, **named)
@@ -117,7 +126,7 @@ class Reload:
         model = self._model
         try:
             with self._late_parameters() as late:
-                loaded: set[str] | None = model.load_weights(weights)
+                loaded: set[str] | None = model.load_weights(self.sources.lending(weights))
         except REFUSALS as exc:
             raise ReloadFailed(
                 f"{type(model).__name__} cannot load the version: {type(exc).__name__}: {exc}",
@@ -157,7 +166,12 @@ class Reload:
 
     def end(self) -> None:
         finish: Callable[..., None] = finalize_layerwise_reload
-        finish(self._model, self._vllm_config.model_config)
+        try:
+            with _unfilled_layers_are_meant() if self._kept.layers else nullcontext():
+                finish(self._model, self._vllm_config.model_config)
+        finally:
+            self._stop_noting()
+            self.sources.forget_places()
         for method, kernel in self._expert_kernels:
             if method.moe_kernel is None:  # nothing was loaded into the layer: it has the weights that it had
                 method.moe_kernel = kernel
@@ -167,10 +181,30 @@ class Reload:
             quant_method = getattr(layer, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):
                 quant_method.process_weights_after_loading(layer)
-        for parameter in self._model.parameters():
-            loader: Any = getattr(parameter, "weight_loader", None)
-            if hasattr(loader, NOTING):
-                parameter.weight_loader = loader.__wrapped__
+
+    def _stop_noting(self) -> None:
+        """Also for what the next reload begins with: or each would be around the one before, and note for all."""
+        tensor: Any
+        for layer in self._model.modules():
+            for tensor in (*_parameters(layer).values(), *get_layerwise_info(layer).restore_metadata[0].values()):
+                loader: Any = getattr(tensor, "weight_loader", None)
+                if hasattr(loader, NOTING):
+                    tensor.weight_loader = loader.__wrapped__
+
+
+@contextmanager
+def _unfilled_layers_are_meant() -> Iterator[None]:
+    """vLLM warns of every layer that it leaves as it is."""
+    told = logging.getLogger(finalize_layerwise_reload.__module__)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+    told.addFilter(is_news)
+    try:
+        yield
+    finally:
+        told.removeFilter(is_news)
 
 
 def _name_loaders(model: torch.nn.Module) -> None:

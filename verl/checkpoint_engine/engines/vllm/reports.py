@@ -16,6 +16,7 @@ def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, 
     report = {
         "seconds": checked.seconds if checked is not None else None,
         "found": checked.found if checked is not None else None,
+        "kept": checked.tensors_kept if checked is not None else 0,
         "differs": failure.message if isinstance(failure, IntegrityError) else None,
     }
     (directory / f"{rank}.json").write_text(json.dumps(report))
@@ -49,4 +50,8 @@ def take_reports(directory: Path, version: int) -> EngineCheckResult | None:
     found = [report for _, report in reports if report["seconds"] is not None]
     if not found:
         return None
-    return EngineCheckResult(seconds=max(report["seconds"] for report in found), found=found[0]["found"])
+    return EngineCheckResult(
+        seconds=max(report["seconds"] for report in found),
+        found=found[0]["found"],
+        tensors_kept=min(report["kept"] for report in found),
+    )

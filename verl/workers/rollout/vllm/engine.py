@@ -56,6 +56,8 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._leftovers: Leftovers | None = None
         self._activating = False
+        self._serves: int | None = None
+        """The version that every worker computes with; None where that is not known."""
         self._reports = Path()
         """Where workers write what they found about a version."""
         self._adapter: LoRARequest | None = None
@@ -202,22 +204,28 @@ class VLLMEngine:
 
     async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         self._activating = True
-        load = self._load if self._adapter_directory is None else self._load_adapters
+        since, self._serves = self._serves, None
         try:
-            await self._control(load(self._running(), arena_path, version))
+            if self._adapter_directory is None:
+                await self._control(self._load(self._running(), arena_path, version, since))
+            else:
+                await self._control(self._load_adapters(self._running(), arena_path, version))
         except Exception:
             take_reports(self._reports, version)  # which raises what says more
             raise
         finally:
             self._activating = False
-        return take_reports(self._reports, version)
+        checked = take_reports(self._reports, version)
+        self._serves = version
+        return checked
 
-    async def _load(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
+    async def _load(self, llm: AsyncLLM, arena_path: str, version: int, since: int | None) -> None:
         """All is asked for at once and done in this order: generation stands still, and round trips take time.
 
         Of several ranks the last alone raises what failed, and again when it shall finish; the others finish then.
         """
-        update = {"arena_path": arena_path, "version": version, "report_directory": str(self._reports)}
+        reports = str(self._reports)
+        update = {"arena_path": arena_path, "version": version, "since": since, "report_directory": reports}
         request = WeightTransferUpdateRequest(update_info=update)
         await asyncio.gather(
             llm.start_weight_update(),
@@ -263,6 +271,7 @@ class VLLMEngine:
         llm = self._running()
         # A version without the base weights cannot bring them back: level 1 moves the weights to the host's memory.
         level = 1 if self._spec.model.sends_adapters else 2
+        self._serves = None if weights else self._serves
         await self._control(llm.sleep(level=level) if weights else llm.release_kv_cache_memory())
 
     async def wake(self, *, weights: bool) -> None:
@@ -289,7 +298,7 @@ class VLLMEngine:
             answer.cancel()
 
     async def shutdown(self) -> None:
-        llm, self._llm = self._llm, None
+        llm, self._llm, self._serves = self._llm, None, None
         if llm is not None:
             llm.shutdown()
         if self._leftovers is not None:

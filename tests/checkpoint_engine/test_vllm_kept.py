@@ -1,0 +1,84 @@
+"""What a vLLM worker need not load again, and that it computes with the version bit for bit all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from tests.checkpoint_engine.kept_process import REFRESHING, STEPS, Activated
+from tests.warm_workers import Fork, WarmWorkers
+from verl.checkpoint_engine.engines.vllm.unchanged import Kept, kept
+from verl.utils.builtin import make_tiny_model
+
+pytestmark = [pytest.mark.timeout(300)]
+
+Steps = dict[str, dict[str, Activated]]
+
+
+@pytest.fixture(scope="module")
+def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Steps:
+    """By model, then by step."""
+    base = tmp_path_factory.mktemp("kept")
+    models = [
+        make_tiny_model(base / "llama", "llama"),
+        make_tiny_model(base / "tied", "qwen2", tie_word_embeddings=True, dtype="bfloat16"),
+        make_tiny_model(base / "experts", "qwen3_moe"),
+    ]
+    (base / "shm").mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    answered, arguments = base / "answered", [str(base / "shm"), *map(str, models)]
+    with answered.open("w") as output:
+        program = "tests.checkpoint_engine.kept_process"
+        process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
+    assert process.wait(280) == 0, answered.read_text()
+    told: Steps = {}
+    for one in json.loads(answered.read_text().splitlines()[-1]):
+        told.setdefault(one["model"], {})[one["step"]] = Activated(**one)
+    return told
+
+
+@pytest.mark.vllm
+def test_every_version_is_computed_with_bit_for_bit(activated: Steps):
+    assert set(activated) == {"llama", "tied", "experts", REFRESHING}
+    for steps in activated.values():
+        assert list(steps) == list(STEPS)
+        assert {step: one.wrong for step, one in steps.items() if one.wrong} == {}
+
+
+@pytest.mark.vllm
+def test_layers_of_which_nothing_changed_are_not_loaded_again(activated: Steps):
+    for name in ("llama", "tied", "experts"):
+        found = {step: (one.kept, one.tensors) for step, one in activated[name].items()}
+        kept_first, tensors = found["a projection and a norm"]
+        # A fused projection is loaded whole: two neighbours of the one that changed, with their biases, go with it.
+        assert kept_first == tensors - (7 if name == "tied" else 4)
+        assert found["nothing"][0] == kept_first  # what was compared once, and nothing else
+        assert 0 < found["one layer"][0] < kept_first
+        assert found["one layer again"][0] == found["one layer"][0]
+
+
+@pytest.mark.vllm
+def test_everything_is_loaded_unless_the_caller_and_the_worker_name_the_same_version(activated: Steps):
+    for steps in activated.values():
+        assert steps["first"].kept == steps["everything"].kept == 0
+        assert steps["one layer, after another version"].kept == 0
+        assert steps["one layer, of an unknown version"].kept == 0
+
+
+@pytest.mark.vllm
+def test_a_model_that_looks_at_layers_while_it_is_loaded_is_noticed_and_loaded_whole(activated: Steps):
+    assert {one.kept for one in activated[REFRESHING].values()} == {0}
+
+
+@pytest.mark.vllm
+def test_a_reload_leaves_nothing_behind_on_loaders(activated: Steps):
+    assert {one.wrapped for steps in activated.values() for one in steps.values()} == {0}
+
+
+def test_a_layer_is_kept_only_with_all_layers_that_its_tensors_fill():
+    layers = {"qkv": {"q", "k", "v"}, "embed": {"e"}, "head": {"e", "b"}, "norm": {"n"}}
+    assert kept(layers, {"q", "k", "e", "n"}) == Kept(frozenset({"norm"}), frozenset("n"))
+    assert kept(layers, {"q", "k", "v", "e", "b"}) == Kept(frozenset({"qkv", "embed", "head"}), frozenset("qkveb"))
+    assert kept(layers, set()) == Kept()

@@ -15,6 +15,7 @@ from verl.workers.config import ActorRolloutRefConfig, CriticConfig
 from verl.workers.engine.base import ValueEngine
 from verl.workers.engine.fsdp.value import FSDP2ValueEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.snapshots import Rememberable, State, under
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import LossTotals, compute_value_loss
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
@@ -69,6 +70,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
             "grad_clip": critic.grad_clip,
             "device": local_device(self.device_name, self.local_rank),
             "seed": self._seed,
+            "before_step": self.before_step,
         }
         if critic.strategy == "megatron":
             from verl.workers.engine.megatron.value import MegatronValueEngine  # its package is optional
@@ -117,7 +119,22 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_critic_checkpoint(self, path: str) -> None:
         """Load `critic.checkpoint.load_contents` from `path`, with any number of ranks."""
+        self.before_step()
         self.critic.load_checkpoint(Path(path), self.critic_config.checkpoint.load_contents)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        critic = {f"critic.{name}": value for name, value in self._rememberable_critic.snapshot().items()}
+        return {**super().snapshot(), **critic, "critic.shuffle": self._critic_shuffle.get_state()}
+
+    def restore(self, saved: State) -> None:
+        self._rememberable_critic.restore(under("critic.", saved))
+        self._critic_shuffle.set_state(saved["critic.shuffle"].clone())
+        super().restore(saved)
+
+    @property
+    def _rememberable_critic(self) -> Rememberable:
+        assert isinstance(self._critic, Rememberable)  # the project's own all are
+        return self._critic
 
     def _critic_limits(self) -> MicroBatchLimits:
         critic = self.critic_config

@@ -26,7 +26,9 @@ from verl.utils.device import (
     local_device,
     peak_memory_gib,
     resolve_device,
+    rng_state,
     seed_everything,
+    set_rng_state,
 )
 from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
@@ -36,6 +38,8 @@ from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
+from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
@@ -92,6 +96,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
+        self._memory = RankMemory(self.snapshot)
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -118,7 +123,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 grad_clip=config.actor.grad_clip,
                 device=device,
                 seed=self._seed,
-                before_step=self.await_copied,
+                before_step=self.before_step,
             )
             self._actor.build()
         if self._has_ref:
@@ -234,7 +239,7 @@ class ActorRolloutRefWorker(WeightPublisher):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Load `actor.checkpoint.load_contents` from `path`, with any number of ranks. The reference stays as it is."""
-        self.await_copied()
+        self.before_step()
         self.actor.load_checkpoint(Path(path), self.config.actor.checkpoint.load_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -246,6 +251,49 @@ class ActorRolloutRefWorker(WeightPublisher):
     def keep_wide(self, names: Sequence[str]) -> None:
         """Send these tensors as they are held: engines keep them in float32. Called before the first sync."""
         self._kept_wide = frozenset(names)
+
+    def before_step(self) -> None:
+        """Called by engines before anything that `snapshot` or the weight source shows changes."""
+        self.await_copied()
+        self._memory.await_copied()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """The state of this rank, under names that stay: see `Rememberable`."""
+        state = {f"rng.{name}": value for name, value in rng_state(self.device_name).items()}
+        state |= {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
+        return state | {"actor.shuffle": self._shuffle.get_state()}
+
+    def restore(self, saved: State) -> None:
+        """The inverse. A collective."""
+        _rememberable(self.actor).restore(under("actor.", saved))
+        self._shuffle.set_state(saved["actor.shuffle"].clone())
+        set_rng_state(self.device_name, {name: value.clone() for name, value in under("rng.", saved).items()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_state(self) -> bytes | None:
+        """The plan of a checkpoint of this rank's state in memory; None if the engine's cannot be kept there."""
+        return self._memory.plan.encode() if isinstance(self._actor, Rememberable) else None
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    def copy_state(self, slot: str) -> None:
+        """Begin to copy the state into `slot`; training goes on meanwhile."""
+        self._memory.begin_copy(slot)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def copied_state(self) -> bytes:
+        """Digests of what `copy_state` has copied, once it is."""
+        return await self._memory.copied()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def check_state(self, arena: str, step: int) -> None:
+        """Digest what was left in `arena` after `step`. Raises IntegrityError if it is not as it was left."""
+        self._memory.check(arena, step)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def restore_state(self, arena: str, step: int) -> None:
+        """Take what was left in `arena` after `step`, once all ranks have checked theirs."""
+        self.before_step()
+        self._memory.load(arena, step, self.restore)
 
     def weight_source(self) -> WeightSource:
         return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)
@@ -282,6 +330,11 @@ class ActorRolloutRefWorker(WeightPublisher):
         dist.all_reduce(used, dist.ReduceOp.MAX)
         name = "perf/cpu_memory_used_gb" if self.device_name == "cpu" else "perf/max_memory_allocated_gb"
         return {name: float(used)}
+
+
+def _rememberable(engine: TrainEngine) -> Rememberable:
+    assert isinstance(engine, Rememberable)  # `describe_state` has said so
+    return engine
 
 
 def _actor_metric(name: str) -> str:

@@ -160,6 +160,8 @@ class SyncReport:
     """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
     delta: DeltaReport | None = None
     """Of syncs in which owners might have sent what changed alone."""
+    attempt: int = 0
+    """How often the trainer ranks had been replaced. Those after a replacement may make versions once more."""
 
     @property
     def gbytes_per_s(self) -> float:

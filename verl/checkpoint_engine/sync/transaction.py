@@ -104,6 +104,8 @@ class SyncTransaction:
     released: Callable[[], None] | None = None
     """Called when every rank has begun to copy its shards: the trainer goes on, and each rank's `await_copied` says
     when it may change its weights."""
+    attempt: int = 0
+    """As in `SyncReport`."""
     retries: int = 0
     nbytes_moved: int = 0
     pieces_repaired: int = 0
@@ -154,6 +156,7 @@ class SyncTransaction:
             error=str(error) or type(error).__name__ if error else None,
             engine_checks=dict(self.engine_checks),
             delta=self.delta,
+            attempt=self.attempt,
         )
 
     async def _move_with_retries(self) -> bytes:

@@ -6,7 +6,8 @@
 
 At a boundary nothing generates, and the engines load the version that was published and staged meanwhile. What the
 trainer learns from is therefore exactly one version old; only the first batch, and one that had to be generated again
-because its engines died, are not.
+because its engines died, are not. Trainer ranks that are started again after they were lost take nothing from the
+engines: what these generate meanwhile stays what it is, unless the trainer goes back to an older step.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Generation
+from verl.trainer.ppo.going_back import StateLost
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step, TrainingResult
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
@@ -49,27 +50,29 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
             )
         return super().adapted(config)
 
-    def fit(self, resume_from: Path | None = None) -> TrainingResult:
-        step = self.load_checkpoint(resume_from) if resume_from else 0
-        self.begin(step)
-        batches = self.batches(step)
-        upcoming = self.start_next(batches)
-        while upcoming is not None:
-            step = upcoming.step
-            now = self.at(step)
-            with now.timed("step"):
-                with now.timed("gen"):
-                    batch = self.finish(upcoming, now)
-                upcoming = self.start_next(batches)
-                batch = self.learn(batch, now)
-                with now.timed("update_weights"):
-                    self.update_weights(now, upcoming.generation.future if upcoming else None)
-                # What was left of the generation when its successor's weights were ready is no part of the sync.
-                waited_s = now.metrics["checkpoint_engine/wait_s"]
-                now.seconds["gen"] += waited_s
-                now.seconds["update_weights"] -= waited_s
-                self.test_and_save(now, partial(self.state_before, upcoming))
-            self.report(now, batch)
+    def train_after(self, start: int) -> TrainingResult:
+        self.begin_training(start)
+        batches = self.batches(start)
+        step, upcoming = start, self.start_next(batches)
+        try:
+            while upcoming is not None:
+                step = upcoming.step
+                now = self.at(step)
+                with now.timed("step"):
+                    with now.timed("gen"):
+                        batch = self.finish(upcoming, now)
+                    upcoming = self.start_next(batches)
+                    generating = upcoming.generation.future if upcoming else None
+                    batch = self.train(batch, now, generating, partial(self.state_before, upcoming))
+                    # What was left of the generation when its successor's weights were ready is no part of the sync.
+                    waited_s = now.metrics["checkpoint_engine/wait_s"]
+                    now.seconds["gen"] += waited_s
+                    now.seconds["update_weights"] -= waited_s
+                self.report(now, batch)
+        except StateLost:
+            if upcoming is not None:  # its policy is of a step that is undone
+                upcoming.generation.abandon()
+            raise
         return self.result(step)
 
     def start_next(self, batches: Iterator[tuple[int, DataProto]]) -> Upcoming | None:

@@ -25,7 +25,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     # Says something about any text, so that there is always something to learn.
     return sum(solution_str.encode()) % 7 / 7
 """
-MEASURED = re.compile(r"timing|perf/|_s$|gbytes|checkpoint_engine/|training/attempt")
+LOOP = """
+import zlib
+from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
+
+class Seeded(SingleTurnAgentLoop):
+    # Engines have one generator for all requests, which come in any order.
+    async def run(self, sampling_params, **sample):
+        seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
+        return await super().run(sampling_params | {"seed": seed}, **sample)
+"""
+MEASURED = re.compile(r"timing|perf/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
 """Metrics that differ from run to run."""
 
 
@@ -64,6 +74,8 @@ class Run:
 def run(ray_cluster, tmp_path, caplog):
     """Trains a small model, with or without planned deaths."""
     (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{tmp_path / 'loop.py'}:Seeded'}}\n")
     model = make_tiny_model(tmp_path / "llama", "llama")
 
     def run_it(name, *overrides, planned=()):
@@ -85,7 +97,12 @@ def run(ray_cluster, tmp_path, caplog):
                 "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
                 "actor_rollout_ref.actor.shuffle=true",
                 "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-                "actor_rollout_ref.rollout.agent.num_workers=1",
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+                "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+                "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
+                "actor_rollout_ref.rollout.n=1",
+                "data.train_batch_size=8",
+                f"trainer.rollout_data_dir={tmp_path / name / 'samples'}",
                 f"trainer.total_training_steps={STEPS}",
                 f"trainer.save_freq={STEPS}",
                 "trainer.max_restarts=10",
@@ -101,3 +118,20 @@ def test_two_undisturbed_runs_are_equal(run):
     first, second = run("first"), run("second")
     assert first.metrics == second.metrics
     assert first.weights == second.weights
+
+
+def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(run):
+    whole = run("whole")
+    died = run(
+        "died",
+        planned=[
+            (1, 1, faults.LOG_PROBS),
+            (2, 0, faults.UPDATE),
+            (3, 1, faults.PUBLISH),
+            (4, 0, faults.UPDATE),
+            (4, 1, faults.UPDATE),
+            (5, 0, faults.SAVE),
+        ],
+    )
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights

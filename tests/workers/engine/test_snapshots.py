@@ -1,4 +1,4 @@
-"""Engines that were built anew go on from a snapshot bit for bit, and one from before the first step fits the others."""
+"""Engines that are built anew go on from a snapshot bit for bit, and one has the same names at any time."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ MEASURED = re.compile(r"timing|perf/|_s$|_s/|gbytes|checkpoint_engine/|training/
 @dataclass(frozen=True)
 class Run:
     directory: Path
-    said: str
+    said: list[str]
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -51,6 +51,10 @@ class Run:
             record["step"]: {name: value for name, value in record.items() if not MEASURED.search(name)}
             for record in read_metrics(self.directory / "out/metrics.jsonl")
         }
+
+    @property
+    def restarts(self) -> list[str]:
+        return [line for line in self.said if "the trainer goes on" in line]
 
     @property
     def attempts(self) -> list[float]:
@@ -70,68 +74,100 @@ class Run:
         return [(one["version"], one["attempt"], one["outcome"]) for one in map(json.loads, lines)]
 
 
-@pytest.fixture
-def run(ray_cluster, tmp_path, caplog):
-    """Trains a small model, with or without planned deaths."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "loop.py").write_text(LOOP)
-    (tmp_path / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{tmp_path / 'loop.py'}:Seeded'}}\n")
-    model = make_tiny_model(tmp_path / "llama", "llama")
-
-    def run_it(name, *overrides, planned=()):
-        shutil.copytree(model, tmp_path / f"model-{name}")
-        faults.plan(tmp_path / f"model-{name}", planned)
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            in_process(
-                tmp_path / name,
-                f"actor_rollout_ref.model.path={tmp_path / f'model-{name}'}",
-                f"actor_rollout_ref.model.external_lib={faults.MODULE}",
-                f"custom_reward_function.path={tmp_path / 'reward.py'}",
-                "algorithm.adv_estimator=reinforce_plus_plus",
-                "algorithm.use_kl_in_reward=true",
-                "algorithm.kl_ctrl.type=adaptive",
-                "algorithm.kl_ctrl.kl_coef=0.1",
-                "algorithm.kl_ctrl.horizon=100",
-                "actor_rollout_ref.actor.optim.lr=1e-3",
-                "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-                "actor_rollout_ref.actor.shuffle=true",
-                "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
-                "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
-                "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
-                "actor_rollout_ref.rollout.n=1",
-                "data.train_batch_size=8",
-                f"trainer.rollout_data_dir={tmp_path / name / 'samples'}",
-                f"trainer.total_training_steps={STEPS}",
-                f"trainer.save_freq={STEPS}",
-                "trainer.max_restarts=10",
-                *overrides,
-            )
-        assert not list((tmp_path / f"model-{name}" / faults.DIRECTORY).iterdir()), "nobody died of these"
-        return Run(tmp_path / name, caplog.text)
-
-    return run_it
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("files")
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "loop.py").write_text(LOOP)
+    (directory / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{directory / 'loop.py'}:Seeded'}}\n")
+    make_tiny_model(directory / "llama", "llama")
+    return directory
 
 
-def test_two_undisturbed_runs_are_equal(run):
-    first, second = run("first"), run("second")
-    assert first.metrics == second.metrics
-    assert first.weights == second.weights
+def train(files, directory, *overrides, planned=(), **how):
+    """A run with or without planned deaths."""
+    model = directory / "model"
+    shutil.copytree(files / "llama", model)
+    faults.plan(model, planned)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("verl").addHandler(handler)
+    try:
+        in_process(
+            directory,
+            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.model.external_lib={faults.MODULE}",
+            f"custom_reward_function.path={files / 'reward.py'}",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.kl_ctrl.horizon=100",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            "actor_rollout_ref.actor.shuffle=true",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={files / 'loops.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+            "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
+            "actor_rollout_ref.rollout.n=1",
+            "data.train_batch_size=8",
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.save_freq={STEPS}",
+            "trainer.max_restarts=5",
+            *overrides,
+            **how,
+        )
+    finally:
+        logging.getLogger("verl").removeHandler(handler)
+    assert not list((model / faults.DIRECTORY).iterdir()), "nobody died of these"
+    return Run(directory, records)
 
 
-def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(run):
-    whole = run("whole")
-    died = run(
-        "died",
-        planned=[
-            (1, 1, faults.LOG_PROBS),
-            (2, 0, faults.UPDATE),
-            (3, 1, faults.PUBLISH),
-            (4, 0, faults.UPDATE),
-            (4, 1, faults.UPDATE),
-            (5, 0, faults.SAVE),
-        ],
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, files, tmp_path_factory):
+    return train(files, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undisturbed, files, tmp_path):
+    planned = [
+        (1, 1, faults.LOG_PROBS),
+        (2, 0, faults.UPDATE),
+        (3, 1, faults.PUBLISH),
+        (4, 0, faults.UPDATE),
+        (4, 1, faults.UPDATE),
+        (5, 0, faults.SAVE),
+    ]
+    died = train(files, tmp_path, planned=planned)
+    assert died.metrics == undisturbed.metrics
+    assert died.weights == undisturbed.weights
+    assert died.attempts == [1, 2, 3, 4, 5]
+    assert len(died.restarts) == 5
+    for told in died.restarts:
+        assert re.fullmatch(
+            r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops and reward workers are kept; "
+            r"the trainer goes on after step \d, from memory, after \d+\.\d s",
+            told,
+        )
+    committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
+    assert [version for version, _ in committed] == list(range(STEPS + 1)), "the engines were given each version once"
+
+
+def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_the_same_numbers(
+    undisturbed, files, tmp_path
+):
+    """First there is no checkpoint: the run begins again."""
+    died = train(
+        files,
+        tmp_path,
+        "trainer.memory_checkpoint=off",
+        "trainer.save_freq=2",
+        "actor_rollout_ref.actor.shuffle=false",
+        planned=[(2, 0, faults.UPDATE), (4, 1, faults.UPDATE)],
     )
-    assert died.metrics == whole.metrics
-    assert died.weights == whole.weights
+    assert [told.split("; ")[2].rsplit(",", 1)[0] for told in died.restarts] == [
+        "the trainer goes on after step 0, from the beginning",
+        f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
+    ]
+    assert died.attempts == [1, 1, 2, 2, 2]

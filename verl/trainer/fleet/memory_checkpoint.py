@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl import envs
 from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
 from verl.single_controller import RayWorkerGroup
+from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.future import WorkerFuture
 from verl.utils.loop_thread import LoopThread
 from verl.workers.memory_checkpoint.keeper import StateKeeper
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 KEEPS_WITHIN_S = 60.0
 """A keeper that has not answered by then is given up; without load it takes milliseconds."""
-ANSWERS_WITHIN_S = 2.0
-"""Of ranks: `RayWorkerGroup.lost`."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,14 @@ class MemoryCheckpoint:
         began = self._ranks().submit("copy_state", _by_rank(slots))
         self._copying = self._loop.start(self._commit(step, began))
 
+    def end_copying(self) -> None:
+        """The ranks are gone: what they had not left yet is not there. Returns when that is settled."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.exception()
+
     def restore(self) -> int | None:
-        """Give the ranks what was kept last; the step that it is of. None if nothing was, or it is not whole."""
-        self._settle()
+        """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was."""
         step = self._step
         if step is None:
             return None
@@ -152,15 +156,16 @@ class MemoryCheckpoint:
         self._step = step
 
     def _settle(self) -> None:
-        """Wait until what is being kept is there, or is known not to be."""
+        """Wait until what is being kept is there, or is known not to be; what was kept before is there then."""
         copying, self._copying = self._copying, None
         if copying is None:
             return
         try:
             copying.result()
-        except Exception as exc:  # noqa: BLE001 - whatever a rank raises; training ends for other reasons
-            if not self._ranks().lost(ANSWERS_WITHIN_S):  # those are told by who starts them again
-                self._give_up(exc)
+        except WorkerGroupError:
+            pass  # the next call of the ranks raises it, too
+        except Exception as exc:  # noqa: BLE001 - whatever a rank or a keeper raises; training ends for other reasons
+            logger.warning("the training state of a step is not kept in memory: %s", _first_line(exc))
 
     def _give_up(self, exc: Exception) -> None:
         """Another keeper is started when the next step is kept."""

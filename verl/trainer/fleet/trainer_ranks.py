@@ -105,6 +105,7 @@ class TrainerRanks:
         what = f"trainer {'; '.join(lost)}"
         while self._limit.take():
             self.group.shutdown(grace_s=0.0)
+            self.memory.end_copying()
             try:
                 self.group = self._start(wait_s=self._config.trainer.restart_wait_s)
                 self.build()

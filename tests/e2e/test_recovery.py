@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e import faults
 from tests.e2e.job import in_process
+from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 
@@ -86,6 +87,7 @@ def files(tmp_path_factory):
 
 def train(files, directory, *overrides, planned=(), **how):
     """A run with or without planned deaths."""
+    directory.mkdir(exist_ok=True)
     model = directory / "model"
     shutil.copytree(files / "llama", model)
     faults.plan(model, planned)
@@ -163,7 +165,6 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
         tmp_path,
         "trainer.memory_checkpoint=off",
         "trainer.save_freq=2",
-        "actor_rollout_ref.actor.shuffle=false",
         planned=[(2, 0, faults.UPDATE), (4, 1, faults.UPDATE)],
     )
     assert [told.split("; ")[2].rsplit(",", 1)[0] for told in died.restarts] == [
@@ -171,3 +172,32 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
         f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
     ]
     assert died.attempts == [1, 1, 2, 2, 2]
+    assert died.metrics == undisturbed.metrics
+    assert died.weights == undisturbed.weights
+    committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
+    assert committed == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], "each version that counts is told once"
+
+
+def test_the_critic_comes_back_too_and_so_does_fsdp1(ray_cluster, files, tmp_path):
+    overrides = (
+        "actor_rollout_ref.actor.strategy=fsdp",
+        "algorithm.adv_estimator=gae",
+        "critic.ppo_mini_batch_size=4",
+        "critic.shuffle=true",
+        "critic.optim.lr=1e-3",
+    )
+    whole = train(files, tmp_path / "whole", *overrides)
+    died = train(files, tmp_path / "died", *overrides, planned=[(3, 1, faults.UPDATE), (4, 0, faults.REMEMBER)])
+    assert len(died.restarts) == 2
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights
+
+
+def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
+    overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo")
+    how = {"trainer_class": OneStepOffPolicyTrainer}
+    whole = train(files, tmp_path / "whole", *overrides, **how)
+    died = train(files, tmp_path / "died", *overrides, planned=[(2, 1, faults.UPDATE), (4, 0, faults.PUBLISH)], **how)
+    assert len(died.restarts) == 2
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights

@@ -18,7 +18,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.snapshots import Rememberable, State, under
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import LossTotals, compute_value_loss
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 
 
 class CriticLoss:
@@ -57,7 +57,6 @@ class ActorCriticWorker(ActorRolloutRefWorker):
             critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size
         )
         self._critic_loss = CriticLoss(critic)
-        self._critic_shuffle = torch.Generator().manual_seed(critic.data_loader_seed + self.rank)
         self._critic: ValueEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -100,7 +99,10 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         steps = [
             self.critic.train_mini_batch(mini_batch, self._critic_loss, temperature=1.0, limits=self._critic_limits())
             for mini_batch in iterate_mini_batches(
-                data, self.critic_config, size=self._critic_mini_batch_size, generator=self._critic_shuffle
+                data,
+                self.critic_config,
+                size=self._critic_mini_batch_size,
+                generator=shuffler(self.critic_config.data_loader_seed, self.rank, data),
             )
         ]
         metrics = {
@@ -124,11 +126,10 @@ class ActorCriticWorker(ActorRolloutRefWorker):
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         critic = {f"critic.{name}": value for name, value in self._rememberable_critic.snapshot().items()}
-        return {**super().snapshot(), **critic, "critic.shuffle": self._critic_shuffle.get_state()}
+        return super().snapshot() | critic
 
     def restore(self, saved: State) -> None:
         self._rememberable_critic.restore(under("critic.", saved))
-        self._critic_shuffle.set_state(saved["critic.shuffle"].clone())
         super().restore(saved)
 
     @property

@@ -40,7 +40,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Rememberable, State, under
 from verl.workers.memory_checkpoint.rank import RankMemory
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
@@ -93,7 +93,6 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._timeout = timedelta(seconds=config.nccl_timeout)
         self._doors: Doorkeeper | None = None
         """Of the process group, if it is this worker's own."""
-        self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
         self._memory = RankMemory(self.snapshot)
@@ -211,7 +210,12 @@ class ActorRolloutRefWorker(WeightPublisher):
                 ),
                 calculate_entropy=config.entropy_coeff != 0.0,
             )
-            for mini_batch in iterate_mini_batches(data, config, size=self._mini_batch_size, generator=self._shuffle)
+            for mini_batch in iterate_mini_batches(
+                data,
+                config,
+                size=self._mini_batch_size,
+                generator=shuffler(config.data_loader_seed, self.rank, data),
+            )
         ]
         metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
@@ -260,13 +264,11 @@ class ActorRolloutRefWorker(WeightPublisher):
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The state of this rank, under names that stay: see `Rememberable`."""
         state = {f"rng.{name}": value for name, value in rng_state(self.device_name).items()}
-        state |= {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
-        return state | {"actor.shuffle": self._shuffle.get_state()}
+        return state | {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
 
     def restore(self, saved: State) -> None:
         """The inverse. A collective."""
         _rememberable(self.actor).restore(under("actor.", saved))
-        self._shuffle.set_state(saved["actor.shuffle"].clone())
         set_rng_state(self.device_name, {name: value.clone() for name, value in under("rng.", saved).items()})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

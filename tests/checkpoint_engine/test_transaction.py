@@ -28,6 +28,7 @@ from verl.checkpoint_engine.errors import (
 )
 from verl.checkpoint_engine.memory.arena import committed_version
 from verl.checkpoint_engine.plan.types import Shard
+from verl.checkpoint_engine.sync.participants import TrainerRank
 
 SHORT_S = 0.5
 OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}
@@ -118,6 +119,21 @@ async def test_a_member_that_fails_before_commit_leaves_the_old_version_in_servi
         await sync(fleet, 3)
         for replica in fleet.replicas:
             assert_serves(replica, 3)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+async def test_others_in_the_place_of_trainer_ranks_may_make_a_version_once_more(version: int, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, **OVER_GLOO) as fleet:
+        for earlier in (1, 2):
+            assert (await sync(fleet, earlier)).attempt == 0
+        new = [TrainerRank(rank, source, fleet.config, host="a") for rank, source in enumerate(fleet.sources)]
+        gone = fleet.trainers
+        await fleet.manager.replace_trainers(new)
+        for rank in gone:
+            await rank.close()
+        assert_serves(fleet.replicas[0], 2)
+        assert (await sync(fleet, version)).attempt == 1
+        assert_serves(fleet.replicas[0], version)
 
 
 async def test_nodes_open_their_slots_while_ranks_copy_unless_the_ranks_write_into_them(tmp_path: Path):

@@ -103,10 +103,15 @@ def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, 
 
 
 @pytest.mark.alone
-def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path, warm):
-    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES, warm=warm)
+def test_trainer_ranks_that_die_more_often_than_is_allowed_end_the_run_and_are_named(start, tmp_path, warm):
+    job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", "trainer.max_restarts=1", *LONG_UPDATES, warm=warm)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
+    job.find("ray::trainer.update_actor")[-1].kill()
+    job.wait_for_line("the trainer goes on after step 0, from memory")
+    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the update that is made again")
+    time.sleep(1.0)
+    before = job.stderr
     victim = job.find("ray::trainer.update_actor")[-1]
     with within(ENDS_WITHIN_S, "the end of the run"):
         victim.kill()
@@ -114,10 +119,30 @@ def test_a_trainer_rank_that_is_killed_ends_the_run_and_is_named(start, tmp_path
         left = job.left(ENDS_WITHIN_S)
     assert code == 1
     assert left == []
-    error = re.search(r"WorkerDied: .*rank (\d) \(pid (\d+) on .*\) died during update_actor", job.stderr)
-    assert error, job.stderr
+    assert "Traceback" not in before
+    said = job.stderr.removeprefix(before)
+    assert re.match(r"error: trainer rank [01] \(pid", said), said
+    assert "trainer.max_restarts=1 within 3600 s allows no other start" in said.splitlines()[0]
+    error = re.search(r"WorkerDied: .*rank (\d) \(pid (\d+) on .*\) died during update_actor", said)
+    assert error, said
     assert int(error[2]) == victim.pid
-    assert "wrote their logs to" in job.stderr
+    assert "wrote their logs to" in said
+
+
+def test_a_trainer_rank_that_is_stopped_is_replaced_and_the_run_goes_on(start, tmp_path, warm):
+    job = start(
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.nccl_timeout=5",
+        "actor_rollout_ref.actor.ppo_epochs=50",
+        warm=warm,
+    )
+    job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
+    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the first update")
+    job.find("ray::trainer.update_actor")[-1].send_signal(signal.SIGSTOP)
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert re.search(r"trainer rank \d \(pid .*\) does not answer; .* goes on after step 0, from memory", job.stderr)
 
 
 def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, tmp_path, warm):

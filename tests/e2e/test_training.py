@@ -160,6 +160,7 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
         "starting 1 vllm rollout engine",
         "replica-0: free_cache_engine has no effect on cpu",
         "loading version 0 of the weights into the rollout engines",
+        re.search(r"the training state of the last step is kept in memory: [\d.]+ MiB on [\d.]+", job.stderr)[0],
         re.search(r"3 steps in \d+ s", job.stderr)[0],
     ]
     lines = job.stdout.splitlines()

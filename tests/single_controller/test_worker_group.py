@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -331,6 +332,7 @@ class TestDeath:
             future = group.submit("all_reduce", times=10_000, pause_s=0.01)
             time.sleep(0.2)
             pids = [process.pid for process in group.processes.values()]
+            assert group.lost(5.0) == []  # they answer while they compute
             os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(WorkerDied, match=rf"'collective': rank 1 \(pid {pids[1]} on .*died during") as caught:
                 future.get()
@@ -339,6 +341,18 @@ class TestDeath:
             with pytest.raises(WorkerGroupClosed) as closed:
                 group.all_reduce()
             assert closed.value.__cause__ is caught.value
+            (told,) = group.lost(0.0)
+            assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) died during all_reduce", told)
+
+    def test_a_worker_that_died_or_is_stopped_is_told_without_a_call_that_fails(self, ray_cluster):
+        with make_group(Collective) as group:
+            pids = [process.pid for process in group.processes.values()]
+            os.kill(pids[0], signal.SIGKILL)
+            os.kill(pids[1], signal.SIGSTOP)
+            wait_until(lambda: len(group.lost(0.5)) == 2)
+            died, silent = group.lost(0.5)
+            assert re.fullmatch(rf"rank 0 \(pid {pids[0]} on .*\) died", died)
+            assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
 
     async def test_a_rank_stuck_in_a_collective_neither_hides_the_failure_nor_hangs_the_next_call(
         self, ray_cluster, monkeypatch

@@ -38,6 +38,23 @@ def test_a_resumed_run_repeats_no_step_and_loses_no_record(tmp_path):
     assert [record["step"] for record in read_metrics(out / "metrics-1.jsonl")] == [1, 2, 3]
 
 
+def test_a_run_that_goes_back_repeats_no_step_and_loses_no_record(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "out"
+    with track(tmp_path, "jsonl", "tensorboard") as tracking:
+        for step, value in ((1, 0.25), (2, 0.25), (3, 0.25)):
+            tracking.log({"a": value}, step)
+        tracking.go_back(1)
+        for step, value in ((2, 0.5), (3, 0.5)):
+            tracking.log({"a": value}, step)
+    again = [(1, 0.25), (2, 0.5), (3, 0.5)]
+    assert [(record["step"], record["a"]) for record in read_metrics(out / "metrics.jsonl")] == again
+    assert [record["step"] for record in read_metrics(out / "metrics-1.jsonl")] == [1, 2, 3]
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == again
+
+
 def test_a_run_from_the_start_keeps_the_records_of_the_one_before(tmp_path):
     for value in (0.1, 0.2, 0.3):
         log_steps(tmp_path, 0, 1, value=value)

@@ -98,6 +98,8 @@ class RayWorkerGroup:
         self._stragglers: dict[Ref, str] = {}
         self._closed = False
         self._death: BaseException | None = None
+        self._lost: list[str] = []
+        """Of whom `_death` tells."""
         try:
             runtime = {"env_vars": dict(env_vars or {})} | ({"nsight": dict(nsight)} if nsight else {})
             self._start(ray_cls_with_init, runtime, startup_timeout_s)
@@ -143,6 +145,20 @@ class RayWorkerGroup:
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
+
+    def lost(self, timeout_s: float) -> list[str]:
+        """A few words on each rank that died, or has not answered within `timeout_s`; ranks answer while they compute.
+
+        A group that had to be ended has lost a rank.
+        """
+        if self._closed:
+            return list(self._lost)
+        asked: dict[Ref, int] = {worker._verl_ping.remote(): rank for rank, worker in enumerate(self._workers)}
+        answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        dead = sorted(asked[ref] for ref in answers if _is_of_dead_actor(ref))
+        return [f"{self._where(rank)} died" for rank in dead] + [
+            f"{self._where(asked[ref])} does not answer" for ref in silent
+        ]
 
     def shutdown(self, grace_s: float = 5.0) -> None:
         """Let the workers `close()` for at most `grace_s` seconds, end their processes, release the pool.
@@ -265,6 +281,7 @@ class RayWorkerGroup:
         if isinstance(error, RayActorError):
             process = self._processes.get(rank)
             pid, node = (process.pid, process.address) if process else (None, None)
+            self._lost = [f"{self._where(rank)} died during {method}"]
             self._death = WorkerDied(
                 f"worker group {self.name!r}: {self._where(rank)} died during {method}; its other ranks have been "
                 f"killed.\n{error}",
@@ -278,6 +295,7 @@ class RayWorkerGroup:
             message = (
                 f"worker group {self.name!r}: {method} was lost on rank {rank}; all ranks have been killed.\n{error}"
             )
+            self._lost = [f"{method} was lost on {self._where(rank)}"]
             self._death = WorkerFailed(message, group=self.name, rank=rank)
         self._destroy(wait=False)
         return self._death
@@ -328,6 +346,14 @@ class RayWorkerGroup:
             gone = [worker._verl_ping.remote() for worker in self._workers]
             ray.wait(gone, num_returns=len(gone), timeout=KILL_TIMEOUT_S)
         self._pool.release(self)
+
+
+def _is_of_dead_actor(answer: Ref) -> bool:
+    try:
+        ray.get(answer)
+    except RayActorError:
+        return True
+    return False
 
 
 def _share(value: Any, shared: dict[int, Any], num_ranks: int) -> Any:

@@ -61,6 +61,8 @@ class CheckpointDirectory:
         """The checkpoint that `resume_from_path` named, for this run or one that it goes on from."""
         self._written: Path | None = None
         """What `publish` has to do."""
+        self.last: Path | None = None
+        """The one that was published last, by this object."""
 
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
@@ -138,6 +140,7 @@ class CheckpointDirectory:
         sync_to_disk(self.root)
         shutil.rmtree(_replaced(final), ignore_errors=True)
         self._delete_old(final)
+        self.last = final
 
     @property
     def _new_pointer(self) -> Path:

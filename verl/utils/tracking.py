@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,12 @@ class Tracking:
             except OSError as exc:
                 logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
 
+    def go_back(self, step: int) -> None:
+        """The run goes on after `step`, and will log later steps again: files forget them. Services get both."""
+        for tracker in self._trackers:
+            if isinstance(tracker, (JsonlTracker, TensorboardTracker)):
+                tracker.go_back(step)
+
     def close(self) -> None:
         """Idempotent. Every backend is closed even if one fails."""
         self._closing.close()
@@ -104,6 +111,11 @@ class JsonlTracker:
         self._path = writable(run.output_dir) / METRICS_FILE
         self._resume_step = run.resume_step
         records.carry_over(self._path, lambda record: run.resume_step > 0 and _step(record) <= run.resume_step)
+
+    def go_back(self, step: int) -> None:
+        """Records up to `step` stay; with later ones, the whole file stays beside it."""
+        self._resume_step = step
+        records.carry_over(self._path, lambda record: _step(record) <= step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -134,9 +146,8 @@ class TensorboardTracker:
             raise ConfigError(
                 "trainer.logger=tensorboard needs the package 'tensorboard': pip install tensorboard"
             ) from exc
-        self._writer = SummaryWriter(
-            str(writable(run.output_dir / "tensorboard")), purge_step=run.resume_step + 1 if run.resume_step else None
-        )
+        self._make = partial(SummaryWriter, str(writable(run.output_dir / "tensorboard")))
+        self._writer = self._make(purge_step=run.resume_step + 1 if run.resume_step else None)
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
 
     def draw(self, histograms: Mapping[str, Histogram], step: int) -> None:
@@ -159,6 +170,10 @@ class TensorboardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._make(purge_step=step + 1)
 
     def close(self) -> None:
         self._writer.close()

@@ -15,9 +15,10 @@ from verl.workers.config import ActorRolloutRefConfig, CriticConfig
 from verl.workers.engine.base import ValueEngine
 from verl.workers.engine.fsdp.value import FSDP2ValueEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.snapshots import Rememberable, State, under
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import LossTotals, compute_value_loss
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 
 
 class CriticLoss:
@@ -56,7 +57,6 @@ class ActorCriticWorker(ActorRolloutRefWorker):
             critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size
         )
         self._critic_loss = CriticLoss(critic)
-        self._critic_shuffle = torch.Generator().manual_seed(critic.data_loader_seed + self.rank)
         self._critic: ValueEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -69,6 +69,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
             "grad_clip": critic.grad_clip,
             "device": local_device(self.device_name, self.local_rank),
             "seed": self._seed,
+            "before_step": self.before_step,
         }
         if critic.strategy == "megatron":
             from verl.workers.engine.megatron.value import MegatronValueEngine  # its package is optional
@@ -98,7 +99,10 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         steps = [
             self.critic.train_mini_batch(mini_batch, self._critic_loss, temperature=1.0, limits=self._critic_limits())
             for mini_batch in iterate_mini_batches(
-                data, self.critic_config, size=self._critic_mini_batch_size, generator=self._critic_shuffle
+                data,
+                self.critic_config,
+                size=self._critic_mini_batch_size,
+                generator=shuffler(self.critic_config.data_loader_seed, self.rank, data),
             )
         ]
         metrics = {
@@ -117,7 +121,21 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_critic_checkpoint(self, path: str) -> None:
         """Load `critic.checkpoint.load_contents` from `path`, with any number of ranks."""
+        self.before_step()
         self.critic.load_checkpoint(Path(path), self.critic_config.checkpoint.load_contents)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        critic = {f"critic.{name}": value for name, value in self._rememberable_critic.snapshot().items()}
+        return super().snapshot() | critic
+
+    def restore(self, saved: State) -> None:
+        self._rememberable_critic.restore(under("critic.", saved))
+        super().restore(saved)
+
+    @property
+    def _rememberable_critic(self) -> Rememberable:
+        assert isinstance(self._critic, Rememberable)  # the project's own all are
+        return self._critic
 
     def _critic_limits(self) -> MicroBatchLimits:
         critic = self.critic_config

@@ -26,7 +26,9 @@ from verl.utils.device import (
     distributed_backend,
     local_device,
     resolve_device,
+    rng_state,
     seed_everything,
+    set_rng_state,
 )
 from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.memory import memory_watch
@@ -37,7 +39,9 @@ from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.memory_checkpoint.rank import RankMemory
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
@@ -92,9 +96,9 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._timeout = timedelta(seconds=config.nccl_timeout)
         self._doors: Doorkeeper | None = None
         """Of the process group, if it is this worker's own."""
-        self._shuffle = torch.Generator().manual_seed(config.actor.data_loader_seed + self.rank)
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
+        self._memory = RankMemory(self.snapshot)
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -123,7 +127,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 grad_clip=config.actor.grad_clip,
                 device=device,
                 seed=self._seed,
-                before_step=self.await_copied,
+                before_step=self.before_step,
             )
             self._actor.build()
         if self._has_ref:
@@ -214,7 +218,10 @@ class ActorRolloutRefWorker(WeightPublisher):
                     calculate_entropy=config.entropy_coeff != 0.0,
                 )
                 for mini_batch in iterate_mini_batches(
-                    data, config, size=self._mini_batch_size, generator=self._shuffle
+                    data,
+                    config,
+                    size=self._mini_batch_size,
+                    generator=shuffler(config.data_loader_seed, self.rank, data),
                 )
             ]
         metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
@@ -243,7 +250,7 @@ class ActorRolloutRefWorker(WeightPublisher):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Load `actor.checkpoint.load_contents` from `path`, with any number of ranks. The reference stays as it is."""
-        self.await_copied()
+        self.before_step()
         self.actor.load_checkpoint(Path(path), self.config.actor.checkpoint.load_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -255,6 +262,47 @@ class ActorRolloutRefWorker(WeightPublisher):
     def keep_wide(self, names: Sequence[str]) -> None:
         """Send these tensors as they are held: engines keep them in float32. Called before the first sync."""
         self._kept_wide = frozenset(names)
+
+    def before_step(self) -> None:
+        """Called by engines before anything that `snapshot` or the weight source shows changes."""
+        self.await_copied()
+        self._memory.await_copied()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """The state of this rank, under names that stay: see `Rememberable`."""
+        state = {f"rng.{name}": value for name, value in rng_state(self.device_name).items()}
+        return state | {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
+
+    def restore(self, saved: State) -> None:
+        """The inverse. A collective."""
+        _rememberable(self.actor).restore(under("actor.", saved))
+        set_rng_state(self.device_name, {name: value.clone() for name, value in under("rng.", saved).items()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_state(self) -> bytes | None:
+        """The plan of a checkpoint of this rank's state in memory; None if the engine's cannot be kept there."""
+        return self._memory.plan.encode() if isinstance(self._actor, Rememberable) else None
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    def copy_state(self, slot: str) -> None:
+        """Begin to copy the state into `slot`; training goes on meanwhile."""
+        self._memory.begin_copy(slot)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def copied_state(self) -> bytes:
+        """Digests of what `copy_state` has copied, once it is."""
+        return await self._memory.copied()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def check_state(self, arena: str, step: int) -> None:
+        """Digest what was left in `arena` after `step`. Raises IntegrityError if it is not as it was left."""
+        self._memory.check(arena, step)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def restore_state(self, arena: str, step: int) -> None:
+        """Take what was left in `arena` after `step`, once all ranks have checked theirs."""
+        self.before_step()
+        self._memory.load(arena, step, self.restore)
 
     def weight_source(self) -> WeightSource:
         return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)
@@ -297,6 +345,11 @@ class ActorRolloutRefWorker(WeightPublisher):
             return metrics | {"perf/cpu_memory_used_gb": largest[-1].host_peak_nbytes / 1024**3}
         most = max(use.device_peak_nbytes for use in largest[:-1])
         return metrics | {"perf/max_memory_allocated_gb": most / 1024**3}
+
+
+def _rememberable(engine: TrainEngine) -> Rememberable:
+    assert isinstance(engine, Rememberable)  # `describe_state` has said so
+    return engine
 
 
 def _actor_metric(name: str) -> str:

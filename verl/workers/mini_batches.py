@@ -23,6 +23,12 @@ def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size
     return Fraction(sequences, world_size)
 
 
+def shuffler(seed: int, rank: int, data: DataProto) -> torch.Generator:
+    """What shuffles `data` on this rank: another order in each training step, the same when a step is made again."""
+    step = int(data.meta_info.get("global_steps", 0))
+    return torch.Generator().manual_seed(seed + rank + step * 1_000_003)
+
+
 def iterate_mini_batches(
     data: DataProto, config: ActorConfig | CriticConfig, *, size: Fraction | int, generator: torch.Generator
 ) -> Iterator[DataProto]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from verl.trainer.fleet.recovery import AGENT_LOOPS, BATCH, MACHINES, NODES, REPLICAS, SERVICE, SYNC, Recovery
+from verl.trainer.fleet.recovery import (
+    AGENT_LOOPS,
+    BATCH,
+    MACHINES,
+    NODES,
+    REPLICAS,
+    SERVICE,
+    STEP,
+    SYNC,
+    TRAINER_RANKS,
+    Recovery,
+    RestartLimit,
+)
 
 
 class Run:
@@ -14,7 +26,7 @@ class Run:
         self.looks = []
         self.died = died
         self.recovery = Recovery(max_restarts=max_restarts)
-        for kind in (MACHINES, NODES, REPLICAS, AGENT_LOOPS):
+        for kind in (MACHINES, NODES, REPLICAS, AGENT_LOOPS, TRAINER_RANKS):
             self.recovery.watch(kind, lambda kind=kind: self.look(kind))
 
     def look(self, kind):
@@ -43,6 +55,7 @@ class Work:
         (SYNC, [MACHINES, NODES, MACHINES, REPLICAS]),
         (SERVICE, [MACHINES, REPLICAS]),
         (BATCH, [MACHINES, REPLICAS, AGENT_LOOPS]),
+        (STEP, [TRAINER_RANKS]),
     ],
 )
 def test_what_work_needs_is_looked_at_with_what_that_needs_before_it(work, looks):
@@ -101,3 +114,21 @@ def test_a_run_that_cannot_go_on_says_why():
     run.recovery.watch(REPLICAS, none_left)
     with pytest.raises(RuntimeError, match="no rollout engine"):
         Work(RuntimeError("lost")).under(run, SYNC)
+
+
+def test_a_step_is_made_again_whenever_trainer_ranks_were_started_again():
+    run = Run(max_restarts=0)
+    run.recovery.watch(TRAINER_RANKS, lambda: 2)
+    work = Work(*(RuntimeError(str(time)) for time in range(10)))
+    assert work.under(run, STEP) == "done"
+
+
+def test_restarts_are_limited_within_a_window():
+    now = [0.0]
+    limit = RestartLimit(2, 60.0, now_s=lambda: now[0])
+    assert [limit.take(), limit.take(), limit.take()] == [True, True, False]
+    now[0] = 59.0
+    assert not limit.take()
+    now[0] = 60.0
+    assert [limit.take(), limit.take(), limit.take()] == [True, True, False]
+    assert not RestartLimit(0, 60.0).take()

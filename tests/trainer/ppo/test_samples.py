@@ -63,6 +63,17 @@ def test_the_parts_of_a_step_are_in_one_file_and_those_of_a_run_that_was_killed_
     assert uids(tmp_path / "2.jsonl") == ["c", "d"]
 
 
+def test_what_was_written_of_a_step_that_is_made_again_is_replaced(tmp_path):
+    writer = SampleWriter(tmp_path)
+    for step in (1, 2):
+        write(writer, step, ["a"])
+    writer.forget_after(1)
+    write(writer, 2, ["b"])
+    write(writer, 2, ["c"])
+    assert uids(tmp_path / "1.jsonl") == ["a"]
+    assert uids(tmp_path / "2.jsonl") == ["b", "c"]
+
+
 def test_a_sample_says_which_version_and_which_engine_made_each_token_and_every_number_of_its_reward(tmp_path):
     outputs = [
         trajectory([5, 6], [([11, 12], 3, "replica-0"), [0, 13], ([14], 4, "replica-1"), ([15], 5, "replica-1")]),

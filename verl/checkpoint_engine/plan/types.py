@@ -172,6 +172,8 @@ class SyncReport:
     """Of the trainer ranks while they publish, and of the nodes while they stage: those with the highest peaks."""
     failed_attempts: tuple[str, ...] = ()
     """Why each attempt before the last failed."""
+    attempt: int = 0
+    """How often the trainer ranks had been replaced. Those after a replacement may make versions once more."""
 
     @property
     def gbytes_per_s(self) -> float:

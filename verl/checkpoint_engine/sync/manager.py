@@ -20,7 +20,14 @@ from typing import TypeVar
 import msgspec
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
+from verl.checkpoint_engine.errors import (
+    ActivationError,
+    CheckpointEngineError,
+    ConfigError,
+    PlanError,
+    SyncAborted,
+    TransportError,
+)
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
@@ -88,6 +95,7 @@ class CheckpointEngineManager:
         self._version: int | None = None
         self._deltas = DeltaPolicy(config, possible=self._engine_class.capabilities.deltas)
         self._earlier: deque[SyncReport] = deque(maxlen=COMPARED)
+        self._attempt = 0
         self._lock = asyncio.Lock()
 
     @property
@@ -144,7 +152,10 @@ class CheckpointEngineManager:
                 clock,
                 boundary=boundary,
                 released=released,
-                deltas=self._deltas.request(self._version, plan, across_hosts=self._is_across_hosts),
+                deltas=self._deltas.request(
+                    self._held.version if self._held else None, plan, across_hosts=self._is_across_hosts
+                ),
+                attempt=self._attempt,
             )
             try:
                 report = await transaction.run()
@@ -207,6 +218,17 @@ class CheckpointEngineManager:
             if failures:
                 raise next(iter(failures.values()))
 
+    async def replace_trainers(self, trainers: Sequence[TrainerPort]) -> None:
+        """Others take the place of all trainer ranks, for instance because some died. Nobody is asked for anything.
+
+        Nodes and replicas keep the version in service. The next sync plans and connects anew, and may bring a version
+        whose number is not higher: reports say the `attempt`.
+        """
+        async with self._lock:
+            self._trainers = list(trainers)
+            self._plan = self._held = None
+            self._attempt += 1
+
     async def remove_nodes(self, nodes: Iterable[NodePort]) -> None:
         """Leave rollout nodes out of the syncs to come, for instance because their host is gone; nothing is asked of
         them. Remove the replicas on them first. The next sync plans and connects anew."""
@@ -218,7 +240,8 @@ class CheckpointEngineManager:
     async def _join(self, node: NodePort) -> None:
         """Bring the version in service to `node` alone."""
         held, deadlines = self._held, self._config.deadlines
-        assert held is not None  # a version is in service
+        if held is None:  # a version is in service, but the trainer ranks that published it are not there any more
+            raise TransportError("nobody has the version in service until the next sync", member=node.name)
         version = held.version
 
         async def step(phase: str, timeout_s: float, call: Awaitable[T]) -> T:

@@ -133,6 +133,8 @@ class SyncTransaction:
     released: Callable[[], None] | None = None
     """Called when every rank has begun to copy its shards: the trainer goes on, and each rank's `await_copied` says
     when it may change its weights."""
+    attempt: int = 0
+    """As in `SyncReport`."""
     retries: int = 0
     nbytes_moved: int = 0
     pieces_repaired: int = 0
@@ -190,6 +192,7 @@ class SyncTransaction:
             links=self.links,
             memory=self.memory,
             failed_attempts=tuple(self.failed_attempts),
+            attempt=self.attempt,
         )
 
     async def _move_with_retries(self) -> bytes:

@@ -82,7 +82,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         return replace(config, data=data, actor_rollout_ref=policy, trainer=trainer)
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
-        step = self.load_checkpoint(resume_from) if resume_from else 0
+        step = self.resume(resume_from) if resume_from else 0
         self.begin(step)
         with self.generating(step):
             while step < self.total_steps and not self.config.trainer.val_only:

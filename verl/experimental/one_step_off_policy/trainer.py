@@ -6,7 +6,9 @@
 
 At a boundary nothing generates, and the engines load the version that was published and staged meanwhile. What the
 trainer learns from is therefore exactly one version old; only the first batch, one that had to be generated again
-because its engines died, and prompts that dynamic sampling draws beyond a batch are not.
+because its engines died, and prompts that dynamic sampling draws beyond a batch are not. Trainer ranks that are started
+again after they were lost take nothing from the engines: what these generate meanwhile stays what it is, unless the
+trainer goes back to an older step.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Generation
+from verl.trainer.ppo.going_back import StateLost
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step, TrainingResult
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
@@ -42,6 +44,11 @@ class Upcoming:
         """Done when the engines have no more to do."""
         return (self.greedy or self.generation).future
 
+    def abandon(self) -> None:
+        for generation in (self.generation, self.greedy):
+            if generation is not None:
+                generation.abandon()
+
 
 class OneStepOffPolicyTrainer(RayPPOTrainer):
     """`RayPPOTrainer` with another order of things. Engines must not have to make room for the trainer."""
@@ -55,27 +62,29 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
             )
         return super().adapted(config)
 
-    def fit(self, resume_from: Path | None = None) -> TrainingResult:
-        step = self.load_checkpoint(resume_from) if resume_from else 0
-        self.begin(step)
-        batches = self.batches(step)
-        upcoming = self.start_next(batches)
-        while upcoming is not None:
-            step = upcoming.step
-            now = self.at(step)
-            with now.timed("step"):
-                with now.timed("gen"):
-                    batch = self.finish(upcoming, now)
-                upcoming = self.start_next(batches)
-                batch = self.learn(batch, now)
-                with now.timed("update_weights"):
-                    self.update_weights(now, upcoming.end if upcoming else None)
-                # What was left of the generation when its successor's weights were ready is no part of the sync.
-                waited_s = now.metrics["checkpoint_engine/wait_s"]
-                now.seconds["gen"] += waited_s
-                now.seconds["update_weights"] -= waited_s
-                self.test_and_save(now, partial(self.state_before, upcoming))
-            self.report(now, batch)
+    def train_after(self, start: int) -> TrainingResult:
+        self.begin_training(start)
+        batches = self.batches(start)
+        step, upcoming = start, self.start_next(batches)
+        try:
+            while upcoming is not None:
+                step = upcoming.step
+                now = self.at(step)
+                with now.timed("step"):
+                    with now.timed("gen"):
+                        batch = self.finish(upcoming, now)
+                    upcoming = self.start_next(batches)
+                    generating = upcoming.end if upcoming else None
+                    batch = self.train(batch, now, generating, partial(self.state_before, upcoming))
+                    # What was left of the generation when its successor's weights were ready is no part of the sync.
+                    waited_s = now.metrics["checkpoint_engine/wait_s"]
+                    now.seconds["gen"] += waited_s
+                    now.seconds["update_weights"] -= waited_s
+                self.report(now, batch)
+        except StateLost:
+            if upcoming is not None:  # its policy is of a step that is undone
+                upcoming.abandon()
+            raise
         return self.result(step)
 
     def start_next(self, batches: Iterator[tuple[int, DataProto]]) -> Upcoming | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,35 +16,31 @@ from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError
-from verl.checkpoint_engine.memory.publishing import publisher_environment
 from verl.checkpoint_engine.plan.topology import best_of
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.transaction import Boundary
-from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.checkpoints import CheckpointDirectory
+from verl.single_controller import RayWorkerGroup
 from verl.trainer.fleet.nodes import RolloutNodes
 from verl.trainer.fleet.placement import (
     Machine,
     RolloutPlacement,
     num_replicas,
     place_rollouts,
-    refuse_missing_files,
     require_machines,
 )
-from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, Recovery
+from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, TRAINER_RANKS, Recovery
 from verl.trainer.fleet.replicas import ReplicaPool
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
+from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks, thread_limits
 from verl.utils.config import ConfigError
 from verl.utils.loop_thread import LoopThread
 from verl.utils.memory import MemoryUse
 from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
-from verl.workers.critic import ActorCriticWorker
-from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
 from verl.workers.weight_sync.ray_ports import RayTrainerRank
 
@@ -54,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 FAILED_SYNCS = (SyncAborted, TransportError)
 """A sync that did not succeed, or could not begin."""
-ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
 
 
 class Cluster:
@@ -86,7 +80,7 @@ class Cluster:
         self._device = device
         self._loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
-        self._actor: RayWorkerGroup | None = None
+        self._trainer: TrainerRanks | None = None
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
         self._on_sync = on_sync
@@ -95,6 +89,7 @@ class Cluster:
         self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
         self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
         self.recovery.watch(REPLICAS, lambda: self.run(self._pool.heal()))
+        self.recovery.watch(TRAINER_RANKS, self._restart_trainer)
         self._pool = ReplicaPool(
             replicas,
             make=lambda rank: make_replica(config, rank, model_path=model_path, device=device),
@@ -104,16 +99,21 @@ class Cluster:
         try:
             self._ray.start(config.ray_kwargs.ray_init)
             require_machines(config, device, self._machines())
-            self._start_trainer(model_path, with_reference, critic)
+            self._trainer = TrainerRanks(
+                config,
+                device=device,
+                model_path=model_path,
+                with_reference=with_reference,
+                critic=critic,
+                loop=self._loop,
+            )
             self._placement = self._place_rollouts()
             self._node_machines = dict(enumerate(self._placement.nodes))
             engine_config = self._with_topology(config.checkpoint_engine)
             self._start_nodes(engine_config)  # while the trainer ranks build their model
-            self.actor.init_model()
-            if critic is not None:
-                self.actor.init_critic()
+            self._trainer.build()
             if reward_models is not None:  # which sleep when the rollout engines take their memory
-                reward_models.start(self._trainer_nodes())
+                reward_models.start(self.trainer_ranks.nodes)
             self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
             self._start_rollouts()
             self._join(engine_config)
@@ -124,9 +124,13 @@ class Cluster:
 
     @property
     def actor(self) -> RayWorkerGroup:
-        """The trainer ranks."""
-        assert self._actor is not None  # __init__ makes it
-        return self._actor
+        """The trainer ranks, as one object."""
+        return self.trainer_ranks.group
+
+    @property
+    def trainer_ranks(self) -> TrainerRanks:
+        assert self._trainer is not None  # __init__ makes them
+        return self._trainer
 
     @property
     def nodes(self) -> RolloutNodes:
@@ -239,6 +243,13 @@ class Cluster:
         logger.warning("%s is lost; the run goes on without %s", addresses, names)
         return len(nodes) + len(replicas)
 
+    def _restart_trainer(self) -> int:
+        """Start trainer ranks again if any is lost; the next sync connects them."""
+        restarted = self.trainer_ranks.restart_lost()
+        if restarted:
+            self.run(self._manager.replace_trainers(self._trainer_ports(self._engine_config)))
+        return restarted
+
     def resize(self, count: int) -> None:
         """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
 
@@ -296,7 +307,7 @@ class Cluster:
             if in_order or not self._ray.owned:
                 self._kill_all(grace_s=5.0 if in_order else 0.0)
             self._loop.close()
-            self.manager, self._actor, self._nodes = None, None, None
+            self.manager, self._trainer, self._nodes = None, None, None
             self._ray.close()
 
     def _kill_all(self, grace_s: float) -> None:
@@ -305,8 +316,8 @@ class Cluster:
             self._reward_models.close()
         for replica in self._pool.everyone:
             replica.kill()
-        if self._actor is not None:
-            self._actor.shutdown(grace_s=grace_s)
+        if self._trainer is not None:
+            self._trainer.close(grace_s)
         if self._nodes is not None:
             self._nodes.kill()
 
@@ -325,46 +336,12 @@ class Cluster:
         assert self.manager is not None  # __init__ makes it
         return self.manager
 
-    def _start_trainer(self, model_path: Path, with_reference: bool, critic: CriticConfig | None) -> None:
-        config, trainer = self._config, self._config.trainer
-        pool = RayResourcePool(
-            process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
-            num_cpus_per_process=trainer.num_cpus_per_rank,
-            distinct_nodes=True,
-            use_accelerator=ACCELERATOR_RESOURCE[self._device],
-            name_prefix="trainer",
-        )
-        policy = replace(config.actor_rollout_ref, model=config.actor_rollout_ref.model.at(model_path))
-        ranks = trainer.world_size
-        logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), self._device)
-        self._actor = RayWorkerGroup(
-            resource_pool=pool,
-            ray_cls_with_init=RayClassWithInitArgs(
-                ActorRolloutRefWorker if critic is None else ActorCriticWorker,
-                config=policy,
-                role="actor_ref" if with_reference else "actor",
-                device=self._device,
-                seed=trainer.seed,
-                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
-                **({} if critic is None else {"critic": critic}),
-            ),
-            name_prefix="trainer",
-            env_vars={**_thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
-            nsight=config.global_profiler.nsight(config.profile_directory),
-        )
-        if trainer.nnodes > 1:
-            self._require_shared_files(model_path, critic.model.path if critic else None)
-
-    def _trainer_nodes(self) -> list[str]:
-        processes = self.actor.processes
-        return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
-
     def _place_rollouts(self) -> RolloutPlacement:
         return place_rollouts(
             self._config,
             self._device,
             replicas=len(self.replicas),
-            trainer_nodes=self._trainer_nodes(),
+            trainer_nodes=self.trainer_ranks.nodes,
             all_nodes=list(_ray_nodes()),
         )
 
@@ -379,23 +356,6 @@ class Cluster:
             for node in _ray_nodes().values()
         ]
 
-    def _require_shared_files(self, model_path: Path, critic_path: str | None) -> None:
-        """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
-        root = Path(self._config.trainer.output_dir).absolute()
-        with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
-            keys = {str(model_path): f"actor_rollout_ref.model.path={model_path}"}
-            if critic_path is not None:
-                keys[critic_path] = f"critic.model.path={critic_path}"
-            if self._config.trainer.save_freq > 0:
-                keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
-            if resume_from := CheckpointDirectory(self._config.trainer).find():
-                keys[str(resume_from)] = f"the checkpoint {resume_from}"
-            missing = self.actor.missing_files(list(keys))
-        processes = self.actor.processes
-        refuse_missing_files(
-            keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
-        )
-
     def _start_rollouts(self) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
         launches = [
@@ -404,7 +364,7 @@ class Cluster:
         hint = self.replicas[0].startup_hint
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
-        self.actor.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
+        self.trainer_ranks.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
 
     async def _launch(self, replica: RolloutReplica, place: Placement) -> None:
         if self._config.trainer.placement == "separate":
@@ -430,16 +390,20 @@ class Cluster:
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         self._nodes = RolloutNodes(
-            config, machines=self._node_machines, hosts=self._node_hosts(), env_vars=_thread_limits()
+            config, machines=self._node_machines, hosts=self._node_hosts(), env_vars=thread_limits()
         )
 
+    def _trainer_ports(self, config: CheckpointEngineConfig) -> list[RayTrainerRank]:
+        return [
+            RayTrainerRank(rank, worker, config)  # type: ignore[abstract] # see `remote`
+            for rank, worker in enumerate(self.actor.workers)
+        ]
+
     def _join(self, config: CheckpointEngineConfig) -> None:
+        self._engine_config = config
         self.manager = CheckpointEngineManager(
             config=config,
-            trainers=[
-                RayTrainerRank(rank, worker, config)  # type: ignore[abstract] # see `remote`
-                for rank, worker in enumerate(self.actor.workers)
-            ],
+            trainers=self._trainer_ports(config),
             nodes=self.nodes.ports,
             report_path=sync_report_path(self._config),
             on_report=self._on_sync,
@@ -479,8 +443,3 @@ def _ray_nodes() -> dict[str, Any]:
     """What Ray says about each node that is alive, by its id."""
     cluster: Any = ray
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
-
-
-def _thread_limits() -> dict[str, str]:
-    """One thread per trainer rank: ranks are the parallelism; more threads than cores get in each other's way."""
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

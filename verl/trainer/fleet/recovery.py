@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
-SYNC, SERVICE, BATCH = "a sync", "serving the version", "a batch"
+SYNC, SERVICE, BATCH, STEP = "a sync", "serving the version", "a batch", "a training step"
 MACHINES, NODES, REPLICAS, AGENT_LOOPS = "machines", "rollout nodes", "replicas", "agent loops"
+TRAINER_RANKS = "trainer ranks"
 
 LOOKED_AT = {
     # Again machines: that of a node which does not start is known to be gone when its start has failed.
     SYNC: (MACHINES, NODES, MACHINES, REPLICAS),
     SERVICE: (MACHINES, REPLICAS),
     BATCH: (MACHINES, REPLICAS, AGENT_LOOPS),
+    # A step is begun again when its batch is there, and ends with its sync, which look after the rest.
+    STEP: (TRAINER_RANKS,),
 }
 """Work that failed, and what of what it needs may have died: in this order, for each needs those before it.
 
@@ -27,12 +32,33 @@ Look = Callable[[], int]
 """Find what died of one kind, and start it again or give it up: how many. Raises if the run cannot go on without."""
 
 
+class RestartLimit:
+    """How often something is started again: `most` times within any `window_s`."""
+
+    def __init__(self, most: int, window_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._window_s, self._now_s = most, window_s, now_s
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Whether it may be, now; if so it counts."""
+        now_s = self._now_s()
+        while self._taken and now_s - self._taken[0] >= self._window_s:
+            self._taken.popleft()
+        if len(self._taken) >= self._most:
+            return False
+        self._taken.append(now_s)
+        return True
+
+
 class Recovery:
     """For one run, on its driver."""
 
     def __init__(self, *, max_restarts: int) -> None:
-        """A batch that fails is generated again at most `max_restarts` times, a sync made again once."""
-        self._most = {SYNC: 1, BATCH: max_restarts}
+        """A batch that fails is generated again at most `max_restarts` times, a sync made again once.
+
+        A step, as often as who looks after trainer ranks starts them again: `RestartLimit`.
+        """
+        self._most: dict[str, float] = {SYNC: 1, BATCH: max_restarts, STEP: math.inf}
         self._looks: dict[str, Look] = {}
         self._found: Counter[str] = Counter()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -43,6 +43,10 @@ class Generation:
     def result(self) -> DataProto:
         """Wait for it. What `generate_sequences` would return, or raise, healing dead engines likewise."""
         return self._healed()
+
+    def abandon(self) -> None:
+        """Wait until nothing of it generates; nobody wants what it came to."""
+        wait([self.future])
 
 
 class HealingRollouts:

@@ -7,6 +7,7 @@ engines -> ...
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,11 +26,15 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
+from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
+from verl.trainer.fleet.recovery import STEP
+from verl.trainer.fleet.trainer_ranks import Loss
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.going_back import Beginning, StateLost
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_staleness_metrics,
@@ -68,7 +73,9 @@ class Step:
     spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
     reward: RewardOutput | None = None
-    """Of the batch, where it had to be known to choose the batch."""
+    """Of the batch, once it is known: it may be needed to choose the batch, and is not asked for twice."""
+    is_synced: bool = False
+    """The rollout engines have what the trainer has learned in it."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -166,8 +173,17 @@ class RayPPOTrainer:
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
-        start = self.load_checkpoint(resume_from) if resume_from else 0
-        self.begin(start)
+        step = self.resume(resume_from) if resume_from else 0
+        self._beginning = Beginning(resume_from, self.train_dataloader.state_dict(), self.kl_ctrl.value)
+        while True:
+            try:
+                return self.train_after(step)
+            except StateLost:
+                step = self.cluster.recovery.attempt(STEP, self.go_back, failures=(Exception,), again=self.go_back)
+
+    def train_after(self, start: int) -> TrainingResult:
+        """Train from step `start` on, the state of which the trainer ranks have. Raises StateLost if they lose it."""
+        self.begin_training(start)
         step = start
         for step, prompts in self.batches(start):
             now = self.at(step)
@@ -175,12 +191,99 @@ class RayPPOTrainer:
                 with now.timed("gen"):
                     batch = self.generate(prompts, now)
                     self.cluster.free_rollout_memory()
-                batch = self.learn(batch, now)
-                with now.timed("update_weights"):
-                    self.update_weights(now)
-                self.test_and_save(now, self.train_dataloader.state_dict)
+                batch = self.train(batch, now)
             self.report(now, batch)
         return self.result(step)
+
+    def begin_training(self, start: int) -> None:
+        """`begin`, and keep the state that the trainer ranks have. Raises StateLost if they lose it."""
+
+        def lose(failure: Exception) -> None:
+            raise StateLost from failure
+
+        self.memory.start()
+        self.cluster.recovery.attempt(STEP, lambda: self.begin(start), failures=(Exception,), again=lose)
+        if not self.config.trainer.val_only:
+            self.memory.keep(start)
+
+    def train(
+        self,
+        batch: DataProto,
+        now: Step,
+        generating: Future[Any] | None = None,
+        prompts_state: Callable[[], dict[str, Any]] | None = None,
+    ) -> DataProto:
+        """What a step needs the trainer for, from the samples to the checkpoint; the batch with all that it took.
+
+        If trainer ranks are lost it is made again, from where they remember; the samples are not. `generating` is as
+        in `update_weights`, `prompts_state` as in `test_and_save`.
+        """
+        kl_coef = self.kl_ctrl.value
+        learned: DataProto | None = None
+
+        def work() -> DataProto:
+            nonlocal learned
+            if learned is None:
+                self.kl_ctrl.value = kl_coef
+                self._samples.forget_after(now.number - 1)
+                learned = self.learn(batch[:], now)
+                self.memory.keep(now.number)
+            if not now.is_synced:
+                with now.timed("update_weights"):
+                    self.update_weights(now, generating)
+                now.is_synced = True
+            self.test_and_save(now, prompts_state or self.train_dataloader.state_dict)
+            return learned
+
+        def again(failure: Exception) -> DataProto:
+            nonlocal learned
+            remembered = self.loss.remembered
+            if remembered is None or not now.number - 1 <= remembered <= now.number:
+                raise StateLost from failure
+            if remembered < now.number:
+                learned, now.is_synced = None, False
+            self.tell_restart(remembered, "from memory")
+            return work()
+
+        return self.cluster.recovery.attempt(STEP, work, failures=(Exception,), again=again)
+
+    @property
+    def memory(self) -> MemoryCheckpoint:
+        return self.cluster.trainer_ranks.memory
+
+    @property
+    def loss(self) -> Loss:
+        """The last one of trainer ranks."""
+        loss = self.cluster.trainer_ranks.loss
+        assert loss is not None  # who asks knows of one
+        return loss
+
+    def go_back(self, _: Exception | None = None) -> int:
+        """Give trainer ranks that were started again the last state that is on disk, or else that of the beginning.
+
+        The step to continue after.
+        """
+        self.memory.forget()
+        checkpoint = self.checkpoints.last or self._beginning.checkpoint
+        if checkpoint is None:
+            step = 0
+            self.restore_prompts(self._beginning.prompts)
+            self.kl_ctrl.value = self._beginning.kl_coef
+        else:
+            step = self.load_checkpoint(checkpoint)
+        self.tracking.go_back(step)
+        self.tell_restart(step, f"from {checkpoint or 'the beginning'}")
+        return step
+
+    def tell_restart(self, step: int, source: str) -> None:
+        """Say what was lost, and where the run goes on."""
+        logger.warning(
+            "%s; engines, agent loops and reward workers are kept; the trainer goes on after step %d, %s, after %.1f s",
+            self.loss.what,
+            step,
+            source,
+            time.monotonic() - self.loss.began_s,
+        )
 
     def learn(self, batch: DataProto, now: Step) -> DataProto:
         """One update of critic and actor; the batch with everything that it took."""
@@ -337,7 +440,7 @@ class RayPPOTrainer:
 
     def score(self, batch: DataProto, now: Step) -> DataProto:
         """`token_level_scores`, and the reward function's other numbers as metrics."""
-        reward = now.reward or self.reward_manager(batch)
+        reward = now.reward = now.reward or self.reward_manager(batch)
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
         if core_algos.COMPONENTS in self._needed:
             keys = self.config.algorithm.gdpo_reward_keys
@@ -462,9 +565,13 @@ class RayPPOTrainer:
             self._unsaved = exc
             logger.error("step %d is not saved, the next save tries again: %s", step, exc)  # noqa: TRY400
 
-    def load_checkpoint(self, path: Path) -> int:
+    def resume(self, path: Path) -> int:
         """The step to continue after."""
         logger.info("resuming from %s", path)
+        return self.load_checkpoint(path)
+
+    def load_checkpoint(self, path: Path) -> int:
+        """Give the trainer ranks that state; the step to continue after."""
         state = self.checkpoints.read(path)
         self.cluster.actor.load_checkpoint(str(path / "actor"))
         if self.has_critic:
@@ -487,6 +594,7 @@ class RayPPOTrainer:
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """Go on with the prompts that come after those of a checkpoint."""
         self.train_dataloader.load_state_dict(self.position_in_data(state))
+        self._rows = chain.from_iterable(repeat(self.train_dataloader))
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Every `save_freq` steps, and at the end of a run that saves at all."""
@@ -498,6 +606,7 @@ class RayPPOTrainer:
         now.metrics |= compute_timing_metrics(batch, now.seconds)
         now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
+        now.metrics["training/attempt"] = self.cluster.trainer_ranks.restarts
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         now.metrics |= self.memory_metrics()
         self.tracking.log(now.metrics, now.number, now.histograms)

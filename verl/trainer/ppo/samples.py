@@ -48,6 +48,10 @@ class SampleWriter:
         self._begun.add(step)
         records.append(path, [records.encoded({"step": step, **row}) for row in _rows(batch, reward)])
 
+    def forget_after(self, step: int) -> None:
+        """What has been written about later steps is replaced by what comes next about them."""
+        self._begun = {begun for begun in self._begun if begun <= step}
+
     @staticmethod
     def show(batch: DataProto, reward: RewardOutput, count: int) -> None:
         for row in _rows(batch[:count], reward) if count else ():

@@ -44,6 +44,7 @@ class Validator:
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
         abandoned = 0
+        self._samples.forget_after(step - 1)
         for batch_index, rows in enumerate(self._dataloader):
             prompts = DataProto.from_dict(non_tensors=rows)
             prompts.non_tensor_batch["uid"] = np.array(

@@ -88,6 +88,21 @@ class TrainerConfig:
     )
     metrics_host: str = option("127.0.0.1", "address at which that port listens; whoever reaches it may read metrics")
     num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank", least=0)
+    max_restarts: int = option(
+        3,
+        "how often lost trainer ranks are started again within restart_window_s, before the run ends; 0: it ends",
+        least=0,
+    )
+    restart_window_s: float = option(3600.0, "seconds over which max_restarts counts", above=0)
+    restart_wait_s: float = option(
+        300.0, "how long ranks that are started again wait for their CPUs and devices, in s", above=0
+    )
+    memory_checkpoint: str = option(
+        "auto",
+        "keep the training state of the last step in host memory, for ranks that are started again: twice its size; "
+        "auto: if that is at most half of what is free",
+        choices=("auto", "off"),
+    )
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.logger) - set(LOGGERS)):

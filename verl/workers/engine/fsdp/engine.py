@@ -17,6 +17,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.copies import gather_rows, same_draws
+from verl.workers.engine.fsdp import snapshot
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
 from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
@@ -26,6 +27,7 @@ from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
+from verl.workers.engine.snapshots import State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.hf.packing import keeps_sequences_apart
 from verl.workers.hf.sharers import Sharers
@@ -221,6 +223,18 @@ class FSDPEngine:
             self._adapters.gather()
         if lr_step is not None:
             self._lr_step = lr_step
+
+    def snapshot(self) -> State:
+        """See `verl.workers.engine.snapshots.Rememberable`."""
+        model, optimizer = self._resharded(), self.optimizer
+        moments = snapshot.moments(optimizer) if optimizer is not None else {}
+        return {**snapshot.weights(model, self.sharding), **moments, "lr_step": torch.tensor(self._lr_step)}
+
+    def restore(self, saved: State) -> None:
+        copy_into(self.snapshot(), saved)
+        self._lr_step = int(saved["lr_step"])
+        if self._adapters is not None:
+            self._adapters.gather()
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""

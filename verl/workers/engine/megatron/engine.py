@@ -41,6 +41,7 @@ from verl.workers.engine.megatron.model import make_model, require_same_tensors
 from verl.workers.engine.megatron.optimizer import Optimizer, Weights
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
+from verl.workers.engine.snapshots import State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import load_training_state, require_same_tensors_in, save_training_state
 from verl.workers.hf.checkpoint import HFCheckpoint
@@ -315,6 +316,23 @@ class MegatronEngine:
         self._weights.publish()
         if lr_step is not None:
             self._lr_step = lr_step
+
+    def snapshot(self) -> State:
+        """See `verl.workers.engine.snapshots.Rememberable`."""
+        state = {"lr_step": torch.tensor(self._lr_step)}
+        state |= {f"model.{name}": tensor.detach() for name, tensor in self._weights.trained().items()}
+        if self._optimizer is not None:
+            state["optimizer.steps"] = torch.tensor(self._optimizer.steps)
+            for kind, own in self._optimizer.moments().items():
+                state |= {f"optimizer.{kind}.{name}": tensor for name, tensor in own.items()}
+        return state
+
+    def restore(self, saved: State) -> None:
+        copy_into(self.snapshot(), saved)
+        self._lr_step = int(saved["lr_step"])
+        if self._optimizer is not None:
+            self._optimizer.steps = int(saved["optimizer.steps"])
+        self._weights.publish()
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""

@@ -42,6 +42,10 @@ class Weights:
                 when_accumulated: Any = parameter.register_post_accumulate_grad_hook
                 when_accumulated(partial(_move_gradient, weight))
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Of `tensors`, what an optimizer changes."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in self._trained}
+
     def publish(self) -> None:
         """Give the model the present values of `tensors`."""
         self._publish(self._parameters)

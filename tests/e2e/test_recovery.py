@@ -1,0 +1,203 @@
+"""Runs whose trainer ranks are killed: they end as those whose are not, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import faults
+from tests.e2e.job import in_process
+from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
+from verl.utils.builtin import make_tiny_model
+from verl.utils.tracking import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 5
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    # Says something about any text, so that there is always something to learn.
+    return sum(solution_str.encode()) % 7 / 7
+"""
+LOOP = """
+import zlib
+from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
+
+class Seeded(SingleTurnAgentLoop):
+    # Engines have one generator for all requests, which come in any order.
+    async def run(self, sampling_params, **sample):
+        seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
+        return await super().run(sampling_params | {"seed": seed}, **sample)
+"""
+MEASURED = re.compile(r"timing|perf/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
+"""Metrics that differ from run to run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    said: list[str]
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """By step, without what differs from run to run."""
+        return {
+            record["step"]: {name: value for name, value in record.items() if not MEASURED.search(name)}
+            for record in read_metrics(self.directory / "out/metrics.jsonl")
+        }
+
+    @property
+    def restarts(self) -> list[str]:
+        return [line for line in self.said if "the trainer goes on" in line]
+
+    @property
+    def attempts(self) -> list[float]:
+        return [record["training/attempt"] for record in read_metrics(self.directory / "out/metrics.jsonl")]
+
+    @property
+    def weights(self) -> str:
+        """Of what a rank's optimizer steps make, after the last step."""
+        digest = hashlib.sha256()
+        for path in sorted((self.directory / f"out/global_step_{STEPS}").rglob("*.safetensors")):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def reports(self) -> list[tuple[int, int, str]]:
+        lines = (self.directory / "out/sync_reports.jsonl").read_text().splitlines()
+        return [(one["version"], one["attempt"], one["outcome"]) for one in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("files")
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "loop.py").write_text(LOOP)
+    (directory / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{directory / 'loop.py'}:Seeded'}}\n")
+    make_tiny_model(directory / "llama", "llama")
+    return directory
+
+
+def train(files, directory, *overrides, planned=(), **how):
+    """A run with or without planned deaths."""
+    directory.mkdir(exist_ok=True)
+    model = directory / "model"
+    shutil.copytree(files / "llama", model)
+    faults.plan(model, planned)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("verl").addHandler(handler)
+    try:
+        in_process(
+            directory,
+            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.model.external_lib={faults.MODULE}",
+            f"custom_reward_function.path={files / 'reward.py'}",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.kl_ctrl.horizon=100",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            "actor_rollout_ref.actor.shuffle=true",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={files / 'loops.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+            "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
+            "actor_rollout_ref.rollout.n=1",
+            "data.train_batch_size=8",
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.save_freq={STEPS}",
+            "trainer.max_restarts=5",
+            *overrides,
+            **how,
+        )
+    finally:
+        logging.getLogger("verl").removeHandler(handler)
+    assert not list((model / faults.DIRECTORY).iterdir()), "nobody died of these"
+    return Run(directory, records)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, files, tmp_path_factory):
+    return train(files, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undisturbed, files, tmp_path):
+    planned = [
+        (1, 1, faults.LOG_PROBS),
+        (2, 0, faults.UPDATE),
+        (3, 1, faults.PUBLISH),
+        (4, 0, faults.UPDATE),
+        (4, 1, faults.UPDATE),
+        (5, 0, faults.SAVE),
+    ]
+    died = train(files, tmp_path, planned=planned)
+    assert died.metrics == undisturbed.metrics
+    assert died.weights == undisturbed.weights
+    assert died.attempts == [1, 2, 3, 4, 5]
+    assert len(died.restarts) == 5
+    for told in died.restarts:
+        assert re.fullmatch(
+            r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops and reward workers are kept; "
+            r"the trainer goes on after step \d, from memory, after \d+\.\d s",
+            told,
+        )
+    committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
+    assert [version for version, _ in committed] == list(range(STEPS + 1)), "the engines were given each version once"
+
+
+def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_the_same_numbers(
+    undisturbed, files, tmp_path
+):
+    """First there is no checkpoint: the run begins again."""
+    died = train(
+        files,
+        tmp_path,
+        "trainer.memory_checkpoint=off",
+        "trainer.save_freq=2",
+        planned=[(2, 0, faults.UPDATE), (4, 1, faults.UPDATE)],
+    )
+    assert [told.split("; ")[2].rsplit(",", 1)[0] for told in died.restarts] == [
+        "the trainer goes on after step 0, from the beginning",
+        f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
+    ]
+    assert died.attempts == [1, 1, 2, 2, 2]
+    assert died.metrics == undisturbed.metrics
+    assert died.weights == undisturbed.weights
+    committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
+    assert committed == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], "each version that counts is told once"
+
+
+def test_the_critic_comes_back_too_and_so_does_fsdp1(ray_cluster, files, tmp_path):
+    overrides = (
+        "actor_rollout_ref.actor.strategy=fsdp",
+        "algorithm.adv_estimator=gae",
+        "critic.ppo_mini_batch_size=4",
+        "critic.shuffle=true",
+        "critic.optim.lr=1e-3",
+    )
+    whole = train(files, tmp_path / "whole", *overrides)
+    died = train(files, tmp_path / "died", *overrides, planned=[(3, 1, faults.UPDATE), (4, 0, faults.REMEMBER)])
+    assert len(died.restarts) == 2
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights
+
+
+def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
+    overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo")
+    how = {"trainer_class": OneStepOffPolicyTrainer}
+    whole = train(files, tmp_path / "whole", *overrides, **how)
+    died = train(files, tmp_path / "died", *overrides, planned=[(2, 1, faults.UPDATE), (4, 0, faults.PUBLISH)], **how)
+    assert len(died.restarts) == 2
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights

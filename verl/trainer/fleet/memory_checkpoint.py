@@ -1,0 +1,195 @@
+"""The trainer's state after its last step, in memory that outlives its ranks: `trainer.memory_checkpoint`.
+
+ranks       copy their state into the spare slots of their host's keeper, while they train on, and tell digests
+keepers     commit, once every rank of the run has; so it is there whole, or it is that of the step before
+new ranks   digest what is there once more, and take it
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl import envs
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.single_controller import RayWorkerGroup
+from verl.single_controller.errors import WorkerGroupError
+from verl.single_controller.future import WorkerFuture
+from verl.utils.loop_thread import LoopThread
+from verl.workers.memory_checkpoint.keeper import StateKeeper
+
+logger = logging.getLogger(__name__)
+
+KEEPS_WITHIN_S = 60.0
+"""A keeper that has not answered by then is given up; without load it takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class _Keeper:
+    ranks: tuple[int, ...]
+    actor: Any
+
+
+class MemoryCheckpoint:
+    """Lives on the driver, and is used by its main thread."""
+
+    def __init__(self, ranks: Callable[[], RayWorkerGroup], loop: LoopThread, *, enabled: bool) -> None:
+        """`ranks` are the present ones."""
+        self._ranks, self._loop, self._enabled = ranks, loop, enabled
+        self._keepers: list[_Keeper] = []
+        self._is_reserved = False
+        self._copying: Future[None] | None = None
+        self._step: int | None = None
+
+    def start(self) -> None:
+        """Start a keeper on each host with ranks, unless there is one; nobody waits for them."""
+        if not self._enabled or self._keepers:
+            return
+        job = f"{os.getpid()}-{secrets.token_hex(4)}"
+        by_node: dict[str, list[int]] = {}
+        for rank, process in sorted(self._ranks().processes.items()):
+            by_node.setdefault(process.node_id, []).append(rank)
+        remote: Any = ray.remote(StateKeeper)
+        self._keepers = [
+            _Keeper(
+                tuple(ranks),
+                remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                    job=job, shm_dir=str(envs.shm_dir())
+                ),
+            )
+            for node, ranks in by_node.items()
+        ]
+
+    def keep(self, step: int) -> None:
+        """Keep the state that the ranks have now, after `step`. They may go on; what they left before is there until
+        all of it is."""
+        if not self._enabled:
+            return
+        self._settle()
+        try:
+            self.start()
+            if not self._is_reserved and not self._reserve():
+                return
+            slots = self._asked("begin", step)
+        except (CheckpointEngineError, RayError) as exc:
+            self._give_up(exc)
+            return
+        began = self._ranks().submit("copy_state", _by_rank(slots))
+        self._copying = self._loop.start(self._commit(step, began))
+
+    def end_copying(self) -> None:
+        """The ranks are gone: what they had not left yet is not there. Returns when that is settled."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.exception()
+
+    def restore(self) -> int | None:
+        """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was."""
+        step = self._step
+        if step is None:
+            return None
+        try:
+            arenas = _by_rank(self._asked("arenas_of", step))
+            steps = [step] * len(arenas)
+            self._ranks().check_state(arenas, steps)  # before any of them changes anything
+            self._ranks().restore_state(arenas, steps)
+        except (CheckpointEngineError, RayError) as exc:
+            self._give_up(exc)
+            return None
+        return step
+
+    def forget(self) -> None:
+        """What is kept is of a step that the run has gone back from."""
+        self._settle()
+        self._step = None
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
+        for keeper in keepers:
+            ray.kill(keeper.actor)
+
+    def _reserve(self) -> bool:
+        """Have the keepers take the memory. Whether the state is kept."""
+        plans = self._ranks().describe_state()
+        if None in plans:
+            self.close()
+            return self._disable("its training engine has no `snapshot`")
+        asked = [keeper.actor.reserve.remote({rank: plans[rank] for rank in keeper.ranks}) for keeper in self._keepers]
+        try:
+            sizes: list[int] = ray.get(asked, timeout=KEEPS_WITHIN_S)
+        except RayTaskError as exc:
+            self.close()
+            if isinstance(exc.cause, ConfigError):
+                return self._disable(str(exc.cause))
+            raise
+        processes = self._ranks().processes
+        where = ", ".join(
+            f"{_told(nbytes)} on {processes[keeper.ranks[0]].address}"
+            for keeper, nbytes in zip(self._keepers, sizes, strict=True)
+        )
+        logger.info("the training state of the last step is kept in memory: %s (trainer.memory_checkpoint)", where)
+        self._is_reserved = True
+        return True
+
+    def _disable(self, why: str) -> bool:
+        self._enabled = False
+        logger.info("the training state is not kept in memory: %s (trainer.memory_checkpoint)", why)
+        return False
+
+    async def _commit(self, step: int, began: WorkerFuture) -> None:
+        await began
+        digests: list[bytes] = await self._ranks().submit("copied_state")
+        for reference in [
+            keeper.actor.commit.remote(step, {rank: digests[rank] for rank in keeper.ranks}) for keeper in self._keepers
+        ]:
+            await reference
+        self._step = step
+
+    def _settle(self) -> None:
+        """Wait until what is being kept is there, or is known not to be; what was kept before is there then."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            copying.result()
+        except WorkerGroupError:
+            pass  # the next call of the ranks raises it, too
+        except Exception as exc:  # noqa: BLE001 - whatever a rank or a keeper raises; training ends for other reasons
+            logger.warning("the training state of a step is not kept in memory: %s", _first_line(exc))
+
+    def _give_up(self, exc: Exception) -> None:
+        """Another keeper is started when the next step is kept."""
+        logger.warning("the training state in memory is lost: %s", _first_line(exc))
+        self.close()
+
+    def _asked(self, method: str, step: int) -> dict[int, str]:
+        """What all keepers answer, by rank. Raises what a keeper raised."""
+        try:
+            answers: list[Mapping[int, str]] = ray.get(
+                [getattr(keeper.actor, method).remote(step) for keeper in self._keepers], timeout=KEEPS_WITHIN_S
+            )
+        except RayTaskError as exc:
+            raise (exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc) from None
+        return {rank: path for answer in answers for rank, path in answer.items()}
+
+
+def _by_rank(paths: Mapping[int, str]) -> list[str]:
+    return [paths[rank] for rank in sorted(paths)]
+
+
+def _told(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).splitlines() or [type(exc).__name__])[0]

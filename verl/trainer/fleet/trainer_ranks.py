@@ -1,0 +1,188 @@
+"""The trainer ranks of one run: one Ray process each, started together, and together started again."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.errors import WorkerDied, WorkerGroupError
+from verl.trainer.checkpoints import CheckpointDirectory
+from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
+from verl.trainer.fleet.placement import refuse_missing_files
+from verl.trainer.fleet.recovery import RestartLimit
+from verl.utils.loop_thread import LoopThread
+from verl.workers.config import CriticConfig, PPOConfig
+from verl.workers.critic import ActorCriticWorker
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+logger = logging.getLogger(__name__)
+
+ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
+PLACED_WITHIN_S = 60.0
+"""What they need was there a moment ago, when the run was checked."""
+ANSWERS_WITHIN_S = 10.0
+"""Ranks answer while they compute; one that says nothing for so long, when work has failed, is started again."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Trainer ranks died; others have taken their place."""
+
+    what: str
+    """Who died."""
+    remembered: int | None
+    """The step whose state they have out of memory; None: they are as they were at first."""
+    began_s: float
+    """By `time.monotonic`."""
+
+
+class TrainerRanks:
+    """Lives on the driver, and is used by its main thread. `close` ends the processes."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        device: str,
+        model_path: Path,
+        with_reference: bool,
+        critic: CriticConfig | None,
+        loop: LoopThread,
+    ) -> None:
+        """Starts the processes; `build` follows. Raises what `RayWorkerGroup` raises, and ConfigError for files that
+        the driver has and another host lacks."""
+        self._config, self._device, self._critic = config, device, critic
+        self._model_path = model_path
+        self._with_reference = with_reference
+        self._kept_wide: list[str] = []
+        self._limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
+        self.memory = MemoryCheckpoint(lambda: self.group, loop, enabled=config.trainer.memory_checkpoint == "auto")
+        self.restarts = 0
+        """How often they were started again."""
+        self.loss: Loss | None = None
+        """The last one."""
+        ranks = config.trainer.world_size
+        logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), device)
+        self.group = self._start()
+        try:
+            if config.trainer.nnodes > 1:
+                self._require_shared_files()
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    @property
+    def nodes(self) -> list[str]:
+        """The Ray nodes that carry them, in the order of ranks."""
+        processes = self.group.processes
+        return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
+
+    def build(self) -> None:
+        """Build the models, as they are in their directories."""
+        self.group.init_model()
+        if self._critic is not None:
+            self.group.init_critic()
+
+    def keep_wide(self, names: list[str]) -> None:
+        """See `ActorRolloutRefWorker.keep_wide`."""
+        self._kept_wide = names
+        self.group.keep_wide(names)
+
+    def restart_lost(self) -> int:
+        """If any rank died or does not answer, end them all and start them again: how many. `loss` tells more.
+
+        None if none did, or if they may not be started again so often: the run then ends with what has failed.
+        """
+        began_s = time.monotonic()
+        lost = self.group.lost(ANSWERS_WITHIN_S)
+        if not lost:
+            return 0
+        what = f"trainer {'; '.join(lost)}"
+        while self._limit.take():
+            self.group.shutdown(grace_s=0.0)
+            self.memory.end_copying()
+            try:
+                self.group = self._start(wait_s=self._config.trainer.restart_wait_s)
+                self.build()
+                self.group.keep_wide(self._kept_wide)
+                remembered = self.memory.restore()
+            except WorkerDied as exc:  # once more, if that may be
+                logger.warning("%s; started again, they died again: %s", what, _first_line(exc))
+                continue
+            except WorkerGroupError as exc:
+                logger.error("%s, and cannot be started again: %s", what, _first_line(exc))  # noqa: TRY400
+                return 0
+            self.restarts += 1
+            self.loss = Loss(what, remembered, began_s)
+            return self._config.trainer.world_size
+        trainer = self._config.trainer
+        logger.error(
+            "%s; trainer.max_restarts=%d within %g s allows no other start",
+            what,
+            trainer.max_restarts,
+            trainer.restart_window_s,
+        )
+        return 0
+
+    def close(self, grace_s: float) -> None:
+        self.memory.close()
+        self.group.shutdown(grace_s=grace_s)
+
+    def _start(self, wait_s: float = PLACED_WITHIN_S) -> RayWorkerGroup:
+        config, trainer = self._config, self._config.trainer
+        pool = RayResourcePool(
+            process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
+            num_cpus_per_process=trainer.num_cpus_per_rank,
+            distinct_nodes=True,
+            use_accelerator=ACCELERATOR_RESOURCE[self._device],
+            name_prefix="trainer",
+            placement_timeout_s=wait_s,
+        )
+        policy = replace(config.actor_rollout_ref, model=config.actor_rollout_ref.model.at(self._model_path))
+        return RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=RayClassWithInitArgs(
+                ActorRolloutRefWorker if self._critic is None else ActorCriticWorker,
+                config=policy,
+                role="actor_ref" if self._with_reference else "actor",
+                device=self._device,
+                seed=trainer.seed,
+                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
+                **({} if self._critic is None else {"critic": self._critic}),
+            ),
+            name_prefix="trainer",
+            env_vars={**thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
+            nsight=config.global_profiler.nsight(config.profile_directory),
+        )
+
+    def _require_shared_files(self) -> None:
+        """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""
+        root = Path(self._config.trainer.output_dir).absolute()
+        critic_path = self._critic.model.path if self._critic else None
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".shared-") as token:
+            keys = {str(self._model_path): f"actor_rollout_ref.model.path={self._model_path}"}
+            if critic_path is not None:
+                keys[critic_path] = f"critic.model.path={critic_path}"
+            if self._config.trainer.save_freq > 0:
+                keys[token.name] = f"trainer.default_local_dir={root} (for checkpoints)"
+            if resume_from := CheckpointDirectory(self._config.trainer).find():
+                keys[str(resume_from)] = f"the checkpoint {resume_from}"
+            missing = self.group.missing_files(list(keys))
+        processes = self.group.processes
+        refuse_missing_files(
+            keys, {f"{processes[rank].address} (trainer rank {rank})": paths for rank, paths in enumerate(missing)}
+        )
+
+
+def thread_limits() -> dict[str, str]:
+    """One thread per trainer rank: ranks are the parallelism; more threads than cores get in each other's way."""
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).splitlines() or [type(exc).__name__])[0]

@@ -55,6 +55,7 @@ MODULES = {
         name="verl.checkpoint_engine.update", about="Push a checkpoint directory into running inference engines."
     ),
     "certify": Module(name="verl.checkpoint_engine.certify", about="Prove that a model's weights reach vLLM whole."),
+    "doctor": Module(name="verl.doctor.command", about="Look whether this host, or a Ray cluster, can run a job."),
 }
 """Subcommands that take all of what follows them as it is, `--help` too."""
 COMMANDS = {

@@ -23,15 +23,15 @@ COLOURS = {"ok": "green", "slow": "yellow", "wrong": "red"}
 EPILOG = """\
 exit code: 0 all is well, or slow; 1 something is wrong; 2 the command line
 
-  python -m verl.doctor                                                this host
-  python -m verl.doctor checkpoint_engine.backend=tcp                  for a job with that key
-  python -m verl.doctor --address 10.0.0.1:6379 --json                 every host of a Ray cluster
+  verl-sync doctor                                            this host
+  verl-sync doctor checkpoint_engine.backend=tcp              for a job with that key
+  verl-sync doctor --address 10.0.0.1:6379 --json             every host of a Ray cluster
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.doctor",
+        prog="verl-sync doctor",
         description="Looks whether this host, or every host of a Ray cluster, can run a job, and measures what a sync "
         "of weights needs of it. One line for each check: ok, slow or wrong, and the remedy.",
         epilog=EPILOG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.checkpoint_engine.member_processes import SpoiledCommunicator
 from tests.checkpoint_engine.test_deltas import MODEL, Story, delta_of, nudged, synced
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError
+from verl.checkpoint_engine.plan.delta_choice import Rates
 
 
 def fleet_of(tmp_path: Path, **config: Any) -> Fleet:
@@ -63,6 +65,21 @@ async def test_a_node_whose_base_is_another_one_says_so_and_everything_is_sent(
         assert (report.retries, delta_of(report).way) == (1, "full")
         assert "node-1] it does not hold the version from which the deltas of trainer-0, trainer-1 lead" in caplog.text
         assert delta_of(await synced(fleet, 2, nudged(MODEL, 0.02, 2))).way == "delta"
+
+
+async def test_auto_sends_everything_until_all_have_the_code_and_then_what_changed(tmp_path: Path) -> None:
+    async with fleet_of(
+        tmp_path, delta="auto", hosts=("aa", "bb"), engine_kwargs={"gloo": {"interface": "lo"}}
+    ) as fleet:
+        await synced(fleet, 0, MODEL)
+        fleet.manager._deltas._rates = Rates(link=1e5)  # so slow that looking pays
+        for version in range(1, 100):
+            report = await synced(fleet, version, nudged(MODEL, 0.02, version))
+            assert report.retries == 0
+            if delta_of(report).way == "delta":
+                break
+            await asyncio.sleep(0.2)
+        assert delta_of(report).predicted_delta_s < delta_of(report).predicted_full_s
 
 
 def damage_base(fleet: Fleet) -> None:

@@ -218,6 +218,14 @@ async def test_a_version_that_the_arena_does_not_hold_is_an_error_and_nothing_is
     assert_log_probs_fit(served, output, 1, 1.0)
 
 
+async def test_what_an_engine_serves_already_it_may_keep_and_computes_with_it(served: Served):
+    await served.replica.pause("abort")
+    checked = await served.replica.activate(served.trainer.arena_path, 1)
+    assert (checked is not None and checked.tensors_kept > 0) == (served.replica.config.name == "vllm")
+    await served.replica.resume()
+    assert_log_probs_fit(served, await served.generate(max_tokens=8, ignore_eos=True), 1, 1.0)
+
+
 async def test_sleep_does_nothing_where_the_engine_cannot(served: Served):
     await served.replica.sleep()
     await served.replica.release_kv_cache()

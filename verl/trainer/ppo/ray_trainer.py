@@ -79,10 +79,8 @@ class Step:
     def synced(self, report: SyncReport) -> None:
         """A sync has ended."""
         self.metrics |= report.metrics()
-        start_s = report.began_s
-        for phase, seconds in report.laps:
-            self.syncs.add(phase, start_s, start_s + seconds, report.version)
-            start_s += seconds
+        for phase, start_s, stop_s in report.timed_laps():
+            self.syncs.add(phase, start_s, stop_s, report.version)
 
 
 @dataclass(frozen=True)

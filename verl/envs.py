@@ -86,6 +86,12 @@ def ps_max_bucket_size_gb() -> float | None:
     return _number("PS_MAX_BUCKET_SIZE_GB", float)
 
 
+def otlp_endpoint() -> str:
+    """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`: where OpenTelemetry's SDK sends spans."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return next((value for name in names if (value := os.environ.get(name))), "")
+
+
 def _number(name: str, kind: Callable[[str], Number]) -> Number | None:
     value = os.environ.get(name)
     if not value:

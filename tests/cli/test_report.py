@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.cli.chromium import browse, needs_chromium, screenshot
 from tests.cli.runs import PHASE_S, sync_report, write_run, write_samples
+from verl.checkpoint_engine.plan.member_report import MemberTime, PhaseReport
 from verl.cli.incidents import incidents
 from verl.cli.main import cli
 from verl.cli.report import page
@@ -165,6 +166,18 @@ def test_the_page_refers_to_nothing_outside_of_it(run: Path):
     assert re.findall(r"(?:src|href)=\"(?!#)[^\"]*\"|url\(|@import|fetch\(|XMLHttpRequest|import\(", text) == []
     assert "default-src 'none'" in text
     assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_of_hundreds_of_nodes_those_that_were_busy_longest_are_drawn(run: Path):
+    times = [MemberTime(member=f"node-{n}", began_s=0.0, seconds=float(n)) for n in range(500)]
+    reports = [
+        sync_report(version, 0.0, members={"stage": PhaseReport.of(times[first : first + 4])})
+        for version, first in enumerate(range(0, 500, 4))
+    ]
+    data = report_data(replace(read_run(run), reports=reports), [])
+    nodes = [track["name"] for track in data["tracks"] if track["group"] == "members"]
+    assert nodes == [f"node-{number}" for number in range(468, 500)]
+    assert data["tracks_left_out"] == 468
 
 
 def test_the_page_of_a_long_run_stays_small(tmp_path: Path):

@@ -1,28 +1,12 @@
-"""Trainer ranks that kill themselves. Ranks load this module where `actor_rollout_ref.model.external_lib` names it.
-
-`plan` writes, into the directory of the model, who is to die when. Each dies once. Ray has copies of the methods of a
-worker's class, so it is what those call that is replaced.
-"""
+"""Trainer ranks that kill themselves: who is to die when. The ranks load `dying_ranks.py` for that."""
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from verl.checkpoint_engine.sync.participants import TrainerRank
-from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.engine.megatron.engine import MegatronEngine
-from verl.workers.memory_checkpoint.rank import RankMemory
-
-MODULE = __name__
+MODULE = "tests.e2e.dying_ranks"
+"""For `actor_rollout_ref.model.external_lib`."""
 DIRECTORY = "faults"
 LOG_PROBS, UPDATE, PUBLISH, SAVE, REMEMBER = (
     "compute_log_prob",
@@ -31,12 +15,6 @@ LOG_PROBS, UPDATE, PUBLISH, SAVE, REMEMBER = (
     "save_checkpoint",
     "copy",
 )
-LATER_S = 0.002
-"""In the midst of what takes some milliseconds."""
-
-_model: Path | None = None
-_engine: Any = None
-_mini_batches: Counter[int] = Counter()
 
 
 def plan(model: Path, faults: Sequence[tuple[int, int, str]]) -> None:
@@ -44,57 +22,3 @@ def plan(model: Path, faults: Sequence[tuple[int, int, str]]) -> None:
     (model / DIRECTORY).mkdir()
     for step, rank, what in faults:
         (model / DIRECTORY / f"{step}-{rank}-{what}").touch()
-
-
-def _die_if_planned(step: int, what: str, *, later: bool = False) -> None:
-    assert _model is not None  # an engine has been built
-    fault = _model / DIRECTORY / f"{step}-{dist.get_rank()}-{what}"
-    if fault.exists():
-        fault.unlink()
-        kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-        if later:
-            threading.Timer(LATER_S, kill).start()
-        else:
-            kill()
-
-
-def _before(cls: type, method: str, look: Callable[..., None]) -> None:
-    original = vars(cls)[method]
-
-    @functools.wraps(original)
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        look(self, *arguments)
-        return original(self, *arguments, **named)
-
-    setattr(cls, method, call)
-
-
-def _is_policy(engine: Any) -> bool:
-    return "Value" not in type(engine).__name__ and engine._optim_config is not None
-
-
-def _built(engine: Any) -> None:
-    global _model, _engine
-    _model = Path(engine._model_config.path)
-    _engine = engine if _is_policy(engine) else _engine
-
-
-def _log_probs(engine: Any, *_: Any) -> None:
-    if _is_policy(engine):
-        _die_if_planned(engine._lr_step + 1, LOG_PROBS)
-
-
-def _update(engine: Any, *_: Any) -> None:
-    if _is_policy(engine):
-        _mini_batches[engine._lr_step] += 1
-        if _mini_batches[engine._lr_step] == 2:
-            _die_if_planned(engine._lr_step + 1, UPDATE)
-
-
-for engine_class in (FSDPEngine, MegatronEngine):
-    _before(engine_class, "build", _built)
-    _before(engine_class, "compute_log_prob", _log_probs)
-    _before(engine_class, "train_mini_batch", _update)
-    _before(engine_class, "save_checkpoint", lambda engine, *_: _die_if_planned(engine._lr_step, SAVE))
-_before(TrainerRank, "publish", lambda _, version, *others: _die_if_planned(version, PUBLISH, later=True))
-_before(RankMemory, "begin_copy", lambda *_: _die_if_planned(_engine._lr_step, REMEMBER, later=True))

@@ -14,7 +14,7 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.outliers import slowest_of
 from verl.cli.incidents import Incident, incidents
 from verl.cli.run_files import RunFiles
-from verl.cli.tracks import Timeline, timeline
+from verl.cli.tracks import GROUPS, Timeline, Track, timeline
 
 FIRST = (
     "critic/score/mean",
@@ -42,6 +42,8 @@ PARTS = (
     ("checkpoint", ("save_checkpoint",), "--c8"),
 )
 """Of a step: what it is called, the phases of `timing_s/` that it is the sum of, its colour on the page."""
+MOST_TRACKS = 32
+"""Of a group: trainer ranks and nodes may be hundreds."""
 MEMORY = {"host_peak_gb": "", "device_peak_gb": ", device"}
 """Of the metrics of memory, which are drawn, and how their chart is called behind the role."""
 
@@ -140,8 +142,12 @@ def _breakdown(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tracks(drawn: Timeline) -> dict[str, Any]:
-    """Slices are lists, `[name, start, stop, version, about]`, and names are numbers: there may be many of them."""
+    """Slices are lists, `[name, start, stop, version, about]`, and names are numbers: there may be many of them.
+
+    Of groups with more tracks than a page has room for, those are drawn that were busy longest.
+    """
     numbers: dict[str, int] = {}
+    shown = [track for group in GROUPS for track in _busiest([one for one in drawn.tracks if one.group == group])]
     tracks = [
         {
             "group": track.group,
@@ -157,9 +163,17 @@ def _tracks(drawn: Timeline) -> dict[str, Any]:
                 for one in track.slices
             ],
         }
-        for track in drawn.tracks
+        for track in shown
     ]
-    return {"tracks": tracks, "names": list(numbers)}
+    return {"tracks": tracks, "names": list(numbers), "tracks_left_out": len(drawn.tracks) - len(shown)}
+
+
+def _busiest(tracks: Sequence[Track]) -> list[Track]:
+    def busy_ns(track: Track) -> int:
+        return sum(one.stop_ns - one.start_ns for one in track.slices)
+
+    chosen = {id(track) for track in sorted(tracks, key=busy_ns, reverse=True)[:MOST_TRACKS]}
+    return [track for track in tracks if id(track) in chosen]
 
 
 def _slowest(told: PhaseReport) -> str:

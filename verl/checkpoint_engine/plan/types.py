@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -180,6 +181,13 @@ class SyncReport:
         """Bytes needed over the seconds of publish, stage and verify."""
         moving_s = sum(self.phase_s.get(phase, 0.0) for phase in ("publish", "stage", "verify"))
         return self.nbytes_needed / moving_s / 1e9 if moving_s > 0 else 0.0
+
+    def timed_laps(self) -> Iterator[tuple[str, float, float]]:
+        """Of each lap: phase, start and stop, in seconds since the epoch."""
+        start_s = self.began_s
+        for phase, seconds in self.laps:
+            yield phase, start_s, start_s + seconds
+            start_s += seconds
 
     def metrics(self) -> dict[str, float]:
         """Scalars under `checkpoint_engine/`, and `memory/trainer/publish/` and `memory/node/stage/`."""

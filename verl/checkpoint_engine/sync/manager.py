@@ -67,9 +67,9 @@ class CheckpointEngineManager:
         trainers: Sequence[TrainerPort],
         nodes: Sequence[NodePort],
         report_path: Path | None = None,
-        on_report: Callable[[SyncReport], None] | None = None,
+        on_report: Sequence[Callable[[SyncReport], None]] = (),
     ) -> None:
-        """`on_report` is called with the report of every sync, also of one that is aborted.
+        """Each of `on_report` is called with the report of every sync, also of one that is aborted.
 
         Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
         if not trainers or not nodes:
@@ -425,8 +425,8 @@ class CheckpointEngineManager:
         if (told := outlier(report, self._earlier)) is not None:
             logger.warning("%s", told)
         self._earlier.append(report)
-        if self._on_report is not None:
-            self._on_report(report)
+        for tell in self._on_report:
+            tell(report)
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
 

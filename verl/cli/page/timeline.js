@@ -2,6 +2,7 @@
 const ROW = 17;
 const GAP = 10;
 const AXIS = 22;
+const STEPS_AT_FIRST = 20; // of a run of many steps, of which one is less than a pixel wide
 const KINDS = {
   step: "--rest", gen: "--c1", generating: "--c1", old_log_prob: "--c2", ref: "--c2", values: "--c2", update_actor: "--c5", update_critic: "--c4",
   update_weights: "--c6", paused: "--c8", loading: "--c3", testing: "--c7",
@@ -206,7 +207,8 @@ function timelineSection() {
   const bar = el("div", { class: "bar" });
   const names = new Set(RUN.tracks.filter((track) => track.group === "trainer" || track.group === "replicas").flatMap((track) => track.slices.map(([name]) => RUN.names[name])));
   const kinds = Object.entries(KIND_NAMES).filter(([, own]) => own.some((name) => names.has(name)));
-  node.append(el("div", { class: "card" }, bar, holder,
+  const leftOut = RUN.tracks_left_out ? el("p", { class: "hint" }, `${RUN.tracks_left_out} more tracks, of those that were busy least, are in the file of verl-sync trace`) : null;
+  node.append(el("div", { class: "card" }, bar, holder, leftOut,
     legend(kinds.map(([name, own]) => [name, KINDS[own[0]]]), "trainer, replicas"), legend(Object.entries(PHASE_COLOURS), "syncs, ranks, nodes")));
   const view = new TimelineView(canvas);
   const act = (text, title, run) => el("button", { type: "button", title, onclick: run }, text);
@@ -215,6 +217,8 @@ function timelineSection() {
     act("›", "later", () => view.pan(0.5)), act("all", "the whole run", () => view.show(0, view.end)), step,
     el("span", { class: "hint" }, "drag to move; Ctrl and the wheel, or two fingers, to zoom; double-click a slice to fill the width with it; keys w, s, a, d"),
   );
+  const steps = view.tracks.filter((track) => track.group === "trainer").flatMap((track) => track.slices).filter((slice) => slice.label === "step");
+  if (steps.length > 3 * STEPS_AT_FIRST) view.show(steps.at(-STEPS_AT_FIRST).start, view.end);
   step.addEventListener("change", () => {
     const slices = view.tracks.flatMap((track) => track.slices).filter((slice) => slice.version === Number(step.value));
     if (slices.length) view.focus(Math.min(...slices.map((slice) => slice.start)), Math.max(...slices.map((slice) => slice.stop)));

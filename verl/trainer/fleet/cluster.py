@@ -68,12 +68,12 @@ class Cluster:
         with_reference: bool,
         critic: CriticConfig | None = None,
         reward_models: RewardModels | None = None,
-        on_sync: Callable[[SyncReport], None] | None = None,
+        on_sync: Sequence[Callable[[SyncReport], None]] = (),
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
         `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
-        `critic` is for the trainer ranks, too. `on_sync` gets the report of every sync.
+        `critic` is for the trainer ranks, too. Each of `on_sync` gets the report of every sync.
         Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config

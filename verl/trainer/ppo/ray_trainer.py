@@ -92,10 +92,8 @@ class Step:
         if report.delta is not None and report.delta.tensors_by_change:
             counts = report.delta.tensors_by_change
             self.histograms["checkpoint_engine/delta/changed_fraction_of_tensors"] = Histogram(CHANGE_LIMITS, counts)
-        start_s = report.began_s
-        for phase, seconds in report.laps:
-            self.syncs.add(phase, start_s, start_s + seconds, report.version)
-            start_s += seconds
+        for phase, start_s, stop_s in report.timed_laps():
+            self.syncs.add(phase, start_s, stop_s, report.version)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from verl import envs
 from verl.checkpoint_engine.memory.arena import require_free_bytes
 from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.types import ITEMSIZE
+from verl.checkpoint_engine.plan.types import ITEMSIZE, SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.fleet.cluster import Cluster, make_replicas
@@ -30,6 +30,7 @@ from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.validation import Validator
+from verl.trainer.telemetry import sync_spans
 from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
@@ -94,9 +95,10 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         logger.info("%s", line)
     with (
         _metrics_server(job) as server,
+        sync_spans() as spans,
         _tracking(job, server) as tracking,
         _scoring(job) as reward_manager,
-        _cluster(job, server) as cluster,
+        _cluster(job, [each.synced for each in (server, spans) if each is not None]) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
         rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
@@ -224,7 +226,7 @@ def _tracking(job: _Job, server: MetricsServer | None) -> Tracking:
     )
 
 
-def _cluster(job: _Job, server: MetricsServer | None) -> Cluster:
+def _cluster(job: _Job, on_sync: Sequence[Callable[[SyncReport], None]]) -> Cluster:
     return Cluster(
         job.config,
         model_path=job.model_path,
@@ -234,7 +236,7 @@ def _cluster(job: _Job, server: MetricsServer | None) -> Cluster:
         with_reference=needs_reference(job.config),
         critic=job.critic,
         reward_models=job.reward_models,
-        on_sync=server.synced if server is not None else None,
+        on_sync=on_sync,
     )
 
 

@@ -323,8 +323,25 @@ LAUNCHES = (
     Launch(
         "experts over more ranks than a replica has",
         "hybrid",
-        f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8 {R}.cudagraph_capture_sizes=[8,16]",
-        said="every replica holds all experts",
+        f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8",
+        refused="set it to actor_rollout_ref.rollout.tensor_model_parallel_size=2, or that to 8",
+    ),
+    Launch(
+        "experts over the ranks of a replica",
+        "hybrid",
+        f"{GRPO} {R}.expert_parallel_size=2 {R}.cudagraph_capture_sizes=[8,16]",
+    ),
+    Launch(
+        "data-parallel engines",
+        "hybrid",
+        f"{GRPO} {R}.data_parallel_size=4",
+        said="each of them is a replica of its own",
+    ),
+    Launch(
+        "data-parallel engines as one",
+        "hybrid",
+        f"{GRPO} {R}.engine_kwargs.vllm.data_parallel_size=4",
+        refused="data-parallel ranks are replicas (rollout.num_replicas)",
     ),
     Launch(
         "what saves memory or time",

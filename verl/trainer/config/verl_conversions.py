@@ -111,9 +111,15 @@ def expert_parallel(value: Any, at: Values) -> Any:
     """vLLM deals experts out among the ranks of one replica; data-parallel ones are replicas of their own here."""
     if value in (None, 1):
         return None
-    if not isinstance(value, int):
+    ranks = at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1
+    if not isinstance(value, int) or not isinstance(ranks, int):
         raise ConfigError("it is a number of ranks")
-    return True if (at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1) > 1 else None
+    if value != ranks:
+        raise ConfigError(
+            "experts are dealt out among the ranks of a replica, and data-parallel ranks are replicas of their own: "
+            f"set it to {_ROLLOUT}.tensor_model_parallel_size={ranks}, or that to {value}"
+        )
+    return True
 
 
 def rejections(value: Any, _: Values) -> Any:

@@ -503,8 +503,6 @@ RULES: dict[str, Rule] = {
     f"{_ROLLOUT}.expert_parallel_size": Moved(
         to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",),
         convert=expert_parallel,
-        why=f"every replica holds all experts, dealt out among its {_ROLLOUT}.tensor_model_parallel_size ranks: the "
-        "same numbers, more memory if there are fewer of them",
     ),
     f"{_ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{_ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(

@@ -30,6 +30,13 @@ OWNED_ARGUMENTS = {
     "max_loras": "actor_rollout_ref.model.lora.merge",
     "max_lora_rank": "actor_rollout_ref.model.lora_rank",
 }
+ONE_REPLICA = (
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Arguments that would give a replica more ranks than it is placed on."""
 
 
 class VLLMReplica(RolloutReplica):
@@ -49,6 +56,12 @@ class VLLMReplica(RolloutReplica):
         for name in arguments:
             if name in OWNED_ARGUMENTS:
                 raise ConfigError(f"rollout.engine_kwargs.vllm.{name} is decided by {OWNED_ARGUMENTS[name]}")
+        for name in ONE_REPLICA:
+            if arguments.get(name) not in (None, 1):
+                raise ConfigError(
+                    f"rollout.engine_kwargs.vllm.{name}={arguments[name]}: a replica has the ranks of "
+                    "rollout.tensor_model_parallel_size; data-parallel ranks are replicas (rollout.num_replicas)"
+                )
         import dataclasses
 
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -187,8 +187,8 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1(ray_cluster, files, tmp_pat
         "critic.optim.lr=1e-3",
     )
     whole = train(files, tmp_path / "whole", *overrides)
-    died = train(files, tmp_path / "died", *overrides, planned=[(3, 1, faults.UPDATE), (4, 0, faults.REMEMBER)])
-    assert len(died.restarts) == 2
+    died = train(files, tmp_path / "died", *overrides, planned=[(3, 1, faults.REMEMBER)])
+    assert len(died.restarts) == 1
     assert died.metrics == whole.metrics
     assert died.weights == whole.weights
 
@@ -197,7 +197,7 @@ def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
     overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo")
     how = {"trainer_class": OneStepOffPolicyTrainer}
     whole = train(files, tmp_path / "whole", *overrides, **how)
-    died = train(files, tmp_path / "died", *overrides, planned=[(2, 1, faults.UPDATE), (4, 0, faults.PUBLISH)], **how)
-    assert len(died.restarts) == 2
+    died = train(files, tmp_path / "died", *overrides, planned=[(4, 0, faults.PUBLISH)], **how)
+    assert len(died.restarts) == 1
     assert died.metrics == whole.metrics
     assert died.weights == whole.weights

@@ -26,8 +26,9 @@ MOST_ROWS = 2**26
 """Of a table: four times what a trillion parameters on 256 ranks have."""
 MOST_EQUALS = 2**10
 """Rows that a table may have without a column that tells them apart."""
-CODES = frozenset(np.dtype(f"{kind}{size}").str for kind in "iu" for size in (1, 2, 4, 8))
-"""numpy's names of the integers that columns are packed into."""
+STEPS = tuple(np.dtype(f"<i{size}") for size in (1, 2, 4, 8))
+"""The integers that columns are packed into."""
+CODES = frozenset(kind.str for kind in STEPS)
 ROWS_AT_A_TIME = 2**17
 """Columns that are made of others are made in parts of so many rows: their temporaries then stay in the cache."""
 
@@ -158,7 +159,7 @@ def _packed(column: Ints) -> tuple[str, bytes]:
         column = column[:1]
     steps = np.diff(column, prepend=np.zeros(1, np.int64))
     low, high = int(steps.min(initial=0)), int(steps.max(initial=0))
-    kind = np.result_type(np.min_scalar_type(low), np.min_scalar_type(high)) if low < 0 else np.min_scalar_type(high)
+    kind = next(kind for kind in STEPS if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
     return kind.str, deflated(steps.astype(kind).data)
 
 
@@ -169,8 +170,6 @@ def _unpacked(column: Any, rows: int) -> Ints:
         raise ValueError(f"a column of {str(code)[:40]!r}")
     kind = np.dtype(code)
     steps = np.frombuffer(inflated(data, rows * kind.itemsize), kind)
-    if kind == np.uint64 and steps.max(initial=0) >= 2**63:
-        raise ValueError("a number of more than 63 bits")
     values = np.cumsum(steps, dtype=np.int64)
     return values.astype(np.int32) if _fits(values) else values
 

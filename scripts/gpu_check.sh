@@ -30,5 +30,5 @@ if not torch.cuda.is_available():
 CHECK
 # Without this project's settings of pytest: they ask for plugins, and for Ray.
 "$python" -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
-    -W ignore::pytest.PytestUnknownMarkWarning tests/checkpoint_engine/test_on_device.py
+    -W ignore::pytest.PytestUnknownMarkWarning tests/checkpoint_engine/test_on_device.py tests/utils/test_device.py
 "$python" -m benchmarks.device --output "$directory" "$@" | tee "$directory/table.txt"

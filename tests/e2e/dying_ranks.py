@@ -1,4 +1,4 @@
-"""Ranks that load this module kill themselves as `faults.plan` says. It changes classes: nobody else imports it.
+"""Ranks that load this module kill themselves as `faults.plan` says. In other processes it changes nothing.
 
 Each dies once. Ray has copies of the methods of a worker's class, so it is what those call that is replaced.
 """
@@ -31,7 +31,8 @@ _mini_batches: Counter[int] = Counter()
 
 
 def _die_if_planned(step: int, what: str, *, later: bool = False) -> None:
-    assert _model is not None  # an engine has been built
+    if _model is None or not (_model / DIRECTORY).exists():  # another process than a rank of such a run
+        return
     fault = _model / DIRECTORY / f"{step}-{dist.get_rank()}-{what}"
     if fault.exists():
         fault.unlink()
@@ -75,10 +76,15 @@ def _update(engine: Any, *_: Any) -> None:
             _die_if_planned(engine._lr_step + 1, UPDATE)
 
 
+def _remember(*_: Any) -> None:
+    if _engine is not None:
+        _die_if_planned(_engine._lr_step, REMEMBER, later=True)
+
+
 for engine_class in (FSDPEngine, MegatronEngine):
     _before(engine_class, "build", _built)
     _before(engine_class, "compute_log_prob", _log_probs)
     _before(engine_class, "train_mini_batch", _update)
     _before(engine_class, "save_checkpoint", lambda engine, *_: _die_if_planned(engine._lr_step, SAVE))
 _before(TrainerRank, "publish", lambda _, version, *others: _die_if_planned(version, PUBLISH, later=True))
-_before(RankMemory, "begin_copy", lambda *_: _die_if_planned(_engine._lr_step, REMEMBER, later=True))
+_before(RankMemory, "begin_copy", _remember)

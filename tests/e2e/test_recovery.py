@@ -36,7 +36,7 @@ class Seeded(SingleTurnAgentLoop):
         seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
         return await super().run(sampling_params | {"seed": seed}, **sample)
 """
-MEASURED = re.compile(r"timing|perf/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
+MEASURED = re.compile(r"timing|perf/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
 """Metrics that differ from run to run."""
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "ProcessGroupGloo",
     "Store",
     "TCPStore",
+    "allow_amx",
     "children",
     "dump_memory",
     "gloo_group",
@@ -82,6 +83,15 @@ def limit_collectives(timeout: timedelta) -> None:
     for group in distributed_c10d._world.pg_map:
         if isinstance(group, ProcessGroup):  # not one of other ranks
             distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def allow_amx() -> None:
+    """Have the kernel let this process, and those that it forks, use a processor's AMX tiles, if it has them.
+
+    The first who computes with them has to ask (https://docs.kernel.org/arch/x86/xstate.html); oneDNN does.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def is_persistent(module: torch.nn.Module, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.compat.torch import allow_amx
 from verl.compat.vllm import knows_weight_transfer_engine
 from verl.utils.lifetime import end_with
 
@@ -17,6 +18,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             ENGINE_NAME, "verl.checkpoint_engine.engines.vllm.receiver", "ArenaWeightTransferEngine"
         )
+    allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
 
 

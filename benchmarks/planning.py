@@ -229,7 +229,7 @@ def print_table(measured: dict[str, Any]) -> None:
         least, most = result["owner_nbytes"]["least"], result["owner_nbytes"]["most"]
         verdict = "reached" if result["target_reached"] else "NOT reached"
         console.print(
-            f"a rank's table: {result['table_nbytes_per_rank'] / 1e6:.2f} MB, "
+            f"a rank's table: {result['table_nbytes_per_rank'] / 1e3:.1f} kB, "
             f"the plan: {result['plan_nbytes'] / 1e6:.1f} MB, buckets of a node: {result['buckets_per_node']}\n"
             f"a rank sends {least / 1e9:.3f} to {most / 1e9:.3f} GB\n"
             f"target ({TARGET_S:.0f} s and {TARGET_GIB:.0f} GiB for the plan): {verdict}"

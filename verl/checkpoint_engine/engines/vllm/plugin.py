@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
-from verl.compat.torch import allow_amx
 from verl.compat.vllm import knows_weight_transfer_engine
 from verl.utils.lifetime import end_with
 
@@ -13,6 +12,8 @@ from verl.utils.lifetime import end_with
 def register() -> None:
     """Make `ENGINE_NAME` known to vLLM. Idempotent: vLLM may load its plugins more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from verl.compat.torch import allow_amx
 
     if not knows_weight_transfer_engine(ENGINE_NAME):
         WeightTransferEngineFactory.register_engine(

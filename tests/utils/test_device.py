@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from verl.utils.config import ConfigError
 from verl.utils.device import (
     allocated,
+    current_device_setter,
     distributed_backend,
     local_device,
     resolve_device,
@@ -60,6 +63,17 @@ def test_random_numbers_repeat_after_the_same_seed_and_after_restoring_the_state
     assert torch.equal(torch.rand(2), first[1])
     set_rng_state("cpu", state)
     assert torch.equal(torch.rand(2), following)
+
+
+def test_another_thread_computes_on_the_device_of_the_one_that_starts_it(monkeypatch: pytest.MonkeyPatch):
+    current = {threading.get_ident(): 3}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.get(threading.get_ident(), 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({threading.get_ident(): device}))
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(torch.cuda.current_device).result() == 0
+        thread.submit(current_device_setter()).result()
+        assert thread.submit(torch.cuda.current_device).result() == 3
 
 
 @pytest.mark.gpu

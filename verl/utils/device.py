@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ def has_cuda_context() -> bool:
     """Whether this process has begun to use CUDA."""
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized())
+
+
+def current_device_setter() -> Callable[[], None]:
+    """For another thread, whose current CUDA device is the first until it says otherwise: this thread's."""
+    if not has_cuda_context():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def get_device_name() -> str:

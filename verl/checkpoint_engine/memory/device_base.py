@@ -99,7 +99,7 @@ class DeviceBase:
                     source.copy(rest.shard, self._at(rest))
                 return self._all(start_s)
             found.append(changes)
-        await_copies()
+        self._await_copies()
         self.compared_s = time.perf_counter() - start_s
         digests = PieceDigests.none_of(len(before))
         if not all(self._change(changes, before, deltas, digests) for changes in found):
@@ -153,10 +153,15 @@ class DeviceBase:
     def _all(self, start_s: float) -> Publication:
         """Bring the base to the region, in one copy."""
         copy_values(self._region.bytes, self._bytes)
-        await_copies()
+        self._await_copies()
         extents = self._region.extents
         seconds = time.perf_counter() - start_s
         return Publication(self._region, int(extents.nbytes.sum()), seconds, PieceDigests.none_of(len(extents)))
+
+    def _await_copies(self) -> None:
+        """Of the base's own device, which need not be this thread's current one."""
+        if self._bytes.device.type == "cuda":
+            await_copies(self._bytes.device)
 
     def _at(self, place: Place) -> torch.Tensor:
         """The part of the base that is `place`."""

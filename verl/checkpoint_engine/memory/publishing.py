@@ -186,14 +186,14 @@ def _is_awaited(destination: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
-def await_copies() -> None:
-    """Return when what was copied into pinned memory by this thread, off the current device, is there."""
+def await_copies(device: torch.device | None = None) -> None:
+    """Return when what was copied into pinned memory by this thread, off `device` or the current one, is there."""
     import torch
 
     from verl.utils.device import has_cuda_context
 
     if has_cuda_context():
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 def joined_pieces(

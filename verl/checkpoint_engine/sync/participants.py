@@ -226,7 +226,10 @@ class TrainerRank(_Participant):
     def __init__(
         self, index: int, source: WeightSource, config: CheckpointEngineConfig, *, host: str | None = None
     ) -> None:
+        from verl.utils.device import current_device_setter
+
         super().__init__("trainer", index, config, host)
+        self._thread.submit(current_device_setter())
         self._source = source
         self._prepared = False
         self._copy: _Copy | None = None

@@ -156,11 +156,17 @@ async def test_a_region_that_is_published_again_while_a_receiver_pulls_is_refuse
     async with fleet_of(TENSORS, tmp_path) as fleet:
         await fleet.manager.update_weights(1)
         stamp = engine_of(fleet.trainers[1])._stamp
+        pulling = [threading.Event(), threading.Event()]
+        """Nodes 0 and 2 have seen the first stamps, too: it is one publication that everybody reads."""
 
         def publish_again(target: int, nbytes: int) -> None:
             if nbytes > 1000:
+                assert all(event.wait(20) for event in pulling)
                 stamp.begin()
                 stamp.finish(2)
+
+        for node, event in zip((fleet.nodes[0], fleet.nodes[2]), pulling, strict=True):
+            engine_of(node)._wire.after_read = lambda target, nbytes, event=event: nbytes > 1000 and event.set()
 
         engine_of(fleet.nodes[1])._wire.after_read = publish_again
         error = await abort_of(fleet, 2)

@@ -15,7 +15,7 @@ from benchmarks.namespaces import Host, NotPermitted, joined_hosts
 from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, using
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet, Rank, weights
-from tests.checkpoint_engine.test_failures import grown
+from tests.checkpoint_engine.test_failures import POOLED, grown
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.memory.arena import committed_version
@@ -176,7 +176,7 @@ async def assert_syncs_go_on_and_nothing_leaks(fleet: FleetOnHosts, before: dict
     while True:
         await fleet.sync(version)
         fleet.assert_serves(version)
-        leaked = grown(before, await fleet.resources(), fleet.config.backend)
+        leaked = grown(before, await fleet.resources(), POOLED.get(fleet.config.backend, 0))
         if not leaked:
             return
         assert time.monotonic() < end_s, leaked

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 KEEPS_WITHIN_S = 60.0
 """A keeper that has not answered by then is given up; without load it takes milliseconds."""
+FREES_WITHIN_S = 10.0
+"""Afterwards a keeper is killed; then what watches its memory frees it."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,11 @@ class MemoryCheckpoint:
         self._step = None
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory, and return when it is free. Idempotent."""
         keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
+        if keepers:
+            freed = [keeper.actor.close.remote() for keeper in keepers]
+            ray.wait(freed, num_returns=len(freed), timeout=FREES_WITHIN_S)
         for keeper in keepers:
             ray.kill(keeper.actor)
 

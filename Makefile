@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run check test lint style types imports docs format lock clean distclean
+.PHONY: help install run sglang check test lint style types imports docs format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,8 +21,16 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
+test: install sglang ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Beside the environment: as a dependency it would replace packages that vLLM needs.
+sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CPU; without, they are skipped
+	@test requirements/sglang-cpu.txt -ot .venv/sglang/installed || { \
+	    rm -rf .venv/sglang && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --no-compile --target .venv/sglang \
+	        --requirement requirements/sglang-cpu.txt && touch .venv/sglang/installed; } || \
+	    echo "SGLang cannot be installed; what it said is above. Its tests are skipped."
 
 check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; about 4 minutes
 	@$(BIN)/python -m pytest -m "not job" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

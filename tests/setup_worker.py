@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 
 SOCKET = "VERL_WARM_WORKERS"
-"""What a worker's environment calls the socket of the server that forks it."""
+"""What a worker's environment calls the socket of the server that forks it. Empty: it starts as elsewhere."""
 
 
 def ask(arguments: list[str]) -> None:
@@ -24,6 +24,8 @@ def ask(arguments: list[str]) -> None:
             os.environ.update(json.loads(value)["env_vars"])
         elif name != "--language":
             rest.append(argument)
+    if not os.environ[SOCKET]:
+        os.execv(sys.executable, [sys.executable, *rest])
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET])
         send(connection, ["worker", rest, dict(os.environ), os.getcwd()], {number: number for number in range(3)})

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 FIXTURES = {"ray_cluster", "warm", "ranks"}
-MARKERS = ("vllm", "e2e", "alone", "gpu", "npu")
+MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
     "tests/benchmarks/",
     "tests/e2e/",

@@ -22,7 +22,7 @@ import torch
 from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
-from verl.checkpoint_engine.engines.vllm.leftovers import shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 
 START_TIMEOUT_S = 300.0

@@ -5,7 +5,7 @@ For FSDP, see `verl/compat/fsdp.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 __all__ = [
     "AllgatherOptions",
@@ -32,7 +34,10 @@ __all__ = [
     "ProcessGroupGloo",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
     "allow_amx",
+    "changed_by",
+    "changes_arguments",
     "children",
     "dump_memory",
     "gloo_group",
@@ -44,6 +49,7 @@ __all__ = [
     "replace_tensors",
     "scale_all",
     "set_timeout",
+    "tensors_in",
 ]
 
 
@@ -139,3 +145,22 @@ def record_memory(*, on: bool) -> None:
 def dump_memory(path: str) -> None:
     """Write what `record_memory` has noted, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Of an operator that a TorchDispatchMode sees: whether it writes into what it is given."""
+    return bool(operator._schema.is_mutable)
+
+
+def changed_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that `operator` writes into."""
+    arguments = operator._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(given.get(argument.name))
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dicts of them, however deep."""
+    return (value for value in tree_iter(values) if isinstance(value, torch.Tensor))

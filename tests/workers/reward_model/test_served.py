@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.workers.reward_model import head
-from verl.checkpoint_engine.engines.vllm.leftovers import shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.trainer.config.loader import load_config
 from verl.trainer.fleet.reward_models import num_engines, reward_function
 from verl.utils.config import ConfigError

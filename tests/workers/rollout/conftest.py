@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests import setup_worker, sglang_cpu
+from verl import envs
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
 from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.plan.layout import Layout
@@ -23,9 +26,21 @@ from verl.utils.builtin.tiny import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import RolloutError
+from verl.workers.rollout.sglang.replica import SGLangReplica
 
+SGLANG = Path(envs.__file__).parents[1] / ".venv/sglang"
+"""Where `make sglang` puts it: beside the environment, whose packages it would want in other versions."""
+STAND_INS = Path(sglang_cpu.__path__[0])
 MAX_MODEL_LEN = 256
 PROMPT = [3, 4, 5, 6]
+
+
+class SGLangOnCPU(SGLangReplica):
+    """Without SGLang's kernels, which there are none of for every CPU."""
+
+    def env_vars(self) -> dict[str, str]:
+        path = f"{STAND_INS}{os.pathsep}{SGLANG}"
+        return super().env_vars() | {"PYTHONPATH": path, setup_worker.SOCKET: ""}
 
 
 class Trainer:
@@ -108,7 +123,8 @@ def make_replica(tiny_models: dict[int, Path]) -> Callable[..., RolloutReplica]:
             "cpu_kvcache_gib": 0.1,
             "num_cpus": 0.1,
         }
-        return RolloutReplicaRegistry.get(engine)(
+        replica_class = SGLangOnCPU if engine == "sglang" else RolloutReplicaRegistry.get(engine)
+        return replica_class(
             replica_rank=replica_rank,
             config=RolloutConfig(**(defaults | config)),
             model=HFModelConfig(path=str(tiny_models[1])),
@@ -124,9 +140,15 @@ def trainer(tiny_models: dict[int, Path]) -> Iterator[Trainer]:
     trainer.close()
 
 
-@pytest.fixture(
-    scope="session", params=["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)])]
-)
+NEEDS_SGLANG = pytest.mark.skipif(not SGLANG.exists(), reason="SGLang is not there: make sglang")
+ENGINES = [
+    "hf",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
+    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(400), NEEDS_SGLANG]),
+]
+
+
+@pytest.fixture(scope="session", params=ENGINES)
 def shared(
     request: pytest.FixtureRequest, ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
 ) -> Iterator[Served]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.engines.vllm.leftovers import LOOK_EVERY_S, PREFIX, SHM_DIR, Leftovers, shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import LOOK_EVERY_S, PREFIX, SHM_DIR, Leftovers, shared_memory_of
 from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.util import get_node_ip_address
 
-from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
+from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.utils.lifetime import begin_actor
 from verl.workers.config.reward_model import RewardRolloutConfig
 from verl.workers.rollout.errors import RolloutError

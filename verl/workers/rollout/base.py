@@ -310,11 +310,17 @@ class RolloutReplica(ABC):
         except TimeoutError as exc:
             raise ReplicaTimeout(f"{self.name} did not answer {method} within {timeout_s:g} s{key}") from exc
         except RayActorError as exc:
-            raise ReplicaDied(f"{self.name} died: {str(exc).strip().splitlines()[0]}") from exc
+            raise ReplicaDied(f"{self.name} died: {_cause_of_death(exc)}") from exc
         except RayTaskError as exc:
             if isinstance(exc.cause, (RolloutError, CheckpointEngineError, ConfigError)):
                 raise exc.cause from exc
             raise RolloutError(f"{self.name}: {method} failed: {type(exc.cause).__name__}: {exc.cause}") from exc
+
+
+def _cause_of_death(exc: RayActorError) -> str:
+    """Ray's message in a line. What failed in the server's constructor stands at the end of a traceback."""
+    lines = str(exc).strip().splitlines()
+    return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
 async def _result(ref: Awaitable[Any]) -> Any:

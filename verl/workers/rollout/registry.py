@@ -16,6 +16,11 @@ BUILTIN = {
         package="vllm",
         remedy="pip install 'verl-sync[cuda]' on a CUDA machine, or `make install` on a CPU machine",
     ),
+    "sglang": Builtin(
+        target="verl.workers.rollout.sglang.replica:SGLangReplica",
+        package="sglang",
+        remedy="pip install sglang==0.5.23 into an environment of its own for a CUDA machine, and verl-sync beside it",
+    ),
     "hf": Builtin(
         target="verl.workers.rollout.hf.replica:HFReplica",
         package="transformers",

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl.checkpoint_engine.engines.vllm.leftovers import Leftovers
+from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.engines.vllm.reports import take_names_kept_wide, take_reports
 from verl.checkpoint_engine.memory.arena import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME

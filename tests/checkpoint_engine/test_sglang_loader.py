@@ -1,0 +1,146 @@
+"""What a rank of SGLang finds out while its model's loaders copy a version: nothing of it may be lost or made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl.checkpoint_engine.engines.sglang import loader
+from verl.checkpoint_engine.engines.sglang.orders import Order, Report, checked, take_reports, write_report
+from verl.checkpoint_engine.errors import ActivationError
+
+VERSION = {"q": torch.randn(4, 3), "k": torch.randn(2, 3), "norm": torch.randn(3), "head": torch.randn(5, 3)}
+ORDER = Order(reports="", arena_path="/arena", version=7, check=True)
+
+
+class Model(torch.nn.Module):
+    """Fuses q and k, turns the head, and has a loader that can be told to forget or to take no notice."""
+
+    def __init__(self, forgets: str = "", norm_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(6, 3))
+        self.norm = torch.nn.Parameter(torch.zeros(3, dtype=norm_dtype))
+        self.head = torch.nn.Parameter(torch.zeros(3, 5))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self._forgets = forgets
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self._forgets:
+                continue
+            if name == "q":
+                self.qk.data[:4].copy_(tensor)
+            elif name == "k":
+                self.qk.data.narrow(0, 4, 2).copy_(tensor)
+            elif name == "norm":
+                self.norm.data.copy_(tensor)
+            elif name == "head":
+                self.head.data.copy_(tensor.t().contiguous())
+
+
+def loaded(model: torch.nn.Module, version: dict[str, torch.Tensor] = VERSION) -> Report:
+    return loader.check_while_loading(model, lambda: version.items())
+
+
+def test_a_version_that_fills_the_model_and_is_taken_whole_is_right():
+    model = Model()
+    report = loaded(model)
+    assert report == Report()
+    assert torch.equal(model.qk, torch.cat([VERSION["q"], VERSION["k"]]))
+    assert torch.equal(model.head, VERSION["head"].t())
+    assert "every value of the model" in checked({0: report}, ORDER).found
+
+
+@pytest.mark.parametrize(("forgotten", "holes"), [("k", "qk"), ("head", "head")])
+def test_a_value_that_no_tensor_reaches_is_named_and_the_tensor_that_nobody_took(forgotten: str, holes: str):
+    report = loaded(Model(forgets=forgotten))
+    assert (report.unfilled, report.unread) == ([holes], [forgotten])
+    with pytest.raises(ActivationError, match=f"rank 0: no tensor fills {holes}; the model takes nothing from"):
+        checked({0: report}, ORDER)
+
+
+def test_a_tensor_that_the_model_does_not_know_is_named():
+    report = loaded(Model(), VERSION | {"mtp.head": torch.randn(2)})
+    assert (report.unfilled, report.unread) == ([], ["mtp.head"])
+
+
+def test_a_tensor_that_is_there_twice_counts_as_taken():
+    assert loaded(Model(), VERSION | {"tied": VERSION["head"].clone()}) == Report()
+
+
+def test_tensors_that_share_their_memory_are_told_apart():
+    slot = torch.randn(12)
+    parts = {"q": slot[:0].reshape(0, 3), **VERSION, "norm": slot[3:6], "other": slot[6:9]}
+    assert loaded(Model(), parts).unread == ["other"]
+
+
+def test_a_version_with_a_nan_is_loaded_as_it_is():
+    broken = VERSION | {"norm": torch.full((3,), torch.nan)}
+    assert loaded(Model(), broken) == Report()
+
+
+def test_a_tensor_that_another_rank_takes_is_no_problem():
+    reports = {0: Report(unread=["expert.0", "mtp"]), 1: Report(unread=["expert.1", "mtp"])}
+    with pytest.raises(ActivationError, match="the model takes nothing from mtp$"):
+        checked(reports, ORDER)
+
+
+def test_what_the_model_keeps_wide_and_came_rounded_is_refused():
+    version = {name: tensor.bfloat16() for name, tensor in VERSION.items()}
+    model = Model().bfloat16()
+    model.norm.data = model.norm.data.float()
+    report = loaded(model, version)
+    assert report.widened == ["norm"]
+    with pytest.raises(ActivationError, match="keeps norm in float32, and they came rounded"):
+        checked({0: report}, ORDER)
+
+
+def test_integers_that_nothing_was_copied_into_are_named():
+    model = Model()
+    model.scale = torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    assert loaded(model).unfilled == ["scale"]
+
+
+@pytest.fixture
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+
+def carry_out(model: torch.nn.Module, order: Order) -> None:
+    loader.load(model, [(order.encode(), torch.empty(0))])
+
+
+def test_names_that_are_kept_wide_are_found_in_the_checkpoint(tmp_path: Path, rank_0: None):
+    directory, reports = tmp_path / "model", tmp_path / "reports"
+    directory.mkdir()
+    reports.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in VERSION.items()}, directory / "model.safetensors")
+    model = Model().bfloat16()
+    model.norm.data = model.norm.data.float()
+    for expected, one in ((["norm"], model), ([], Model().bfloat16())):
+        carry_out(one, Order(reports=str(reports), directory=str(directory)))
+        assert take_reports(reports, 1)[0].widened == expected
+
+
+def test_a_failure_is_told_and_leaves_the_engine_alive(tmp_path: Path, rank_0: None):
+    carry_out(Model(), Order(reports=str(tmp_path), arena_path=str(tmp_path / "gone"), version=3))
+    with pytest.raises(ActivationError, match="rank 0: "):
+        take_reports(tmp_path, 1)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):
+    write_report(tmp_path, 0, Report())
+    with pytest.raises(ActivationError, match="rank 1 of SGLang did not load it"):
+        take_reports(tmp_path, 2)
+
+
+def test_an_order_is_json_that_names_what_it_is_for():
+    assert json.loads(ORDER.encode()) == {"reports": "", "arena_path": "/arena", "version": 7, "check": True} | {
+        "directory": ""
+    }

@@ -1,0 +1,1 @@
+"""SGLang's side of a sync."""

@@ -1,0 +1,93 @@
+"""The function that SGLang calls in each of its ranks to load a version: see `orders`.
+
+An exception in a custom weight loader ends SGLang's engine, so none leaves this one: it is told in the report, and the
+server, which knows that the weights are torn then, lets nothing be generated from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from verl.checkpoint_engine.engines.sglang.flow import Flow
+from verl.checkpoint_engine.engines.sglang.orders import Order, Report, write_report
+from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.memory.arena import open_to_activate
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Carry out the order in `named_tensors` on this rank's `model`. Raises nothing that an order can cause."""
+    ((text, _),) = named_tensors
+    order = msgspec.json.decode(text, type=Order)
+    begin_s = time.perf_counter()
+    try:
+        report = _names_kept_wide(model, Path(order.directory)) if order.directory else _load_version(model, order)
+    except Exception as exc:  # noqa: BLE001 - whatever SGLang's loaders raise
+        report = Report(failed=exc.message if isinstance(exc, CheckpointEngineError) else _told(exc))
+    report = msgspec.structs.replace(report, seconds=time.perf_counter() - begin_s)
+    write_report(Path(order.reports), torch.distributed.get_rank(), report)
+
+
+def _load_version(model: Any, order: Order) -> Report:
+    with open_to_activate(order.arena_path, order.version) as (_, slot):
+        if not order.check:
+            model.load_weights(slot.tensors())
+            return Report()
+        return check_while_loading(model, slot.tensors)
+
+
+def check_while_loading(model: Any, weights: Callable[[], Weights]) -> Report:
+    """Load `weights`, and find out what went where.
+
+    Everything is filled with NaN before, which no value survives that the version does not bring. Integers, which have
+    none, are told as unfilled if nothing was copied into them.
+    """
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    for tensor in held.values():
+        if tensor.dtype.is_floating_point:
+            tensor.data.fill_(torch.nan)
+    flow = Flow(dict(weights()))
+    with flow:
+        model.load_weights(iter(weights()))
+    unfilled = [name for name, tensor in held.items() if not _is_filled(tensor.data, flow)]
+    return Report(unfilled=sorted(unfilled), unread=flow.unread(), widened=flow.widened())
+
+
+def _is_filled(tensor: torch.Tensor, flow: Flow) -> bool:
+    if not tensor.dtype.is_floating_point:
+        return flow.wrote(tensor)
+    return not bool(torch.isnan(tensor.float()).any()) or flow.brings_nan
+
+
+def _names_kept_wide(model: Any, directory: Path) -> Report:
+    """Which tensors of the checkpoint in `directory` fill values that the model has in float32 among narrower ones."""
+    dtypes = {tensor.dtype for tensor in model.parameters() if tensor.dtype.is_floating_point}
+    if len(dtypes) == 1 or torch.float32 not in dtypes:
+        return Report()
+    weights = dict(_tensors_of(directory))  # mapped, not read
+    flow = Flow(weights)
+    with flow:
+        model.load_weights(iter(weights.items()))
+    return Report(widened=flow.widened())
+
+
+def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
+
+    for path in checkpoint_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+
+
+def _told(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"

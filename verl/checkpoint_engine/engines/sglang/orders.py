@@ -1,0 +1,92 @@
+"""What the server tells SGLang's ranks, and what each of them answers.
+
+SGLang hands a custom weight loader a list of (name, tensor) and nothing else, and passes no answer back. So an order is
+the name of an empty tensor, and answers are files in a directory that the order names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.plan.types import EngineCheckResult
+
+LOADER = f"{__package__}.loader.load"
+"""For SGLang's `custom_weight_loader`, and the `load_format` of an update."""
+MOST_NAMED = 5
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Load `version` from an arena or, without one, find out what of the checkpoint in `directory` is kept wide."""
+
+    reports: str
+    """The directory for answers."""
+    arena_path: str = ""
+    version: int = -1
+    check: bool = False
+    """Find out whether every value of the model came from the version, and every tensor of it went into the model."""
+    directory: str = ""
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank."""
+
+    seconds: float = 0.0
+    failed: str = ""
+    """Why the order was not carried out."""
+    unfilled: list[str] = []
+    """Values of the model, by SGLang's names, that no tensor of the version reached."""
+    unread: list[str] = []
+    """Tensors of the version that this rank took nothing from."""
+    widened: list[str] = []
+    """Tensors whose values the model keeps in float32, though they came in something narrower."""
+
+
+def write_report(directory: Path, rank: int, report: Report) -> None:
+    (directory / f"{rank}.json").write_bytes(msgspec.json.encode(report))
+
+
+def take_reports(directory: Path, ranks: int) -> dict[int, Report]:
+    """What all ranks wrote since it was called last. Raises ActivationError with what failed on any, and for a rank
+    that wrote nothing."""
+    reports = {}
+    for file in sorted(directory.glob("*.json")):
+        reports[int(file.stem)] = msgspec.json.decode(file.read_bytes(), type=Report)
+        file.unlink()
+    if failed := [f"rank {rank}: {report.failed}" for rank, report in reports.items() if report.failed]:
+        raise ActivationError("; ".join(failed))
+    if silent := sorted(set(range(ranks)) - reports.keys()):
+        raise ActivationError(f"rank {', '.join(map(str, silent))} of SGLang did not load it and does not say why")
+    return reports
+
+
+def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | None:
+    """What is known after `order`. Raises ActivationError if the engine computes with anything else than the version.
+
+    A tensor may be read by some ranks only: experts are divided among them.
+    """
+    if not order.check:
+        return None
+    problems = [
+        f"rank {rank}: no tensor fills {_named(report.unfilled)}" for rank, report in reports.items() if report.unfilled
+    ]
+    if unread := set.intersection(*(set(report.unread) for report in reports.values())):
+        problems.append(f"the model takes nothing from {_named(sorted(unread))}")
+    if widened := sorted({name for report in reports.values() for name in report.widened}):
+        problems.append(f"SGLang keeps {_named(widened)} in float32, and they came rounded: set rollout.dtype=float32")
+    if problems:
+        raise ActivationError("; ".join(problems), version=order.version, phase="activate")
+    return EngineCheckResult(
+        seconds=max(report.seconds for report in reports.values()),
+        found="every value of the model came from the version, and every tensor of it was taken",
+    )
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

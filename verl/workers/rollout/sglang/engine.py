@@ -1,0 +1,321 @@
+"""SGLang behind the `Engine` port. The one file that imports SGLang; runs in the server process only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from sglang.srt.entrypoints.engine import Engine as SGLang
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+
+from verl.checkpoint_engine.engines.leftovers import Leftovers
+from verl.checkpoint_engine.engines.sglang.orders import LOADER, Order, Report, checked, take_reports
+from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.plan.types import EngineCheckResult
+from verl.utils.config import ConfigError
+from verl.workers.rollout.engine import EngineSpec, eos_token_ids
+from verl.workers.rollout.errors import ReplicaDied, RolloutError
+from verl.workers.rollout.records import NO_VERSION, SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+from verl.workers.rollout.sglang.room import kv_cache_tokens
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LIVENESS_S = 0.5
+"""How often a control call that takes long asks whether the schedulers are alive."""
+AGAIN_S = 0.02
+"""Until requests that had not reached the scheduler yet are told again to end."""
+SPARE_TOKENS = 8
+"""SGLang ends a response a little before its context is full. The server sees to the real limit."""
+FLUSHED_WITHIN_S = 10.0
+STOP_REASONS: dict[str, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
+
+
+class SGLangEngine:
+    """One SGLang engine whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._eos: tuple[int, ...] = ()
+        self._sglang: SGLang | None = None
+        self._schedulers: list[psutil.Process] = []
+        self._leftovers: Leftovers | None = None
+        self._reports = Path()
+        """Where ranks answer orders."""
+        self._open = asyncio.Event()
+        """Requests may be given to SGLang. While they may not they wait here, where nothing has to be told of them."""
+        self._running: dict[str, asyncio.Event] = {}
+        """Requests that SGLang has, by id; each event is set when its request has ended."""
+        self._has_checked = False
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> tuple[str, ...]:
+        """Blocks the engine loop for as long as SGLang takes; nothing else can happen before anyway."""
+        spec = self._spec
+        self._eos = eos_token_ids(spec.model)
+        if spec.device == "cpu":
+            cores = len(os.sched_getaffinity(0)) // spec.local_count
+            os.environ["OMP_NUM_THREADS"] = str(max(1, cores))
+        self._leftovers = Leftovers()
+        self._reports = self._leftovers.directory / "reports"
+        self._reports.mkdir()
+        with self._leftovers.taking_temporary_files(), self._leftovers.finding_shared_memory():
+            try:
+                self._sglang = SGLang(**self._arguments())
+            except (ValueError, AssertionError) as exc:
+                raise ConfigError(f"{spec.name}: SGLang refuses its settings: {exc}") from exc
+            except RuntimeError as exc:
+                raise RolloutError(f"{spec.name}: SGLang did not start: {exc}") from exc
+        self._schedulers = [psutil.Process(pid) for pid in self._sglang.get_all_child_pids()]
+        self._open.set()
+        wide = await self._carry_out(Order(reports=str(self._reports), directory=spec.model.path))
+        return tuple(sorted({name for report in wide.values() for name in report.widened}))
+
+    def _arguments(self) -> dict[str, Any]:
+        spec, config = self._spec, self._spec.config
+        chunk = max(config.max_num_batched_tokens, spec.max_model_len)
+        arguments: dict[str, Any] = {
+            "model_path": spec.model.path,
+            "skip_tokenizer_init": True,  # prompts and responses are token ids
+            "trust_remote_code": spec.model.trust_remote_code,
+            "device": spec.device,
+            "dtype": config.dtype,
+            "load_format": config.load_format,
+            "random_seed": spec.seed,
+            "tp_size": config.tensor_model_parallel_size,
+            "context_length": spec.max_model_len + SPARE_TOKENS,
+            "max_running_requests": config.max_num_seqs,
+            "max_prefill_tokens": chunk,
+            "chunked_prefill_size": chunk if config.enable_chunked_prefill else -1,
+            "disable_radix_cache": not config.enable_prefix_caching,
+            "disable_cuda_graph": config.enforce_eager or spec.device == "cpu",
+            "enable_memory_saver": spec.can_sleep,
+            "custom_weight_loader": [LOADER],
+            "log_level": "error",
+        }
+        if spec.model.override_config:
+            arguments["json_model_override_args"] = json.dumps(dict(spec.model.override_config))
+        if spec.device == "cpu":
+            arguments |= {
+                "max_total_tokens": kv_cache_tokens(spec),
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_overlap_schedule": True,
+            }
+        else:
+            arguments["mem_fraction_static"] = config.gpu_memory_utilization
+        return arguments | (config.engine_kwargs.get("sglang") or {})
+
+    async def shutdown(self) -> None:
+        sglang, self._sglang = self._sglang, None
+        if sglang is not None:
+            sglang.shutdown()
+        if self._leftovers is not None:
+            self._leftovers.remove()
+
+    async def health(self) -> None:
+        self._require_alive()
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        if sampling.seed is not None:
+            raise RolloutError(
+                f"{self._spec.name}: request {request_id} has a seed: SGLang takes none per request (rollout.seed)"
+            )
+        if sampling.ignore_eos and sampling.stop_token_ids:
+            raise RolloutError(
+                f"{self._spec.name}: request {request_id}: of ignore_eos and stop_token_ids SGLang takes one"
+            )
+        await self._open.wait()
+        ended = self._running[request_id] = asyncio.Event()
+        try:
+            return await self._alive(self._generate(prompt_ids, sampling, request_id))
+        finally:
+            del self._running[request_id]
+            ended.set()
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+        # SGLang's own log-probs are those before top-k and top-p; what it keeps of a filtered distribution it tells.
+        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        request = GenerateReqInput(
+            rid=request_id,
+            input_ids=list(prompt_ids),
+            sampling_params={
+                "max_new_tokens": min(sampling.max_tokens, self._spec.max_model_len - len(prompt_ids)),
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "stop_token_ids": sorted({*sampling.stop_token_ids, *self._eos}),
+                "ignore_eos": sampling.ignore_eos,
+            },
+            return_logprob=sampling.logprobs,
+            return_sampling_mask=sampling.logprobs and filtered,
+        )
+        try:
+            answers = [answer async for answer in self._manager.generate_request(request, None)]
+        except asyncio.CancelledError:
+            self._manager.abort_request(request_id)
+            raise
+        except ValueError as exc:
+            raise RolloutError(f"{self._spec.name}: SGLang refuses request {request_id}: {exc}") from exc
+        if not answers:
+            raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from SGLang")
+        return self._token_output(answers[-1], request_id, sampling.logprobs, filtered)
+
+    def _token_output(self, answer: dict[str, Any], request_id: str, logprobs: bool, filtered: bool) -> TokenOutput:
+        about = answer.get("meta_info", {})
+        reason = (about.get("finish_reason") or {}).get("type")
+        if reason not in STOP_REASONS:
+            raise RolloutError(f"{self._spec.name}: request {request_id} ended with {reason!r}")
+        tokens = list(answer.get("output_ids") or ())
+        log_probs: list[float] | None = None
+        if logprobs:
+            told = about.get("output_token_logprobs") or ()
+            log_probs = [log_prob for log_prob, *_ in told]
+            if filtered:
+                log_probs = [float(log_prob) for log_prob in about.get("output_token_sampling_logprobs") or ()]
+            if len(log_probs) != len(tokens):
+                raise RolloutError(
+                    f"{self._spec.name}: request {request_id} has {len(tokens)} tokens and {len(log_probs)} log-probs"
+                )
+        spans = tuple(
+            WeightVersionSpan(span["start"], span["end"], _version(span["version"]))
+            for span in about.get("weight_versions") or ()
+            if span["end"] > span["start"]
+        )
+        return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans)
+
+    async def pause(self, mode: str) -> None:
+        """SGLang takes requests back to its queue (`retract`), and computes them again from their tokens later."""
+        self._open.clear()
+        if mode == "abort":
+            while self._running:
+                self._manager.abort_request(abort_all=True)
+                await self._ended(AGAIN_S)
+        elif mode == "wait":
+            await self._manager.continue_generation(ContinueGenerationReqInput())  # for those that were kept
+            while self._running:
+                await self._ended(LIVENESS_S)
+                self._require_alive()
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._flush()  # answered when the scheduler has stopped
+
+    async def resume(self) -> None:
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._open.set()
+
+    async def clear_cache(self) -> None:
+        if not self._open.is_set():
+            await self._flush()
+            return
+        await self.pause("keep")
+        await self.resume()
+
+    async def _ended(self, timeout_s: float) -> None:
+        """Until what runs now has ended, or `timeout_s` has passed."""
+        waiting = [asyncio.ensure_future(ended.wait()) for ended in self._running.values()]
+        await asyncio.wait(waiting, timeout=timeout_s)
+        for task in waiting:
+            task.cancel()
+
+    async def _flush(self) -> None:
+        """While paused. A batch whose requests have all ended may be there for another turn of the scheduler's loop.
+
+        SGLang's own waiting, `flush_cache(timeout_s=...)`, is for a queue without requests, also while it is paused.
+        """
+        deadline = time.monotonic() + FLUSHED_WITHIN_S
+        while not (flushed := await self._alive(self._manager.flush_cache())).success:
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self._spec.name}: SGLang did not flush its cache: {flushed.message}")
+            await asyncio.sleep(AGAIN_S)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
+        when = self._spec.config.checkpoint_engine.get("check_engine", "first")
+        check = when == "always" or (when == "first" and not self._has_checked)
+        order = Order(reports=str(self._reports), arena_path=arena_path, version=version, check=check)
+        found = checked(await self._carry_out(order), order)
+        self._has_checked |= check
+        await self._flush()
+        return found
+
+    async def _carry_out(self, order: Order) -> dict[int, Report]:
+        """Have every rank carry out `order`. Raises ActivationError; the engine's weights may be torn then."""
+        ranks = self._spec.config.tensor_model_parallel_size
+        payload = MultiprocessingSerializer.serialize([(order.encode(), torch.empty(0))])
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * ranks,
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=str(order.version) if order.arena_path else None,
+        )
+        await self._told(self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        try:
+            await self._told(self._manager.update_weights_from_tensor(update))
+        finally:
+            await self._told(self._manager.end_weight_update(EndWeightUpdateReqInput()))
+        return take_reports(self._reports, ranks)
+
+    async def _told(self, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
+        success, message = (await self._alive(call))[:2]
+        if not success:
+            raise ActivationError(f"SGLang refuses the update: {message}")
+
+    async def sleep(self, *, weights: bool) -> None:
+        tags = ["kv_cache", "weights"] if weights else ["kv_cache"]
+        await self._alive(self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags)))
+
+    async def wake(self, *, weights: bool) -> None:
+        tags = ["weights"] if weights else ["kv_cache"]
+        await self._alive(self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags)))
+
+    # -- liveness ---------------------------------------------------------------------------------------------------
+
+    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers, or ReplicaDied: it would be waited for for ever when a scheduler is gone."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([answer], timeout=LIVENESS_S))[0]:
+                self._require_alive()
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    def _require_alive(self) -> None:
+        for process in self._schedulers:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise ReplicaDied(f"{self._spec.name}: the engine died")
+
+    @property
+    def _manager(self) -> Any:
+        if self._sglang is None:
+            raise ReplicaDied(f"{self._spec.name}: the engine is not running")
+        return self._sglang.tokenizer_manager
+
+
+def _version(label: str) -> int:
+    """SGLang calls the weights it started with `default`; ours are labelled with their number."""
+    return int(label) if label.lstrip("-").isdigit() else NO_VERSION

@@ -1,0 +1,26 @@
+"""How many tokens' keys and values fit into memory, where the engine is to be told."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config
+from verl.workers.rollout.engine import EngineSpec
+
+
+def kv_cache_tokens(spec: EngineSpec) -> int:
+    """That fit into `rollout.cpu_kvcache_gib`. Raises ConfigError if that is no whole sequence."""
+    config = load_hf_config(spec.model).get_text_config()
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize: int = getattr(torch, spec.config.dtype).itemsize
+    tokens: int = int(spec.config.cpu_kvcache_gib * 2**30) // (
+        2 * config.num_hidden_layers * heads * head_dim * itemsize
+    )
+    if tokens < spec.max_model_len:
+        raise ConfigError(
+            f"{spec.name}: actor_rollout_ref.rollout.cpu_kvcache_gib={spec.config.cpu_kvcache_gib} holds the keys and "
+            f"values of {tokens} tokens, fewer than one sequence has (rollout.max_model_len={spec.max_model_len})"
+        )
+    return tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import setup_worker, sglang_cpu
-from verl import envs
+from tests.sglang_on_cpu import NEEDS_SGLANG
 from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
 from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.plan.layout import Layout
@@ -26,21 +24,9 @@ from verl.utils.builtin.tiny import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import RolloutError
-from verl.workers.rollout.sglang.replica import SGLangReplica
 
-SGLANG = Path(envs.__file__).parents[1] / ".venv/sglang"
-"""Where `make sglang` puts it: beside the environment, whose packages it would want in other versions."""
-STAND_INS = Path(sglang_cpu.__path__[0])
 MAX_MODEL_LEN = 256
 PROMPT = [3, 4, 5, 6]
-
-
-class SGLangOnCPU(SGLangReplica):
-    """Without SGLang's kernels, which there are none of for every CPU."""
-
-    def env_vars(self) -> dict[str, str]:
-        path = f"{STAND_INS}{os.pathsep}{SGLANG}"
-        return super().env_vars() | {"PYTHONPATH": path, setup_worker.SOCKET: ""}
 
 
 class Trainer:
@@ -123,8 +109,7 @@ def make_replica(tiny_models: dict[int, Path]) -> Callable[..., RolloutReplica]:
             "cpu_kvcache_gib": 0.1,
             "num_cpus": 0.1,
         }
-        replica_class = SGLangOnCPU if engine == "sglang" else RolloutReplicaRegistry.get(engine)
-        return replica_class(
+        return RolloutReplicaRegistry.get(engine)(
             replica_rank=replica_rank,
             config=RolloutConfig(**(defaults | config)),
             model=HFModelConfig(path=str(tiny_models[1])),
@@ -140,11 +125,10 @@ def trainer(tiny_models: dict[int, Path]) -> Iterator[Trainer]:
     trainer.close()
 
 
-NEEDS_SGLANG = pytest.mark.skipif(not SGLANG.exists(), reason="SGLang is not there: make sglang")
 ENGINES = [
     "hf",
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(400), NEEDS_SGLANG]),
+    pytest.param("sglang-on-cpu", marks=[pytest.mark.sglang, pytest.mark.timeout(400), NEEDS_SGLANG]),
 ]
 
 

@@ -50,7 +50,7 @@ async def test_a_response_ends_with_a_stop_token_and_includes_it(served: Served)
     whole = await served.generate(max_tokens=20, temperature=0.0, ignore_eos=True)
     stop = whole.token_ids[3]
     options = {"max_tokens": 20, "temperature": 0.0, "stop_token_ids": (stop,)}
-    if served.replica.config.name == "sglang":  # which ends at both or at none
+    if served.replica.config.name == "sglang-on-cpu":  # which ends at both or at none
         with pytest.raises(RolloutError, match="SGLang takes one"):
             await served.generate(**options, ignore_eos=True)
         output = await served.generate(**options)
@@ -105,7 +105,7 @@ async def test_top_k_leaves_only_the_likeliest_tokens(served: Served):
 
 
 async def test_a_seed_makes_a_response_repeatable(served: Served):
-    if served.replica.config.name == "sglang":
+    if served.replica.config.name == "sglang-on-cpu":
         with pytest.raises(RolloutError, match="SGLang takes none per request"):
             await served.generate(seed=5)
         return

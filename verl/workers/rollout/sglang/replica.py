@@ -41,8 +41,6 @@ class SGLangReplica(RolloutReplica):
 
     def check_config(self) -> None:
         config = self.config
-        if config.profiler.enable:
-            raise ConfigError("rollout.profiler.enable=true: rollout.name=sglang writes no traces; set it to false")
         if self.device == "cpu" and config.tensor_model_parallel_size > 1:
             raise ConfigError(
                 f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: SGLang on cpu has been tried "

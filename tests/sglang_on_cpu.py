@@ -1,0 +1,27 @@
+"""SGLang on a machine with neither kernels nor an accelerator: the real engine, with stand-ins for what it lacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import setup_worker
+from verl.workers.rollout import RolloutReplicaRegistry
+from verl.workers.rollout.sglang.replica import SGLangReplica
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent / ".venv/sglang"
+"""Where `make sglang` puts it: beside the environment, whose packages it would want in other versions."""
+STAND_INS = HERE / "sglang_stand_ins"
+NEEDS_SGLANG = pytest.mark.skipif(not (PACKAGE / "sglang").exists(), reason="SGLang is not there: make sglang")
+
+
+@RolloutReplicaRegistry.register("sglang-on-cpu")
+class SGLangOnCPU(SGLangReplica):
+    """Its server, and the processes that this starts, find SGLang and the stand-ins; no other process does."""
+
+    def env_vars(self) -> dict[str, str]:
+        path = f"{STAND_INS}{os.pathsep}{PACKAGE}"
+        return super().env_vars() | {"PYTHONPATH": path, setup_worker.SOCKET: ""}

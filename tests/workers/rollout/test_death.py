@@ -19,7 +19,9 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import soon
+from tests.sglang_on_cpu import NEEDS_SGLANG
 from tests.workers.rollout.conftest import Served, Trainer
+from verl.checkpoint_engine.engines.leftovers import SHM_DIR
 from verl.workers.rollout import RolloutReplica, launch_all
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 
@@ -149,11 +151,39 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
     assert soon(lambda: temporary_files() <= before), temporary_files() - before
 
 
+@pytest.mark.sglang
+@pytest.mark.timeout(400)
+@NEEDS_SGLANG
+async def test_killing_a_scheduler_of_sglang_ends_all_of_it_and_leaves_nothing(
+    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
+):
+    before = temporary_files()
+    replica = make_replica("sglang-on-cpu", 12)
+    served = Served(replica, trainer)
+    await replica.init_standalone()
+    try:
+        await served.serve(1)
+        await replica.pause("keep")
+        parked = served.submit()
+        await asyncio.sleep(0.2)
+        server = await server_process(replica)
+        children = server.children(recursive=True)
+        (scheduler,) = [process for process in children if "scheduler" in process.name()]
+        scheduler.kill()
+        await assert_dead_soon(replica)
+        with pytest.raises(Exception, match="died"):  # said by the server, unless SGLang has ended that, too
+            await asyncio.wait_for(_wait(parked), 20)
+    finally:
+        await replica.shutdown()
+    assert wait_until_gone([server, *children], 20) == []
+    assert soon(lambda: temporary_files() <= before), temporary_files() - before
+
+
 def temporary_files() -> set[Path]:
     """But for those of servers that live: other tests have some, at the same time."""
     directory = Path(tempfile.gettempdir())
-    left = {path for path in directory.glob("verl-vllm-*") if not is_locked(path / "lock")}
-    return {*directory.glob("vllm_dist_*"), *left}
+    left = {path for path in directory.glob("verl-engine-*") if not is_locked(path / "lock")}
+    return {*directory.glob("vllm_dist_*"), *SHM_DIR.glob("sglang_*"), *left}
 
 
 def is_locked(path: Path) -> bool:

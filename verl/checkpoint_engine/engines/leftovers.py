@@ -1,8 +1,9 @@
-"""What vLLM leaves on the machine when its processes are ended, and who removes it.
+"""What engines leave on the machine when their processes are ended, and who removes it.
 
 vLLM 0.32 keeps its sockets as files, lets its ranks meet through a temporary file that it never removes, and has, for
-each worker, a ring buffer of 160 MiB in shared memory; libraries that it loads make semaphores. Processes that are
-killed remove none of them; its own shutdown kills them. A janitor therefore outlives the server and cleans up.
+each worker, a ring buffer of 160 MiB in shared memory; libraries that it loads make semaphores. SGLang 0.5 has sockets
+as files, too, and tells its load in shared memory. Processes that are killed remove none of them, and the shutdown of
+both kills them. A janitor therefore outlives the server and cleans up.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from verl import envs
 from verl.checkpoint_engine.memory.janitor import Janitor, sweep
 
 SHM_DIR = Path("/dev/shm")
-PREFIX = "verl-vllm-"
+PREFIX = "verl-engine-"
 LOOK_EVERY_S = 0.05
-OURS = ("psm_", "vllm_", "sem.mp-")
-"""Names that Python's and vLLM's files there begin with. Arenas, which children map, too, have their own owner."""
+OURS = ("psm_", "vllm_", "sem.mp-", "sglang_")
+"""Names that Python's and the engines' files there begin with. Arenas, which children map, too, have another owner."""
 
 
 class Leftovers:
-    """Belongs to the server process, the parent of vLLM's processes. Removed when that ends, however it ends."""
+    """Belongs to the server process, the parent of the engine's processes. Removed when that ends, however it ends."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()), PREFIX)
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        """For vLLM's sockets and temporary files. The path is short: a socket's may have 107 characters."""
+        """For the engine's sockets and temporary files. The path is short: a socket's may have 107 characters."""
         self._lock = (self.directory / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
         self._found: set[Path] = set()
 
     def memory_directory(self) -> Path:
-        """A new directory in shared memory, for files of ours that vLLM's processes read."""
+        """A new directory in shared memory, for files of ours that the engine's processes read."""
         directory = Path(tempfile.mkdtemp(prefix="verl-adapter-", dir=envs.shm_dir()))
         self._janitor.watch(directory)
         return directory
@@ -61,7 +62,7 @@ class Leftovers:
 
     @contextmanager
     def finding_shared_memory(self) -> Iterator[None]:
-        """Note what vLLM's processes map while the engine starts: it maps nothing new later.
+        """Note what the engine's processes map while it starts: they map nothing new later.
 
         A thread looks again and again, because a server may be killed before its engine has started. What processes
         have mapped it reads only for new names: twice, as a file has its name a moment before it is mapped.
@@ -77,7 +78,7 @@ class Leftovers:
                     self._find_shared_memory()
                 known, recent = recent, names
 
-        thread = threading.Thread(target=look, name="vllm-leftovers", daemon=True)
+        thread = threading.Thread(target=look, name="engine-leftovers", daemon=True)
         thread.start()
         try:
             yield
@@ -97,7 +98,7 @@ class Leftovers:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Files in shared memory of vLLM that the descendants of `pid` have mapped."""
+    """Files in shared memory of engines that the descendants of `pid` have mapped."""
     mapped: set[str] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:

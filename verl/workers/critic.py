@@ -36,8 +36,8 @@ class CriticLoss:
         batch = tensors_of(micro_batch)
         loss, metrics = compute_value_loss(
             log_prob,
-            batch["values"],
             batch["returns"],
+            batch["values"],
             batch["response_mask"],
             cliprange_value=self._config.cliprange_value,
             loss_agg_mode=self._config.loss_agg_mode,

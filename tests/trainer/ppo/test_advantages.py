@@ -7,7 +7,9 @@ from verl.trainer.ppo.core_algos import (
     AdvantageEstimator,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -179,6 +181,10 @@ def test_estimators_can_be_called_with_verls_arguments():
     assert returns[0].tolist() == [0.25, 0.5, 1.0]
     _, returns = compute_reinforce_plus_plus_outcome_advantage(rewards, mask, AlgorithmConfig(gamma=0.5))
     assert returns[0].tolist() == [0.25, 0.5, 1.0]
+    advantages, _ = compute_remax_outcome_advantage(rewards, torch.tensor([0.5, 1.0]), mask)
+    assert advantages[:, 0].tolist() == [0.5, 2.0]
+    ahead, _ = compute_grpo_passk_outcome_advantage(rewards, mask, uids("a", "a"))
+    assert ahead[:, 0].tolist() == pytest.approx([0.0, 2 / 2**0.5])
 
 
 def test_an_estimator_reads_its_configuration_as_verls():

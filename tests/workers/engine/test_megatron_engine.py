@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -37,7 +38,10 @@ from tests.workers.engine.megatron_cases import (
     whole_life,
     written_by_megatron,
 )
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.engine.megatron.layout import divide
+from verl.workers.losses import get_policy_loss_fn
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = [
@@ -234,3 +238,42 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_works(ran
         assert good["skipped_steps"] == 0.0
         assert not stuck
         assert source_is_model
+
+
+HALF_AT_RANDOM = ActorConfig(policy_loss=PolicyLossConfig(clip_cov_lb=-1e9, clip_cov_ub=1e9, clip_cov_ratio=0.5))
+
+
+def train_without_tokens_drawn(path):
+    """What one step of Clip-Cov left out here, and this rank's copies of tensors that both tensor-parallel ranks have
+    whole."""
+
+    def loss_of(log_prob, entropy, micro_batch, totals):
+        log_prob.register_hook(
+            lambda gradient: left_out.append(micro_batch.batch["response_mask"].bool() & (gradient == 0))
+        )
+        return get_policy_loss_fn("clip_cov")(
+            old_log_prob=log_prob.detach(),
+            log_prob=log_prob,
+            advantages=micro_batch.batch["advantages"],
+            response_mask=micro_batch.batch["response_mask"],
+            config=HALF_AT_RANDOM,
+            totals=totals,
+        )
+
+    left_out = []
+    torch.manual_seed(dist.get_rank())
+    engine = make_megatron(path, TP2)
+    engine.train_mini_batch(own_rows(batch(12)), loss_of, temperature=1.0, limits=SMALL)
+    whole = {name: value.detach().clone() for name, value in engine.model.named_parameters() if "norm" in name}
+    return left_out, whole, float(torch.rand(1))
+
+
+def test_tensor_parallel_ranks_leave_out_the_same_tokens_where_a_loss_draws_them(ranks, models):
+    results = ranks.run(train_without_tokens_drawn, 4, models("qwen2"))
+    for first, other in (results[:2], results[2:]):
+        assert len(first[0]) > 1
+        assert all(torch.equal(*masks) for masks in zip(first[0], other[0], strict=True))
+        assert any(mask.any() for mask in first[0])
+    assert first[1]
+    assert all(torch.equal(first[1][name], result[1][name]) for result in results for name in first[1])
+    assert len({after for _, _, after in results}) == 4

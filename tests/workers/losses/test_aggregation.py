@@ -28,6 +28,22 @@ def test_each_mode_on_a_small_table(mode, expected):
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "told", "expected"),
+    [
+        ("token-mean", {"batch_num_tokens": 40}, 10 / 40),
+        ("token-mean", {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 7}, 2 * 10 / 40),
+        ("seq-mean-token-sum", {"dp_size": 2, "global_batch_size": 8}, 2 * (6 + 4) / 8),
+        ("seq-mean-token-mean", {"global_batch_size": 8}, (2 + 4) / 8),
+        ("seq-mean-token-sum-norm", {"global_batch_size": 8, "loss_scale_factor": 5}, (6 + 4) / 5 / 8),
+        ("token-mean", ActorConfig().global_batch_info, 10 / 4),
+        ("token-mean", dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor")), 10 / 4),
+    ],
+)
+def test_what_a_loss_of_verls_says_of_the_mini_batch_counts(mode, told, expected):
+    assert agg_loss(loss_mat=LOSS, loss_mask=MASK, loss_agg_mode=mode, **told).item() == pytest.approx(expected)
+
+
 def test_totals_count_tokens_and_sequences_that_have_any():
     assert LossTotals.of(MASK) == LossTotals(num_tokens=4, num_sequences=2)
 

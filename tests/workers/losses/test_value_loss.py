@@ -14,8 +14,8 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 def loss(rows=slice(None), mode="token-mean"):
     return compute_value_loss(
         VPREDS[rows],
-        VALUES[rows],
         RETURNS[rows],
+        VALUES[rows],
         MASK[rows],
         cliprange_value=0.25,
         loss_agg_mode=mode,
@@ -41,3 +41,10 @@ def test_the_shares_of_micro_batches_add_up(mode):
     torch.testing.assert_close(first[0] + second[0], whole)
     for name, value in metrics.items():
         assert first[1][name] + second[1][name] == pytest.approx(value)
+
+
+def test_by_verls_names_a_batch_is_a_mini_batch_of_its_own():
+    named = {"vpreds": VPREDS, "returns": RETURNS, "values": VALUES, "response_mask": MASK, "cliprange_value": 0.25}
+    found, expected = compute_value_loss(**named), loss()
+    assert found[0].item() == expected[0].item()
+    assert found[1] == expected[1]

@@ -8,6 +8,7 @@ import torch
 from tests.workers.reward_manager.test_naive import TOKENIZER, make_batch
 from verl.utils.config import ConfigError
 from verl.workers.reward_manager import (
+    AbstractRewardManager,
     NaiveRewardManager,
     OwnRewardManager,
     RewardError,
@@ -18,7 +19,7 @@ from verl.workers.reward_manager import (
 
 
 @register("written_for_verl")
-class LengthManager:
+class LengthManager(AbstractRewardManager):
     def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kwargs):
         self.compute_score = compute_score
         self.tokenizer, self.key = tokenizer, reward_fn_key

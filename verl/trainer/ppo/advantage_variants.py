@@ -26,7 +26,10 @@ register_adv_est("rloo_vectorized")(compute_rloo_outcome_advantage)
 
 @register_adv_est("gpg")
 def compute_gpg_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig | None = None,
 ) -> Result:
     """GPG (arXiv:2504.02546): score minus group mean, times sequences / sequences with a score other than 0.
 
@@ -40,7 +43,10 @@ def compute_gpg_outcome_advantage(
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig | None = None,
 ) -> Result:
     """REINFORCE++ with a group's mean as baseline (arXiv:2501.03262, section 3.3), whitened over all tokens of the
     batch."""
@@ -52,7 +58,10 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 @register_adv_est("opo")
 def compute_opo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig | None = None,
 ) -> Result:
     """OPO (arXiv:2505.23585, eq. 7): score minus the group's mean score, in which responses count by their length."""
     groups = Groups(token_level_rewards, response_mask, index)
@@ -63,17 +72,21 @@ def compute_opo_outcome_advantage(
 
 @register_adv_est("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: AlgorithmConfig
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig | None = None,
 ) -> Result:
     """Pass@k as the objective (arXiv:2503.19595): the best response of a group gets what it is ahead of the second, the
     others get 0; divided by the group's standard deviation as GRPO's are. Of several that are best none is ahead."""
     groups = Groups(token_level_rewards, response_mask, index)
+    divided = (config or AlgorithmConfig()).norm_adv_by_std_in_grpo
     advantages = torch.zeros_like(groups.scores)
     for group in set(groups.group[groups.generated].tolist()):
         members = torch.nonzero((groups.group == group) & groups.generated).flatten()
         if len(members) > 1:
             best, second = groups.scores[members].topk(2)
-            spread = groups.scores[members].std() + EPSILON if config.norm_adv_by_std_in_grpo else 1.0
+            spread = groups.scores[members].std() + EPSILON if divided else 1.0
             advantages[members[second[0]]] = (best[0] - best[1]) / spread
     return on_every_token(advantages, response_mask)
 
@@ -81,10 +94,10 @@ def compute_grpo_passk_outcome_advantage(
 @register_adv_est("remax", needs=(BASELINES,))
 def compute_remax_outcome_advantage(
     token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    config: AlgorithmConfig,
     reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: AlgorithmConfig | None = None,
+    index: np.ndarray | None = None,
 ) -> Result:
     """ReMax (arXiv:2310.10505, eq. 5): what is still to be earned, less what a greedy response to the prompt earns."""
     returns = _to_go(token_level_rewards, response_mask)

@@ -40,10 +40,10 @@ class AdaptiveKLController:
 KLController = FixedKLController | AdaptiveKLController
 
 
-def get_kl_controller(config: KLControlConfig) -> KLController:
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKLController(config.kl_coef)
+def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    return FixedKLController(kl_ctrl.kl_coef)
 
 
 def apply_kl_penalty(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.utils.config import ConfigError, Section, option, section
 from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
@@ -118,6 +119,11 @@ class ActorConfig(Section):
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
+
+    @property
+    def global_batch_info(self) -> dict[str, Any]:
+        """verl's losses hand it on to `agg_loss`, which here knows the mini-batch by itself."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

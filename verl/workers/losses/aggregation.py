@@ -60,15 +60,20 @@ def agg_loss(
     loss_mat: torch.Tensor,
     loss_mask: torch.Tensor,
     loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
     *,
     totals: LossTotals | None = None,
-    loss_scale_factor: float | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss: loss_mat, loss_mask [B, R] -> scalar.
 
     The shares of all micro-batches on all ranks add up to the loss of the whole mini-batch, so gradients are summed
     over micro-batches and over ranks. FSDP averages over ranks instead: multiply the share by the number of ranks
     there. `totals` are those of the mini-batch; None means those of `within_mini_batch`, or that this is all of it.
+    `batch_num_tokens` and `global_batch_size` are verl's names for them, where a loss knows better, and `dp_size` is a
+    factor of the result. verl's losses hand on `config.global_batch_info`, which has none of them here.
 
     * `token-mean`: mean over all tokens (DAPO, arXiv:2503.14476).
     * `seq-mean-token-sum`: mean over sequences of the sum over their tokens.
@@ -79,14 +84,16 @@ def agg_loss(
     Raises ConfigError for another mode.
     """
     totals = totals or totals_in_force(loss_mask)
-    num_tokens, num_sequences = max(totals.num_tokens, 1.0), max(totals.num_sequences, 1.0)
+    num_tokens = max(totals.num_tokens if batch_num_tokens is None else float(batch_num_tokens), 1.0)
+    num_sequences = max(totals.num_sequences if global_batch_size is None else float(global_batch_size), 1.0)
     if loss_agg_mode == "token-mean":
-        return masked_sum(loss_mat, loss_mask) / num_tokens
+        return dp_size * masked_sum(loss_mat, loss_mask) / num_tokens
     if loss_agg_mode == "seq-mean-token-sum":
-        return masked_sum(loss_mat, loss_mask) / num_sequences
+        return dp_size * masked_sum(loss_mat, loss_mask) / num_sequences
     if loss_agg_mode == "seq-mean-token-mean":
-        return masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
+        return dp_size * masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        return masked_sum(loss_mat, loss_mask) / (num_sequences * (loss_scale_factor or loss_mask.shape[-1]))
+        scale = loss_scale_factor or loss_mask.shape[-1]
+        return dp_size * masked_sum(loss_mat, loss_mask) / (num_sequences * scale)
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     raise ConfigError(f"actor.loss_agg_mode={loss_agg_mode!r} is not known.{did_you_mean(loss_agg_mode, known)}")

@@ -3,6 +3,7 @@
 from typing import Protocol, Self
 
 from verl.protocol import DataProto
+from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.one_by_one import RewardManagerBase
 from verl.workers.reward_manager.overlong import OverlongPenalty, overlong_penalty
@@ -20,6 +21,7 @@ class RewardManager(Protocol):
 
 
 __all__ = [
+    "AbstractRewardManager",
     "NaiveRewardManager",
     "OverlongPenalty",
     "OwnRewardManager",

@@ -16,6 +16,7 @@ from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.engine.adapters import in_peft, initialize
+from verl.workers.engine.copies import same_draws
 from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.model import load_hf_config
@@ -226,7 +227,8 @@ class MegatronEngine:
         data, _ = groups.gather_from_model_parallel(data)
 
         def compute(log_prob: torch.Tensor, entropy: torch.Tensor, micro_batch: DataProto) -> tuple[torch.Tensor, Any]:
-            loss, metrics = loss_fn(log_prob, entropy if calculate_entropy else None, micro_batch, totals)
+            with same_draws(groups.sharing_a_loss(), self.device):
+                loss, metrics = loss_fn(log_prob, entropy if calculate_entropy else None, micro_batch, totals)
             return loss, {**metrics, "loss": loss.detach()}
 
         self._built().train()

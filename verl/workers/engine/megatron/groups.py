@@ -39,6 +39,12 @@ def gather_from_model_parallel(data: DataProto) -> tuple[DataProto, slice]:
     return gather_rows(data, parallel_state.get_model_parallel_group())
 
 
+def sharing_a_loss() -> dist.ProcessGroup | None:
+    """The ranks that compute the same loss, each for its part of the model; None if this rank is alone with its own."""
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group if dist.get_world_size(group) > 1 else None
+
+
 def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     """The last stage's values of a CPU tensor that every stage has, in place. A collective of the pipeline's ranks."""
     dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=_pipeline_group())

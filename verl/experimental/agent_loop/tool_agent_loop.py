@@ -1,0 +1,5 @@
+"""verl's place for the loop with tools."""
+
+from verl.experimental.agent_loop.tool_loop import ToolAgentLoop
+
+__all__ = ["ToolAgentLoop"]

@@ -1,0 +1,190 @@
+"""Data files in verl's schema from the files of public data sets, which nothing here downloads.
+
+    python -m verl.utils.data prepare gsm8k --from train.parquet --to data/gsm8k/train.parquet
+    python -m verl.utils.data prepare math --from test.jsonl --split test --to data/math/test.parquet
+
+`gsm8k` reads the columns question and answer, of which the truth is the number after the last `####`; `math` reads
+problem and solution, of which it is what the last `\\boxed{...}` holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.utils.config import ConfigError
+from verl.utils.dataset.files import Rows
+from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score.gsm8k import extract_solution
+from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+
+SUFFIXES = (".parquet", ".jsonl")
+ENOUGH = 1.0
+"""The score of a right answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the rows of one data set become samples."""
+
+    data_source: str
+    """It selects the rule that scores responses."""
+    question: str
+    solution: str
+    """These are columns."""
+    instruction: str
+    """Follows every question: the rule looks for answers in this form."""
+    truth: Callable[[str], str | None]
+    """The answer in a solution; None where there is none."""
+    form: str
+    """What a solution without an answer lacks."""
+
+
+def number_at_the_end(solution: str) -> str | None:
+    """Of GSM8K's own solutions, some of which have spaces or a currency there, and text of another line behind it."""
+    before, mark, last = solution.rpartition("####")
+    line = last.strip().splitlines()[0] if mark and last.strip() else ""
+    return extract_solution(f"{before}#### {line.strip().lstrip('$')}") if line else None
+
+
+def what_is_boxed(solution: str) -> str | None:
+    box = last_boxed_only_string(solution)
+    return None if box is None or box.startswith("\\fbox") else remove_boxed(box)
+
+
+RECIPES = {
+    "gsm8k": Recipe(
+        data_source="openai/gsm8k",
+        question="question",
+        solution="answer",
+        instruction="Reason step by step, then give the final number on a line of its own that begins with ####.",
+        truth=number_at_the_end,
+        form="number after ####",
+    ),
+    "math": Recipe(
+        data_source="DigitalLearningGmbH/MATH-lighteval",
+        question="problem",
+        solution="solution",
+        instruction="Reason step by step, then give the final answer inside \\boxed{}.",
+        truth=what_is_boxed,
+        form="\\boxed{...}",
+    ),
+}
+
+
+def prepared(recipe: Recipe, rows: Rows, split: str, instruction: str | None = None) -> list[dict[str, Any]]:
+    """Samples in verl's schema. Raises ConfigError for rows without a question or an answer, with the place of one."""
+    asked = recipe.instruction if instruction is None else instruction
+    samples: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for index, row in enumerate(rows.read(0, len(rows))):
+        question, solution = row[recipe.question], row[recipe.solution]
+        if problem := _problem(recipe, question, solution):
+            wrong.append(f"{rows.place(index)}: {problem}")
+            continue
+        samples.append(
+            {
+                "data_source": recipe.data_source,
+                "prompt": [{"role": "user", "content": f"{question} {asked}".strip()}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": recipe.truth(solution)},
+                "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
+            }
+        )
+    if wrong:
+        more = f" ({len(wrong)} of {len(rows)} rows are like that)" if len(wrong) > 1 else ""
+        raise ConfigError(f"{wrong[0]}{more}")
+    return samples
+
+
+def _problem(recipe: Recipe, question: Any, solution: Any) -> str:
+    for column, value in ((recipe.question, question), (recipe.solution, solution)):
+        if not isinstance(value, str) or not value.strip():
+            return f"column {column!r} is {'null' if value is None else repr(value)[:80]}, not text"
+    return "" if recipe.truth(solution) else f"column {recipe.solution!r} has no {recipe.form}: {solution[-80:]!r}"
+
+
+def unrewarded(samples: Sequence[dict[str, Any]]) -> int:
+    """How many of the data set's own solutions the rule does not call right."""
+    count = 0
+    for sample in samples:
+        score = default_compute_score(
+            sample["data_source"], sample["extra_info"]["answer"], sample["reward_model"]["ground_truth"]
+        )
+        count += (score["score"] if isinstance(score, dict) else score) < ENOUGH
+    return count
+
+
+def write(samples: Sequence[dict[str, Any]], path: Path) -> None:
+    """Parquet or JSON Lines, as the name says. What was there is replaced once all is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(list(samples)), part)
+        else:
+            part.write_text("".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples), "utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.utils.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    prepare = commands.add_parser("prepare", help="make a data file for training", description="Make a data file.")
+    prepare.add_argument("name", choices=RECIPES, help=f"the data set: {', '.join(RECIPES)}")
+    prepare.add_argument(
+        "--from", dest="source", type=Path, required=True, metavar="FILE", help="a local parquet or JSON Lines file"
+    )
+    prepare.add_argument(
+        "--to", type=Path, metavar="FILE", help="to write, *.parquet or *.jsonl (default data/NAME/SPLIT.parquet)"
+    )
+    prepare.add_argument("--split", default="train", help="what extra_info.split says (default train)")
+    prepare.add_argument(
+        "--instruction", metavar="TEXT", help="follows every question in place of the form that the rule wants"
+    )
+    prepare.add_argument("--force", action="store_true", help="replace a file that is there")
+    return parser
+
+
+def _check(source: Path, target: Path, *, force: bool) -> None:
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"--to {target}: the name has to end in {' or '.join(SUFFIXES)}")
+    if not source.is_file():
+        raise ConfigError(f"--from {source}: no such file. Data sets are not downloaded")
+    if target.exists() and not force:
+        raise ConfigError(f"--to {target} is there; --force replaces it")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 2 for what cannot be prepared, with one line on stderr."""
+    options = _parser().parse_args(arguments)
+    recipe = RECIPES[options.name]
+    target: Path = options.to or Path("data", options.name, f"{options.split}.parquet")
+    try:
+        _check(options.source, target, force=options.force)
+        rows = Rows([options.source], (recipe.question, recipe.solution))
+        samples = prepared(recipe, rows, options.split, options.instruction)
+        write(samples, target)
+    except (ConfigError, OSError) as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        return 2
+    sys.stdout.write(f"{target}: {len(samples)} samples of {recipe.data_source}\n")
+    if count := unrewarded(samples):
+        sys.stderr.write(f"warning: the rule gives no full reward to {count} of the data set's own solutions\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

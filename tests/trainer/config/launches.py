@@ -430,7 +430,7 @@ LAUNCHES = (
         f"{ASYNC} trainer.device=cuda {R}.checkpoint_engine.backend=nccl",
         said="on cuda",
     ),
-    Launch("another rollout engine", "hybrid", f"{GRPO} {R}.name=sglang", refused="rollout.name='sglang'"),
+    Launch("another rollout engine", "hybrid", f"{GRPO} {R}.name=trtllm", refused="rollout.name='trtllm'"),
     Launch("another training engine", "hybrid", f"{GRPO} model_engine=veomni", refused="fsdp, fsdp2 and megatron"),
     Launch("no hybrid engine", "hybrid", f"{GRPO} actor_rollout_ref.hybrid_engine=False", refused="machines of their"),
     Launch(

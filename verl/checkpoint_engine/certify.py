@@ -28,8 +28,8 @@ from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineEr
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.utils.console import log_to_console
-from verl.utils.signals import end_when_told
+from verl.checkpoint_engine.support.console import log_to_console
+from verl.checkpoint_engine.support.signals import end_when_told
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ async def _run(
     config: CheckpointEngineConfig,
     scratch: Path,
 ) -> None:
-    from verl import envs
+    from verl.checkpoint_engine.support import envs
     from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
     from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 

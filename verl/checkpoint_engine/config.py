@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.checkpoint_engine.errors import ConfigError
-from verl.utils import config as strict
-from verl.utils.config import option, section
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support.config import option, section
 
 
 @dataclass(frozen=True, kw_only=True)

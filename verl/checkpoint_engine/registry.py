@@ -19,8 +19,8 @@ from verl.checkpoint_engine.config import (
     TcpOptions,
 )
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.utils import config as strict
-from verl.utils.registry import Builtin, Registry
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support.registry import Builtin, Registry
 
 
 @dataclass(frozen=True, kw_only=True)

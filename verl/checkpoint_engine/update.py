@@ -25,8 +25,8 @@ from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
 from verl.checkpoint_engine.parameter_server.update_options import Options, parse
-from verl.utils.console import is_live, log_to_console
-from verl.utils.signals import end_when_told
+from verl.checkpoint_engine.support.console import is_live, log_to_console
+from verl.checkpoint_engine.support.signals import end_when_told
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine.parameter_server.server import ParameterServer

@@ -38,7 +38,7 @@ from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, broadcast
 from verl.checkpoint_engine.plan.types import Member, Range
 from verl.checkpoint_engine.ports import WeightSource
-from verl.utils import config as strict
+from verl.checkpoint_engine.support import config as strict
 
 
 class CollectiveEngine(CheckpointEngineWithCache):

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from verl import envs
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
 from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
@@ -34,7 +33,8 @@ from verl.checkpoint_engine.plan.encoded import parsed
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, p2p_broadcast
 from verl.checkpoint_engine.plan.types import Member
-from verl.utils import config as strict
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support import envs
 
 NAME = "kimi_ckpt_engine"
 

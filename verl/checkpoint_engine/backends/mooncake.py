@@ -15,8 +15,8 @@ from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.links.network import reached_at
 from verl.checkpoint_engine.links.wire import UInt8s, Wire, within
 from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import OWN_USER, Admission, Doorkeeper, Unguarded
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support.admission import OWN_USER, Admission, Doorkeeper, Unguarded
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
 from mooncake.engine import TransferEngine

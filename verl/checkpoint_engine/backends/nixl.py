@@ -26,8 +26,8 @@ from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.links import ucx
 from verl.checkpoint_engine.links.wire import UInt8s, Wire
 from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import OWN_USER, Admission, Doorkeeper
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support.admission import OWN_USER, Admission, Doorkeeper
 
 ONE_HOST = "sm,self"
 PEER_ERRORS = "peer"

@@ -59,7 +59,7 @@ from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
 from verl.checkpoint_engine.plan.types import Member, Range
 from verl.checkpoint_engine.ports import WeightSource
-from verl.utils.admission import NOBODY, OWN_USER, Admission
+from verl.checkpoint_engine.support.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0
 """A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""

@@ -29,8 +29,8 @@ from verl.checkpoint_engine.links.network import reached_at
 from verl.checkpoint_engine.links.wire import UInt8s, Wire
 from verl.checkpoint_engine.plan.encoded import parsed
 from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import Admission
+from verl.checkpoint_engine.support import config as strict
+from verl.checkpoint_engine.support.admission import Admission
 
 KEY_NBYTES: Final = 32
 REQUEST = struct.Struct("<QQ?Q")

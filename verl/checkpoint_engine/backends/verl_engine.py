@@ -45,7 +45,7 @@ from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
 from verl.checkpoint_engine.plan.types import Member, Range, TensorSpec
 from verl.checkpoint_engine.ports import WeightSource
-from verl.utils.admission import Admission
+from verl.checkpoint_engine.support.admission import Admission
 
 METHODS = ("prepare", "build_topology", "init_process_group", "send_weights", "receive_weights", "finalize")
 OWN_SHARE = 0.9

@@ -37,7 +37,7 @@ from verl.checkpoint_engine.plan.shards import Int64s, extents_of
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member, Range
-from verl.utils.admission import Admission
+from verl.checkpoint_engine.support.admission import Admission
 
 UPSTREAM = -1
 """Stands for the node before, where a wire or a bucket names an owner."""

@@ -27,7 +27,7 @@ from verl.checkpoint_engine.memory.arena import SlotView
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member, Range
-from verl.utils import config as strict
+from verl.checkpoint_engine.support import config as strict
 
 
 class HostRelay:

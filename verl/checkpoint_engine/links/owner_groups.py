@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from verl.checkpoint_engine.compat.torch import PrefixStore, Store, TCPStore
 from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.links.communicators import Communicator, Flight
@@ -41,8 +42,7 @@ from verl.checkpoint_engine.links.rendezvous import (
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, lane_of
 from verl.checkpoint_engine.plan.types import Member, Range
-from verl.compat.torch import PrefixStore, Store, TCPStore
-from verl.utils.admission import Admission, Doorkeeper
+from verl.checkpoint_engine.support.admission import Admission, Doorkeeper
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.plan.types import Range
-from verl.utils.admission import Admission
+from verl.checkpoint_engine.support.admission import Admission
 
 UInt8s = npt.NDArray[np.uint8]
 LOOK_S = 0.0002

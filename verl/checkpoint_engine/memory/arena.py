@@ -37,7 +37,7 @@ from verl.checkpoint_engine.memory.janitor import Janitor, await_removal, sweep
 from verl.checkpoint_engine.memory.pinning import Pinned, Spans
 from verl.checkpoint_engine.plan.encoded import unpacked
 from verl.checkpoint_engine.plan.layout import Layout
-from verl.utils.files import read_regular, write_private
+from verl.checkpoint_engine.support.files import read_regular, write_private
 
 if TYPE_CHECKING:
     import torch

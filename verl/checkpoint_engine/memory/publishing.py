@@ -190,7 +190,7 @@ def await_copies(device: torch.device | None = None) -> None:
     """Return when what was copied into pinned memory by this thread, off `device` or the current one, is there."""
     import torch
 
-    from verl.utils.device import has_cuda_context
+    from verl.checkpoint_engine.support.device import has_cuda_context
 
     if has_cuda_context():
         torch.cuda.current_stream(device).synchronize()

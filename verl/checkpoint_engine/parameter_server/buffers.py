@@ -25,8 +25,8 @@ from verl.checkpoint_engine.parameter_server.records import PackedTensor
 from verl.checkpoint_engine.parameter_server.safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.types import ITEMSIZE
-from verl.utils.console import is_live
-from verl.utils.device import resolve_device
+from verl.checkpoint_engine.support.console import is_live
+from verl.checkpoint_engine.support.device import resolve_device
 
 BUFFER_NBYTES = 4 * 2**30
 CHUNK_NBYTES = 64 * 2**20

@@ -10,7 +10,7 @@ from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.plan.encoded import UNREADABLE
 from verl.checkpoint_engine.plan.layout import listed
-from verl.utils.files import read_regular
+from verl.checkpoint_engine.support.files import read_regular
 
 INDEX = "model.safetensors.index.json"
 LONGEST_NAME_NBYTES = 255

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.checkpoint_engine.compat.torch import HashStore, Store, TCPStore
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 from verl.checkpoint_engine.links.communicators import GroupMaker
 from verl.checkpoint_engine.links.network import own_address
@@ -17,8 +18,7 @@ from verl.checkpoint_engine.links.rendezvous import LOOPBACK, Deadline
 from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
 from verl.checkpoint_engine.parameter_server.progress import FirstFailure
 from verl.checkpoint_engine.parameter_server.roster import Roster
-from verl.compat.torch import HashStore, Store, TCPStore
-from verl.utils.admission import ANY_HOST, OWN_USER, Doorkeeper
+from verl.checkpoint_engine.support.admission import ANY_HOST, OWN_USER, Doorkeeper
 
 CLOSING_S = 2.0
 

@@ -15,7 +15,7 @@ import msgspec
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.utils.files import read_regular, write_private
+from verl.checkpoint_engine.support.files import read_regular, write_private
 
 FORMAT = 1
 _TITLE = b"verl-sync parameter server metas"

@@ -20,7 +20,7 @@ from verl.checkpoint_engine.links.wire import OwnerAddress, Wire, WireReader
 from verl.checkpoint_engine.parameter_server.groups import is_inside
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.plan.types import Range
-from verl.utils.admission import ANY_HOST, NOBODY, OWN_USER
+from verl.checkpoint_engine.support.admission import ANY_HOST, NOBODY, OWN_USER
 
 MAX_READ_NBYTES = 16 * 2**20
 """Of one transfer. Several are in flight even where a bucket has 64 MiB."""

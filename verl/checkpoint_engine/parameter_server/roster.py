@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from verl.checkpoint_engine import errors
+from verl.checkpoint_engine.compat.torch import PrefixStore, Store
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.compat.torch import PrefixStore, Store
 
 PULSE_S = 0.2
 HASTE_S = 0.005

@@ -25,7 +25,7 @@ from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.plan.encoded import UNREADABLE
 from verl.checkpoint_engine.plan.layout import MAX_DIMS
 from verl.checkpoint_engine.plan.types import ITEMSIZE
-from verl.utils.files import open_regular, real
+from verl.checkpoint_engine.support.files import open_regular, real
 
 DTYPES = {
     "F64": "float64",

@@ -19,7 +19,6 @@ from typing import Self
 import msgspec
 import torch
 
-from verl import envs
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.links.rdma import choose_wire
 from verl.checkpoint_engine.memory.host_memory import KeptMemory
@@ -33,6 +32,7 @@ from verl.checkpoint_engine.parameter_server.rank_device import Device
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
 from verl.checkpoint_engine.plan.encoded import unpacked
+from verl.checkpoint_engine.support import envs
 
 DEFAULT_MEM_FRACTION = 0.9
 DEFAULT_TIMEOUT_S = 600.0

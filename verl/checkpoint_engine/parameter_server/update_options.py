@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl import envs
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.endpoints import PAUSE_MODES, Endpoint
+from verl.checkpoint_engine.support import envs
 
 METHODS = ("broadcast", "p2p", "all")
 

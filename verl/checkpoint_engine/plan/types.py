@@ -8,7 +8,7 @@ from math import prod
 
 from verl.checkpoint_engine.plan.delta_choice import DeltaReport
 from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
-from verl.utils.memory import MemoryUse, most
+from verl.checkpoint_engine.support.memory import MemoryUse, most
 
 ITEMSIZE = {
     "float64": 8,

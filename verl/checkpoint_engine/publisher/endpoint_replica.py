@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-from verl.utils.network import host_addresses
+from verl.checkpoint_engine.support.network import host_addresses
 
 
 class EndpointReplica:

@@ -20,7 +20,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
@@ -28,9 +27,10 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
 from verl.checkpoint_engine.publisher.model_source import ModelSource
 from verl.checkpoint_engine.publisher.ranks import Ended, Ranks, rank_and_size
+from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
-from verl.utils.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.checkpoint_engine.sync.participants import TrainerPort, TrainerRank, methods_of
-from verl.utils.loop_thread import LoopThread
 
 
 @dataclass(frozen=True)

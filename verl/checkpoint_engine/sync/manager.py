@@ -35,12 +35,12 @@ from verl.checkpoint_engine.plan.topology import TOPOLOGIES, Topology, direct
 from verl.checkpoint_engine.plan.types import Member, SyncReport
 from verl.checkpoint_engine.ports import Replica
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support.records import append
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import DeltaPolicy
 from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
 from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
 from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
-from verl.utils.records import append
 
 logger = logging.getLogger(__name__)
 

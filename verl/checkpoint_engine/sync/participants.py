@@ -36,8 +36,8 @@ from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.utils.memory import MemoryUse, memory_watch
-from verl.utils.network import host_addresses
+from verl.checkpoint_engine.support.memory import MemoryUse, memory_watch
+from verl.checkpoint_engine.support.network import host_addresses
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class TrainerRank(_Participant):
     def __init__(
         self, index: int, source: WeightSource, config: CheckpointEngineConfig, *, host: str | None = None
     ) -> None:
-        from verl.utils.device import current_device_setter
+        from verl.checkpoint_engine.support.device import current_device_setter
 
         super().__init__("trainer", index, config, host)
         self._thread.submit(current_device_setter())

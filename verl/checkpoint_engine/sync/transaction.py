@@ -41,10 +41,10 @@ from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseRep
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import PHASES, EngineCheckResult, SyncReport
 from verl.checkpoint_engine.ports import Replica
+from verl.checkpoint_engine.support.memory import MemoryUse
 from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.checkpoint_engine.sync.delta_policy import delta_report
 from verl.checkpoint_engine.sync.participants import NodePort, TrainerPort
-from verl.utils.memory import MemoryUse
 
 logger = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> object:
     if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"verl.checkpoint_engine.{_ELSEWHERE[name]}"), name)
+        return getattr(importlib.import_module(f"{__package__}.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

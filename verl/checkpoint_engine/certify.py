@@ -29,6 +29,7 @@ from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpo
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support.console import log_to_console
+from verl.checkpoint_engine.support.package import PACKAGE
 from verl.checkpoint_engine.support.signals import end_when_told
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def table(certificate: Certificate) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.checkpoint_engine.certify",
+        prog=f"python -m {PACKAGE}.certify",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,6 +26,7 @@ from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
 from verl.checkpoint_engine.parameter_server.update_options import Options, parse
 from verl.checkpoint_engine.support.console import is_live, log_to_console
+from verl.checkpoint_engine.support.package import extra
 from verl.checkpoint_engine.support.signals import end_when_told
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _hold(server: ParameterServer, name: str, options: Options) -> None:
     """Stay, for jobs with `--load-metas-file` to read from this one's memory, until Ctrl-C or `--hold-seconds`."""
     assert options.save_metas_file is not None  # the caller has looked
     if not all(metas.p2p_address for metas in server.get_metas().values() if metas.buffers):
-        raise BackendUnavailable("--save-metas-file needs the package 'mooncake': pip install 'verl-sync[kimi]'")
+        raise BackendUnavailable(f"--save-metas-file needs the package 'mooncake': {extra('kimi')}")
     if options.rank == 0:
         save_metas(options.save_metas_file, name, server.get_metas())
         until = f"for {options.hold_s:g} s" if options.hold_s else "until Ctrl-C"

@@ -21,6 +21,7 @@ from verl.checkpoint_engine.parameter_server.groups import is_inside
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 from verl.checkpoint_engine.plan.types import Range
 from verl.checkpoint_engine.support.admission import ANY_HOST, NOBODY, OWN_USER
+from verl.checkpoint_engine.support.package import extra
 
 MAX_READ_NBYTES = 16 * 2**20
 """Of one transfer. Several are in flight even where a bucket has 64 MiB."""
@@ -36,7 +37,7 @@ def open_wire(protocol: str, rdma_device: str, *, serves: bool) -> Wire:
         from verl.checkpoint_engine.backends.mooncake import MooncakeWire
     except ImportError as exc:
         raise BackendUnavailable(
-            f"the P2P store needs Mooncake ({exc}): pip install 'verl-sync[kimi]', and on Debian apt-get install "
+            f"the P2P store needs Mooncake ({exc}): {extra('kimi')}, and on Debian apt-get install "
             "libibverbs1 libnuma1 libcurl4"
         ) from exc
     host = own_address(None)

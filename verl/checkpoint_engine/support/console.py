@@ -7,6 +7,8 @@ import sys
 
 from rich.console import Console
 
+from verl.checkpoint_engine.support.package import PACKAGE
+
 
 def log_to_console() -> None:
     """Show on stderr what the project reports (INFO and up) and what libraries warn about. Called as a program starts.
@@ -17,8 +19,9 @@ def log_to_console() -> None:
     handler = _Stderr()
     handler.setFormatter(_Plain())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("verl").setLevel(logging.INFO)
-    logging.getLogger("verl.checkpoint_engine").setLevel(logging.WARNING)
+    project = PACKAGE.partition(".")[0]
+    logging.getLogger(project).setLevel(logging.INFO)
+    logging.getLogger(PACKAGE).setLevel(logging.WARNING)
 
 
 class _Stderr(logging.Handler):

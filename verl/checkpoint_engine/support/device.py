@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint_engine.support.config import ConfigError, did_you_mean
+from verl.checkpoint_engine.support.package import extra
 
 DEVICES = ("cpu", "cuda", "npu")
 
@@ -122,7 +123,7 @@ def missing(device: str) -> str | None:
     try:
         importlib.import_module("torch_npu")
     except ImportError as exc:
-        return f"torch_npu cannot be imported ({exc}): pip install 'verl-sync[npu]'"
+        return f"torch_npu cannot be imported ({exc}): {extra('npu')}"
     return None if device_module("npu").is_available() else "torch_npu sees no device"
 
 

@@ -16,9 +16,7 @@ def register() -> None:
     from verl.checkpoint_engine.compat.torch import allow_amx
 
     if not knows_weight_transfer_engine(ENGINE_NAME):
-        WeightTransferEngineFactory.register_engine(
-            ENGINE_NAME, "verl.checkpoint_engine.engines.vllm.receiver", "ArenaWeightTransferEngine"
-        )
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", "ArenaWeightTransferEngine")
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
 

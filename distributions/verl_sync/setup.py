@@ -5,6 +5,6 @@ from setuptools import find_packages, setup
 ENGINE = "../../verl/checkpoint_engine"
 
 setup(
-    packages=["verl_sync", *(f"verl_sync.{name}" for name in find_packages(ENGINE))],
-    package_dir={"verl_sync": ENGINE},
+    packages=["verl_sync", *(f"verl_sync.{name}" for name in find_packages(ENGINE)), "verl_sync.for_verl"],
+    package_dir={"verl_sync": ENGINE, "verl_sync.for_verl": "for_verl"},
 )

@@ -17,6 +17,7 @@ def test_with_pypi_s_verl(name: str, tmp_path_factory: pytest.TempPathFactory, t
     site = install(tmp_path_factory.mktemp("installed"))
     here = "tests/distributions/with_verl"
     shutil.copytree(ROOT / here, tmp_path / here)
+    shutil.copy(ROOT / "examples/beside_pypi_verl/verl_sync.yaml", tmp_path / here)
     for package in ("tests", "tests/distributions"):
         (tmp_path / package / "__init__.py").touch()
     options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider"]

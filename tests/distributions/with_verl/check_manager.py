@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 import torch
+import yaml
 
 from tests.distributions.with_verl.workers import Actor, Replica, RolloutWorker, group, weights_of
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -16,10 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Job:
-    def __init__(self, backend: str, module: str) -> None:
-        config = CheckpointEngineConfig(
-            backend=backend, custom_backend_module=module, engine_kwargs={backend: {"timeout_s": 5.0}}
-        )
+    def __init__(self, config: CheckpointEngineConfig) -> None:
         self.actors = group(Actor, 2, config)
         self.rollout = group(RolloutWorker, 2, RolloutConfig(name="vllm", checkpoint_engine=config), None)
         self.replica = Replica(self.rollout.workers)
@@ -42,7 +41,8 @@ def cluster() -> Iterator[None]:
 
 
 def test_every_step_arrives_bit_for_bit_and_a_sync_that_was_left_out_is_noticed():
-    job = Job("verl_sync", "verl_sync.for_verl.backend")
+    example = yaml.safe_load(Path(__file__).with_name("verl_sync.yaml").read_text())
+    job = Job(CheckpointEngineConfig(**example["actor_rollout_ref"]["rollout"]["checkpoint_engine"]))
     for step in (1, 2, 3):
         job.actors.train(step)
         job.manager.update_weights(global_steps=step)
@@ -55,6 +55,7 @@ def test_every_step_arrives_bit_for_bit_and_a_sync_that_was_left_out_is_noticed(
 
 
 def test_a_trainer_that_publishes_nothing_fails_the_sync_by_name():
-    job = Job("forgetful", "tests.distributions.with_verl.workers")
+    module, options = "tests.distributions.with_verl.workers", {"forgetful": {"timeout_s": 5.0}}
+    job = Job(CheckpointEngineConfig(backend="forgetful", custom_backend_module=module, engine_kwargs=options))
     with pytest.raises(Exception, match="has not published sync 1 within 5 s; in its arena .* is nothing"):
         job.manager.update_weights(global_steps=1)

@@ -6,8 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from verl.checkpoint_engine.base import CheckpointEngine
-from verl.checkpoint_engine.config import (
+from .base import CheckpointEngine
+from .config import (
     CheckpointEngineConfig,
     GlooOptions,
     HcclOptions,
@@ -18,10 +18,10 @@ from verl.checkpoint_engine.config import (
     NixlOptions,
     TcpOptions,
 )
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.support import config as strict
-from verl.checkpoint_engine.support.package import PACKAGE, extra
-from verl.checkpoint_engine.support.registry import Builtin, Registry
+from .errors import BackendUnavailable, ConfigError
+from .support import config as strict
+from .support.package import PACKAGE, extra
+from .support.registry import Builtin, Registry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,19 +18,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
-from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
-from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
-from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
-from verl.checkpoint_engine.parameter_server.update_options import Options, parse
-from verl.checkpoint_engine.support.console import is_live, log_to_console
-from verl.checkpoint_engine.support.package import extra
-from verl.checkpoint_engine.support.signals import end_when_told
+from .errors import BackendUnavailable, CheckpointEngineError
+from .parameter_server.checkpoint_directory import checkpoint_files
+from .parameter_server.endpoints import Endpoint
+from .parameter_server.metas import load_metas, save_metas
+from .parameter_server.records import RankMetas
+from .parameter_server.safetensors_files import read_checkpoint, split_files
+from .parameter_server.update_options import Options, parse
+from .support.console import is_live, log_to_console
+from .support.package import extra
+from .support.signals import end_when_told
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.parameter_server.server import ParameterServer
+    from .parameter_server.server import ParameterServer
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -52,7 +52,7 @@ def run(options: Options) -> None:
         for endpoint in endpoints:
             endpoint.check(options.parallel_size, None if options.skip_model_check else tensors)
 
-    from verl.checkpoint_engine.parameter_server.server import ParameterServer  # torch: only when all is well
+    from .parameter_server.server import ParameterServer  # torch: only when all is well
 
     with ParameterServer(rank=options.rank, world_size=options.world_size, timeout_s=options.timeout_s) as server:
         if metas:

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from verl.checkpoint_engine.compat.torch import BroadcastOptions, Store, gloo_group, hccl_class, set_timeout
-from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
-from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.plan.topology import Lane
-from verl.checkpoint_engine.support.admission import Doorkeeper
-from verl.checkpoint_engine.support.package import extra
+from ..compat.torch import BroadcastOptions, Store, gloo_group, hccl_class, set_timeout
+from ..config import GlooOptions, HcclOptions, NcclOptions
+from ..errors import BackendUnavailable
+from ..plan.topology import Lane
+from ..support.admission import Doorkeeper
+from ..support.package import extra
+from .network import own_address
 
 
 class Flight(Protocol):

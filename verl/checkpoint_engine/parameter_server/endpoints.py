@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, TransportError, TransportTimeout
-from verl.checkpoint_engine.support.package import PACKAGE
+from ..errors import ActivationError, ConfigError, TransportError, TransportTimeout
+from ..support.package import PACKAGE
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.endpoints import PAUSE_MODES, Endpoint
-from verl.checkpoint_engine.support import envs
-from verl.checkpoint_engine.support.package import PACKAGE
+from ..errors import ConfigError
+from ..support import envs
+from ..support.package import PACKAGE
+from .endpoints import PAUSE_MODES, Endpoint
 
 METHODS = ("broadcast", "p2p", "all")
 

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from verl.checkpoint_engine.support.package import PACKAGE
+from .package import PACKAGE
 
 
 def log_to_console() -> None:

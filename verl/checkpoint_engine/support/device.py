@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint_engine.support.config import ConfigError, did_you_mean
-from verl.checkpoint_engine.support.package import extra
+from .config import ConfigError, did_you_mean
+from .package import extra
 
 DEVICES = ("cpu", "cuda", "npu")
 

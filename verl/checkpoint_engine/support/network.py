@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from verl.checkpoint_engine.support.config import ConfigError
+from .config import ConfigError
 
 
 def interface_of(address: str) -> str:

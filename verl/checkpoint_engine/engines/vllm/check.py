@@ -21,11 +21,11 @@ import torch
 import xxhash
 from vllm.config import VllmConfig
 
-from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
-from verl.checkpoint_engine.engines.vllm.live import LiveTensor, Packed, as_integers, differences, live_tensors
-from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.plan.types import EngineCheckResult
-from verl.checkpoint_engine.support.package import PACKAGE
+from ...errors import IntegrityError
+from ...plan.types import EngineCheckResult
+from ...support.package import PACKAGE
+from .build import Weights, load_as_from_disk
+from .live import LiveTensor, Packed, as_integers, differences, live_tensors
 
 logger = logging.getLogger(__name__)
 

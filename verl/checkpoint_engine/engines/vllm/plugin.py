@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 
-from verl.checkpoint_engine.compat.vllm import knows_weight_transfer_engine
-from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
-from verl.checkpoint_engine.support.lifetime import end_with
+from ...compat.vllm import knows_weight_transfer_engine
+from ...parameter_server.endpoints import ENGINE_NAME
+from ...support.lifetime import end_with
 
 
 def register() -> None:
     """Make `ENGINE_NAME` known to vLLM. Idempotent: vLLM may load its plugins more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from verl.checkpoint_engine.compat.torch import allow_amx
+    from ...compat.torch import allow_amx
 
     if not knows_weight_transfer_engine(ENGINE_NAME):
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", "ArenaWeightTransferEngine")

@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run sglang check test lint style types imports docs format lock clean distclean
+.PHONY: help install run sglang check test lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,9 @@ docs: ## build the site into build/site; a broken link or page is an error
 	    .venv-docs/bin/pip install --quiet --requirement requirements/docs.txt && touch .venv-docs/installed; }
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir build/site
 
+wheels: install ## build both distributions into dist: verl-sync, and its weight sync alone, imported as verl_sync
+	@scripts/build_wheels.sh
+
 format: install ## let ruff fix and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -62,7 +65,7 @@ lock: ## resolve requirements/cpu.in into cpu.lock; UPGRADE=1 moves every packag
 	@$(or $(PYTHON),python3.11) scripts/lock_cpu.py $(if $(UPGRADE),--upgrade)
 
 clean: ## remove caches and build products; keeps .venv, outputs and checkpoints
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist *.egg-info distributions/*/build distributions/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find verl tests benchmarks examples recipe scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv

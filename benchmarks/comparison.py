@@ -23,11 +23,11 @@ from benchmarks.rank_process import RankProcess
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
 from benchmarks.synthetic_model import RowsOfModel
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode
 

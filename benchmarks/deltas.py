@@ -31,7 +31,6 @@ from benchmarks.namespaces import MAX_HOSTS, Host, NotPermitted, joined_hosts
 from benchmarks.node_process import NodeProcess
 from benchmarks.optimizer_steps import RecordedRank, record_versions
 from benchmarks.rank_process import RankProcess
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter
@@ -41,6 +40,7 @@ from verl.checkpoint_engine.memory.publishing import publish
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 VERSIONS = 4

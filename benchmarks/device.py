@@ -25,7 +25,6 @@ import torch
 from benchmarks.command import make_parser, progress, run
 from benchmarks.machine import describe_machine
 from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
-from verl import envs
 from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_to_activate
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter, warm_up
 from verl.checkpoint_engine.memory.device_base import DeviceBase
@@ -38,6 +37,7 @@ from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Shard, TensorSpec
+from verl.checkpoint_engine.support import envs
 
 PIECE_NBYTES = 2**20
 HALF_A_WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}

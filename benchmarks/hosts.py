@@ -33,10 +33,10 @@ from benchmarks.peers import Job, gathering
 from benchmarks.rank_process import RankProcess, SteppingSource
 from benchmarks.raw_tcp import gbit_per_s
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
 WARM_UP = 2

@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.namespaces import Host
 from benchmarks.processes import fresh_processes
 from benchmarks.synthetic_model import RowsOfModel
-from verl import envs
 from verl.checkpoint_engine.errors import IntegrityError, TransportError
 from verl.checkpoint_engine.plan.types import TensorSpec
+from verl.checkpoint_engine.support import envs
 
 TIMEOUT = timedelta(seconds=300)
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.processes import fresh_processes
-from verl import envs
 from verl.checkpoint_engine.links.wire import UInt8s, Wire
 from verl.checkpoint_engine.memory.packed import private_memory
 from verl.checkpoint_engine.memory.threads import memory_threads
+from verl.checkpoint_engine.support import envs
 
 TRANSFER_NBYTES = 64 * 2**20
 IN_FLIGHT = 4

@@ -37,11 +37,11 @@ from benchmarks.random_model import MIN_MIB, make_random_model
 from benchmarks.rank_process import RankProcess
 from benchmarks.raw_gloo import broadcast, group_of_two
 from benchmarks.weight_sync import CopyingReplica
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode
 from verl.workers.config import FSDPConfig, HFModelConfig

@@ -31,12 +31,12 @@ from benchmarks.machine import Memcpy, available_nbytes, describe_machine
 from benchmarks.peers import Job
 from benchmarks.rank_process import RankProcess
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.memory.arena import read_committed
 from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode
 

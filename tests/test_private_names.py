@@ -1,4 +1,4 @@
-"""Private names of other packages are used in `verl/compat/` and nowhere else, found by reading the code."""
+"""Private names of other packages are used in `compat` and nowhere else, found by reading the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPAT = "verl/compat/"
+COMPAT = ("verl/compat/", "verl/checkpoint_engine/compat/")
 DOCUMENTED = {"os._exit"}
 """Names with an underscore that their package documents, and that stand for nothing that may change."""
 OUR_PREFIX = "_verl_"

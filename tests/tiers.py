@@ -17,6 +17,7 @@ FIXTURES = {"ray_cluster", "warm", "ranks"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
     "tests/benchmarks/",
+    "tests/distributions/",
     "tests/e2e/",
     "tests/models/",
     "tests/weight_sync/",

@@ -1,23 +1,17 @@
-"""Every environment variable that the project reads, with its default. Nothing else reads os.environ."""
+"""Every environment variable that the project reads, with its default. Nothing else reads os.environ.
+
+Those of the checkpoint engine are in `verl/checkpoint_engine/support/envs.py`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-
-Number = TypeVar("Number", int, float)
 
 
 def cache_dir() -> Path:
     """`VERL_CACHE_DIR`: where built-in models and data are made. Default `~/.cache/verl-sync`."""
     return Path(os.environ.get("VERL_CACHE_DIR", "~/.cache/verl-sync")).expanduser()
-
-
-def shm_dir() -> Path:
-    """`VERL_SHM_DIR`: the shared-memory file system that holds node arenas. Default `/dev/shm`."""
-    return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))
 
 
 def files_for() -> str:
@@ -31,72 +25,12 @@ def raylet_pid() -> int | None:
     return int(pid) if pid else None
 
 
-def place_on_host() -> tuple[int, int]:
-    """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: which of a host's ranks this is, and of how many.
-
-    Default: 0 of 1.
-    """
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def vllm_logging_level(default: str) -> str:
     """`VLLM_LOGGING_LEVEL`, passed on to vLLM's processes."""
     return os.environ.get("VLLM_LOGGING_LEVEL", default)
-
-
-def ps_p2p_store_rdma_devices() -> str:
-    """`PS_P2P_STORE_RDMA_DEVICES`: RDMA devices of P2P stores, comma-separated. Default: none named."""
-    return os.environ.get("PS_P2P_STORE_RDMA_DEVICES", "")
-
-
-def nccl_ib_hca() -> str:
-    """`NCCL_IB_HCA`, as NCCL documents it: which RDMA devices to use. Default: all."""
-    return os.environ.get("NCCL_IB_HCA", "")
-
-
-def rank() -> int | None:
-    """`RANK`: the rank of this process, which torchrun sets."""
-    return _number("RANK", int)
-
-
-def world_size() -> int | None:
-    """`WORLD_SIZE`: the number of ranks, which torchrun sets."""
-    return _number("WORLD_SIZE", int)
-
-
-def local_world_size() -> int | None:
-    """`LOCAL_WORLD_SIZE`: the number of ranks on this host, which torchrun sets."""
-    return _number("LOCAL_WORLD_SIZE", int)
-
-
-def master_address() -> str:
-    """`MASTER_ADDR` and `MASTER_PORT`, where ranks find each other, as `host:port`; empty if one of them is not set."""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    return f"{host}:{port}" if host and port else ""
-
-
-def torchrun_hosts_store() -> bool:
-    """`TORCHELASTIC_USE_AGENT_STORE`: whether torchrun itself listens at the master address."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def ps_max_bucket_size_gb() -> float | None:
-    """`PS_MAX_BUCKET_SIZE_GB`: most GiB in one bucket of a ParameterServer. Default: 8 on devices, 0.25 on CPU, and
-    in any case what its largest tensor needs."""
-    return _number("PS_MAX_BUCKET_SIZE_GB", float)
 
 
 def otlp_endpoint() -> str:
     """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`: where OpenTelemetry's SDK sends spans."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     return next((value for name in names if (value := os.environ.get(name))), "")
-
-
-def _number(name: str, kind: Callable[[str], Number]) -> Number | None:
-    value = os.environ.get(name)
-    if not value:
-        return None
-    try:
-        return kind(value)
-    except ValueError as exc:
-        raise ValueError(f"the environment variable {name} must be a number, not {value!r}") from exc

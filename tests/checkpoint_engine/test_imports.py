@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import verl.checkpoint_engine
-from verl.utils.registry import Registry
+from verl.checkpoint_engine.support.registry import Registry
 
 HEAVY = ("torch", "ray", "vllm", "transformers")
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl import envs
 from verl.checkpoint_engine.links.deltas import OwnerDeltas, fitting
 from verl.checkpoint_engine.memory import device_base
 from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_committed
@@ -29,7 +28,8 @@ from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
-from verl.utils.device import has_cuda_context
+from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.device import has_cuda_context
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {

@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint_engine.fakes import open_descriptors
 from verl.checkpoint_engine.backends.tcp import ANSWER, KEY_NBYTES, REQUEST, Endpoint, TcpWire
 from verl.checkpoint_engine.errors import TransportError
-from verl.utils.admission import Admission
+from verl.checkpoint_engine.support.admission import Admission
 
 HOST = "127.0.0.1"
 DEADLINE_S = 10.0

@@ -10,7 +10,7 @@ import msgspec
 
 from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport
 from verl.checkpoint_engine.plan.types import EngineCheckResult, SyncReport
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 from verl.utils.timing import Span, write_spans
 
 BEGAN_S = 1795669626.7693107

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests import warm_workers
-from verl import envs
+from verl.checkpoint_engine.support import envs
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult

@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint_engine.backends import PACKAGES, using
 from tests.e2e.job import in_process
 from tests.e2e.test_training import Run
-from verl import envs
+from verl.checkpoint_engine.support import envs
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.experimental.one_step_off_policy import main_ppo as one_step_off

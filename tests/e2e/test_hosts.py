@@ -20,7 +20,7 @@ from benchmarks.namespaces import Host, NotPermitted, joined_hosts
 from tests.checkpoint_engine.backends import using
 from tests.checkpoint_engine.fakes import soon
 from tests.e2e.job import QUICK
-from verl import envs
+from verl.checkpoint_engine.support import envs
 from verl.utils.tracking import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

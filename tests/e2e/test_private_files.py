@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl import envs
+from verl.checkpoint_engine.support import envs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -44,12 +44,13 @@ from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable, extents_of
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.support import records
 from verl.experimental.agent_loop.tools import parse_hermes
 from verl.protocol import DataProto
 from verl.trainer.checkpoints import LATEST, CheckpointDirectory, TrainerState
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.plain_state import from_plain, to_plain
-from verl.utils import config, records, timing, tracking
+from verl.utils import config, timing, tracking
 from verl.workers.config import TrainerConfig
 from verl.workers.engine.checkpoint_files import METADATA_FILE, read_metadata
 

@@ -143,8 +143,8 @@ def _model(config: Any) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
+    from verl.checkpoint_engine.compat.vllm import own_rotary_tables
     from verl.checkpoint_engine.engines.vllm.build import filled_memory
-    from verl.compat.vllm import own_rotary_tables
 
     with set_current_vllm_config(config), own_rotary_tables(), filled_memory():
         return get_model(vllm_config=config)

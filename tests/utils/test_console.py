@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from verl.utils.console import StepConsole, log_to_console, print_summary, step_line, validation_rewards
+from verl.checkpoint_engine.support.console import log_to_console
+from verl.utils.console import StepConsole, print_summary, step_line, validation_rewards
 
 METRICS = {
     "critic/score/mean": 0.53125,

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from verl.checkpoint_engine.support.device import current_device_setter
 from verl.utils.config import ConfigError
 from verl.utils.device import (
     allocated,
-    current_device_setter,
     distributed_backend,
     local_device,
     resolve_device,

@@ -22,9 +22,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineWithCache
-    from verl.checkpoint_engine.config import CheckpointEngineConfig
-    from verl.checkpoint_engine.errors import (
+    from .base import CheckpointEngine, CheckpointEngineWithCache
+    from .config import CheckpointEngineConfig
+    from .errors import (
         ActivationError,
         BackendUnavailable,
         CheckpointEngineError,
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
         TransportError,
         TransportTimeout,
     )
-    from verl.checkpoint_engine.plan.types import SyncReport, TensorMeta
-    from verl.checkpoint_engine.publisher import WeightPublisher
-    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-    from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+    from .plan.types import SyncReport, TensorMeta
+    from .publisher import WeightPublisher
+    from .registry import CheckpointEngineRegistry
+    from .sync.manager import CheckpointEngineManager
+    from .sync.participants import RolloutNode, TrainerRank
 
 _MODULES = {
     "base": ("CheckpointEngine", "CheckpointEngineWithCache"),

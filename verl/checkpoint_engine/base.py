@@ -24,23 +24,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.memory.arena import NodeArena, open_committed
-from verl.checkpoint_engine.memory.digest import PieceDigests
-from verl.checkpoint_engine.memory.publishing import Publication
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
-from verl.checkpoint_engine.plan.member_report import Link
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.checkpoint_engine.plan.types import Member
-from verl.checkpoint_engine.ports import WeightSource
+from .config import CheckpointEngineConfig
+from .memory.arena import NodeArena, open_committed
+from .memory.digest import PieceDigests
+from .memory.publishing import Publication
+from .plan.delta_choice import DeltaRequest, Encoded, Staging
+from .plan.member_report import Link
+from .plan.sync_plan import SyncPlan
+from .plan.topology import Topology
+from .plan.types import Member
+from .ports import WeightSource
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.plan.types import TensorMeta
-    from verl.checkpoint_engine.registry import CheckpointEngineRegistry
-    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+    from .plan.types import TensorMeta
+    from .registry import CheckpointEngineRegistry
+    from .sync.manager import CheckpointEngineManager
 
 __all__ = [
     "Capabilities",
@@ -60,7 +60,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> object:
     if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"verl.checkpoint_engine.{_ELSEWHERE[name]}"), name)
+        return getattr(importlib.import_module(f"{__package__}.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

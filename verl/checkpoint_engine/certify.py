@@ -23,19 +23,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError, ConfigError
-from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
-from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
-from verl.checkpoint_engine.registry import resolve_backend
-from verl.utils.console import log_to_console
-from verl.utils.signals import end_when_told
+from .config import CheckpointEngineConfig
+from .errors import BackendUnavailable, CheckpointEngineError, ConfigError
+from .parameter_server.checkpoint_directory import checkpoint_files
+from .parameter_server.safetensors_files import read_checkpoint
+from .registry import resolve_backend
+from .support.console import log_to_console
+from .support.package import PACKAGE
+from .support.signals import end_when_told
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.engines.vllm.certify import CertifiedEngine
-    from verl.checkpoint_engine.plan.types import Shard, TensorSpec
+    from .engines.vllm.certify import CertifiedEngine
+    from .plan.types import Shard, TensorSpec
 
 PROMPT_LENGTHS = (3, 8, 17)
 NUM_TOKENS = 12
@@ -92,12 +93,12 @@ class FileSource:
             self._open |= dict.fromkeys(opened.keys(), opened)
 
     def specs(self) -> Sequence[TensorSpec]:
-        from verl.checkpoint_engine.plan.types import TensorSpec
+        from .plan.types import TensorSpec
 
         return [TensorSpec(name=tensor.name, shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in self._tensors]
 
     def shards(self) -> Sequence[Shard]:
-        from verl.checkpoint_engine.plan.types import Box, Shard
+        from .plan.types import Box, Shard
 
         return [Shard(tensor.name, Box.whole(tuple(tensor.shape))) for tensor in self._tensors]
 
@@ -121,7 +122,7 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
     try:
         import vllm
 
-        from verl.checkpoint_engine.engines.vllm.certify import CertifiedEngine
+        from .engines.vllm.certify import CertifiedEngine
     except ImportError as exc:
         raise BackendUnavailable(f"certify starts a vLLM engine, and vLLM cannot be imported: {exc}") from exc
 
@@ -157,9 +158,9 @@ async def _run(
     config: CheckpointEngineConfig,
     scratch: Path,
 ) -> None:
-    from verl import envs
-    from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-    from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+    from .support import envs
+    from .sync.manager import CheckpointEngineManager
+    from .sync.participants import RolloutNode, TrainerRank
 
     for version, (before, name) in enumerate(VERSIONS):
         source = FileSource(checkpoint_files(directories[name]))
@@ -284,7 +285,7 @@ def table(certificate: Certificate) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.checkpoint_engine.certify",
+        prog=f"python -m {PACKAGE}.certify",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

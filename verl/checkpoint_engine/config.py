@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.utils import config as strict
-from verl.utils.config import option, section
+from .errors import ConfigError
+from .support import config as strict
+from .support.config import option, section
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ CheckpointEngineError
 
 from __future__ import annotations
 
-from verl.utils.config import ConfigError as _ConfigError
+from .support.config import ConfigError as _ConfigError
 
 
 class CheckpointEngineError(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verl.checkpoint_engine.plan.types import EngineCheckResult, Shard, TensorSpec
+from .plan.types import EngineCheckResult, Shard, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from verl.checkpoint_engine.base import CheckpointEngine
-from verl.checkpoint_engine.config import (
+from .base import CheckpointEngine
+from .config import (
     CheckpointEngineConfig,
     GlooOptions,
     HcclOptions,
@@ -18,9 +18,10 @@ from verl.checkpoint_engine.config import (
     NixlOptions,
     TcpOptions,
 )
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.utils import config as strict
-from verl.utils.registry import Builtin, Registry
+from .errors import BackendUnavailable, ConfigError
+from .support import config as strict
+from .support.package import PACKAGE, extra
+from .support.registry import Builtin, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +32,26 @@ class Backend(Builtin):
     """Dataclass of `checkpoint_engine.engine_kwargs.<name>`."""
 
 
-def _from(extra: str, system: str = "") -> str:
-    return f"pip install 'verl-sync[{extra}]'{system}"
-
-
 MOONCAKE_LIBRARIES = (
     ", and the system libraries libibverbs, libnuma and libcurl (apt-get install libibverbs1 libnuma1 libcurl4)"
 )
-_BACKENDS = "verl.checkpoint_engine.backends"
+_BACKENDS = f"{PACKAGE}.backends"
 BUILTIN = {
     "naive": Backend(target=f"{_BACKENDS}.naive:NaiveEngine", options=NaiveOptions),
     "gloo": Backend(target=f"{_BACKENDS}.collective:GlooEngine", options=GlooOptions),
-    "nccl": Backend(target=f"{_BACKENDS}.collective:NcclEngine", options=NcclOptions, remedy=_from("cuda")),
-    "hccl": Backend(target=f"{_BACKENDS}.collective:HcclEngine", options=HcclOptions, remedy=_from("npu")),
+    "nccl": Backend(target=f"{_BACKENDS}.collective:NcclEngine", options=NcclOptions, remedy=extra("cuda")),
+    "hccl": Backend(target=f"{_BACKENDS}.collective:HcclEngine", options=HcclOptions, remedy=extra("npu")),
     "tcp": Backend(target=f"{_BACKENDS}.tcp:TcpEngine", options=TcpOptions),
-    "nixl": Backend(target=f"{_BACKENDS}.nixl:NixlEngine", options=NixlOptions, remedy=_from("nixl")),
+    "nixl": Backend(target=f"{_BACKENDS}.nixl:NixlEngine", options=NixlOptions, remedy=extra("nixl")),
     "mooncake": Backend(
         target=f"{_BACKENDS}.mooncake:MooncakeEngine",
         options=MooncakeOptions,
-        remedy=_from("mooncake", MOONCAKE_LIBRARIES),
+        remedy=extra("mooncake") + MOONCAKE_LIBRARIES,
     ),
     "kimi_ckpt_engine": Backend(
         target=f"{_BACKENDS}.kimi_ckpt_engine:KimiCkptEngine",
         options=KimiCkptEngineOptions,
-        remedy=_from("kimi", MOONCAKE_LIBRARIES),
+        remedy=extra("kimi") + MOONCAKE_LIBRARIES,
     ),
 }
 CheckpointEngineRegistry: Registry[type[CheckpointEngine]] = Registry(
@@ -81,7 +78,7 @@ def backend_of_device(device: str) -> str:
 
 def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[CheckpointEngine]) -> type[CheckpointEngine]:
     """What runs a backend that has verl's methods, its options checked; or `engine_class`."""
-    verl_engine = importlib.import_module("verl.checkpoint_engine.backends.verl_engine")
+    verl_engine = importlib.import_module(f"{_BACKENDS}.verl_engine")
     if not verl_engine.is_for_verl(engine_class):
         return engine_class
     found: type[CheckpointEngine] = verl_engine.hosted(config.backend, engine_class)

@@ -18,18 +18,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
-from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
-from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
-from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint, split_files
-from verl.checkpoint_engine.parameter_server.update_options import Options, parse
-from verl.utils.console import is_live, log_to_console
-from verl.utils.signals import end_when_told
+from .errors import BackendUnavailable, CheckpointEngineError
+from .parameter_server.checkpoint_directory import checkpoint_files
+from .parameter_server.endpoints import Endpoint
+from .parameter_server.metas import load_metas, save_metas
+from .parameter_server.records import RankMetas
+from .parameter_server.safetensors_files import read_checkpoint, split_files
+from .parameter_server.update_options import Options, parse
+from .support.console import is_live, log_to_console
+from .support.package import extra
+from .support.signals import end_when_told
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.parameter_server.server import ParameterServer
+    from .parameter_server.server import ParameterServer
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -51,7 +52,7 @@ def run(options: Options) -> None:
         for endpoint in endpoints:
             endpoint.check(options.parallel_size, None if options.skip_model_check else tensors)
 
-    from verl.checkpoint_engine.parameter_server.server import ParameterServer  # torch: only when all is well
+    from .parameter_server.server import ParameterServer  # torch: only when all is well
 
     with ParameterServer(rank=options.rank, world_size=options.world_size, timeout_s=options.timeout_s) as server:
         if metas:
@@ -100,7 +101,7 @@ def _hold(server: ParameterServer, name: str, options: Options) -> None:
     """Stay, for jobs with `--load-metas-file` to read from this one's memory, until Ctrl-C or `--hold-seconds`."""
     assert options.save_metas_file is not None  # the caller has looked
     if not all(metas.p2p_address for metas in server.get_metas().values() if metas.buffers):
-        raise BackendUnavailable("--save-metas-file needs the package 'mooncake': pip install 'verl-sync[kimi]'")
+        raise BackendUnavailable(f"--save-metas-file needs the package 'mooncake': {extra('kimi')}")
     if options.rank == 0:
         save_metas(options.save_metas_file, name, server.get_metas())
         until = f"for {options.hold_s:g} s" if options.hold_s else "until Ctrl-C"

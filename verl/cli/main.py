@@ -98,8 +98,8 @@ class Commands(Group):
 
 def _passed_on(name: str, module: Module) -> click.Command:
     def run(arguments: Sequence[str]) -> None:
-        from verl.utils.console import log_to_console
-        from verl.utils.signals import end_when_told
+        from verl.checkpoint_engine.support.console import log_to_console
+        from verl.checkpoint_engine.support.signals import end_when_told
 
         if not module.starts:
             log_to_console()

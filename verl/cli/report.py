@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
+from verl.checkpoint_engine.support import records
 from verl.cli.look import SETTINGS, Command
 from verl.cli.report_data import report_data
 from verl.cli.run_files import read_run, write_beside
 from verl.cli.samples import decoder, read_samples, sample_directories
-from verl.utils import records
 
 SCRIPTS = ("basics.js", "charts.js", "timeline.js", "tables.js", "main.js")
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)

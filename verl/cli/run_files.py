@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from verl.checkpoint_engine.plan.types import SyncReport
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 from verl.utils.timing import TIMELINE_FILE, Span
 
 METRICS_FILE = "metrics.jsonl"

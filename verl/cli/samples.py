@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 
 Decode = Callable[[Sequence[int]], str]
 MOST_TOKENS = 2000

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from verl import __version__
+from verl.checkpoint_engine.support import records
 from verl.cli.look import SETTINGS, Command
 from verl.cli.run_files import read_run, write_beside
 from verl.cli.tracks import GROUPS, Slice, Timeline, timeline
-from verl.utils import records
 
 
 @click.command(cls=Command, context_settings=SETTINGS)

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.links.rdma import get_rdma_devices, list_ib_devices
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
 from verl.doctor.finding import Finding
 
 DISTRIBUTION = "verl-sync"

@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import Box, Shard, SyncReport, TensorSpec
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import NodePort, RolloutNode, TrainerPort, TrainerRank
 from verl.doctor.finding import Finding

@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.ports import WeightSource
+from verl.checkpoint_engine.support import envs
 from verl.doctor.finding import Finding
 from verl.doctor.miniature import RowsOfOnes, synced
 from verl.workers.weight_sync.node import start_node

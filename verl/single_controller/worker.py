@@ -15,9 +15,9 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
+from verl.checkpoint_engine.support.network import host_addresses, interface_of
 from verl.single_controller.errors import WorkerFailed
 from verl.utils.lifetime import begin_actor
-from verl.utils.network import host_addresses, interface_of
 
 _node_address: Callable[[], str] = ray.util.get_node_ip_address
 _dumps: Callable[[object], bytes] = cloudpickle.dumps

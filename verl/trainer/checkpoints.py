@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.utils.disk import full_disk_told
-from verl.utils.files import sync_to_disk
 from verl.workers.config import CheckpointConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.signals import end_when_told
+from verl.checkpoint_engine.support.signals import end_when_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None)
 
     `trainer_class` brings the loop; by default that of hybrid mode.
     """
-    from verl.utils.console import log_to_console
+    from verl.checkpoint_engine.support.console import log_to_console
 
     log_to_console()
     logger.info(

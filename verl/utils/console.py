@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from verl.checkpoint_engine.support.console import is_live
 
 WIDTH = 80
 """Columns where there is no terminal to ask."""
@@ -187,40 +188,6 @@ def print_summary(
     width = max((len(label) for label in artefacts), default=0)
     for label, path in artefacts.items():
         console.print(Text(f"{label:<{width}}  {os.fspath(path)}"), soft_wrap=True)
-
-
-def log_to_console() -> None:
-    """Show on stderr what the project reports (INFO and up) and what libraries warn about. Called as a program starts.
-
-    A line is the bare message, behind `warning:` or `error:` where it is one. Every sync has its place in the line of
-    its step, so the checkpoint engine is heard from WARNING on.
-    """
-    handler = _Stderr()
-    handler.setFormatter(_Plain())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("verl").setLevel(logging.INFO)
-    logging.getLogger("verl.checkpoint_engine").setLevel(logging.WARNING)
-
-
-class _Stderr(logging.Handler):
-    """stderr as it is at the time of each record: a progress bar takes its place while it is up."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-        except Exception:  # noqa: BLE001 - as every handler of the logging package does
-            self.handleError(record)
-
-
-class _Plain(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
-
-
-def is_live(console: Console) -> bool:
-    """Whether cursor movement is welcome. rich alone would also say yes to a pipe when FORCE_COLOR is set."""
-    return console.file.isatty() and not console.is_dumb_terminal
 
 
 def _reward(rewards: Mapping[str, float], name: str) -> str:

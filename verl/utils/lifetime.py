@@ -1,27 +1,10 @@
-"""How processes of a run begin and end: with private files, and with the process that they belong to."""
+"""How processes of a run begin and end: with private files, and with the raylet that they belong to."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
-import threading
-
 from verl import envs
-from verl.utils.files import keep_private
-
-
-def end_with(pid: int) -> None:
-    """Have this process killed when process `pid` is gone. Idempotent. Does nothing where there are no pidfds.
-
-    A parent-death signal of the kernel (PR_SET_PDEATHSIG) would follow the thread that started us, which may end before
-    its process does.
-    """
-    name = f"end-with-{pid}"
-    if not hasattr(os, "pidfd_open") or any(thread.name == name for thread in threading.enumerate()):
-        return
-    threading.Thread(target=_watch, args=(pid,), name=name, daemon=True).start()
+from verl.checkpoint_engine.support.files import keep_private
+from verl.checkpoint_engine.support.lifetime import end_with
 
 
 def begin_actor() -> None:
@@ -43,9 +26,3 @@ def end_with_raylet() -> None:
     pid = envs.raylet_pid()
     if pid is not None:
         end_with(pid)
-
-
-def _watch(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        select.select([os.pidfd_open(pid)], [], [])  # readable once the process has ended
-    os.kill(os.getpid(), signal.SIGKILL)

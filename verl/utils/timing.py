@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.console import StepConsole
 from verl.utils.tracking_services import SERVICES, Histogram, Run, Tracker, writable

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from transformers import PretrainedConfig
 
+from verl.checkpoint_engine.compat.torch import limit_collectives
 from verl.checkpoint_engine.ports import WeightSource
-from verl.compat.torch import limit_collectives
+from verl.checkpoint_engine.support.admission import Doorkeeper, listening_here
+from verl.checkpoint_engine.support.memory import memory_watch
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller import Dispatch, register
-from verl.utils.admission import Doorkeeper, listening_here
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import (
     allocated,
@@ -31,7 +32,6 @@ from verl.utils.device import (
     set_rng_state,
 )
 from verl.utils.flops import is_counted, peak_flops, training_flops
-from verl.utils.memory import memory_watch
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl.compat.torch import TCPStore
+from verl.checkpoint_engine.compat.torch import TCPStore
+from verl.checkpoint_engine.support.admission import Admission, Doorkeeper, opening
 from verl.single_controller.worker import RankInfo
-from verl.utils.admission import Admission, Doorkeeper, opening
 
 LOOPBACK = "127.0.0.1"
 

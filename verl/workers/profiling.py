@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from verl.compat.torch import dump_memory, record_memory
+from verl.checkpoint_engine.compat.torch import dump_memory, record_memory
 
 
 class _Running(Protocol):

@@ -18,27 +18,27 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
-from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.links.communicators import Flight, Hccl, Nccl
-from verl.checkpoint_engine.links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting
-from verl.checkpoint_engine.links.fetch import Bucket, messages_of
-from verl.checkpoint_engine.links.gloo_chain import GlooChain
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, Leads, OwnerGroups, bounce_for
-from verl.checkpoint_engine.links.rendezvous import Deadline
-from verl.checkpoint_engine.memory.arena import NodeArena
-from verl.checkpoint_engine.memory.delta import begin_to_warm_up, is_warm, warm_up
-from verl.checkpoint_engine.memory.digest import PieceDigests
-from verl.checkpoint_engine.memory.packed import PackedRegion
-from verl.checkpoint_engine.memory.publishing import Publication, publish
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, broadcast
-from verl.checkpoint_engine.plan.types import Member, Range
-from verl.checkpoint_engine.ports import WeightSource
-from verl.utils import config as strict
+from ..base import Capabilities, CheckpointEngineWithCache
+from ..config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
+from ..errors import TransportError
+from ..links.communicators import Flight, Hccl, Nccl
+from ..links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting
+from ..links.fetch import Bucket, messages_of
+from ..links.gloo_chain import GlooChain
+from ..links.network import own_address
+from ..links.owner_groups import OWN_SHARE, Broadcasts, Leads, OwnerGroups, bounce_for
+from ..links.rendezvous import Deadline
+from ..memory.arena import NodeArena
+from ..memory.delta import begin_to_warm_up, is_warm, warm_up
+from ..memory.digest import PieceDigests
+from ..memory.packed import PackedRegion
+from ..memory.publishing import Publication, publish
+from ..plan.delta_choice import DeltaRequest, Encoded, Staging
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, broadcast
+from ..plan.types import Member, Range
+from ..ports import WeightSource
+from ..support import config as strict
 
 
 class CollectiveEngine(CheckpointEngineWithCache):

@@ -16,25 +16,25 @@ from pathlib import Path
 
 import msgspec
 
-from verl import envs
-from verl.checkpoint_engine.backends.mooncake import MooncakeWire
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.config import CheckpointEngineConfig, KimiCkptEngineOptions
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.links.network import reached_at
-from verl.checkpoint_engine.links.rdma import (
+from ..config import CheckpointEngineConfig, KimiCkptEngineOptions
+from ..errors import ConfigError
+from ..links.network import reached_at
+from ..links.rdma import (
     INFINIBAND,
     get_my_rdma_device,
     get_rdma_devices,
     list_ib_devices,
 )
-from verl.checkpoint_engine.links.wire import OwnerAddress, Wire
-from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
-from verl.checkpoint_engine.plan.encoded import parsed
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, p2p_broadcast
-from verl.checkpoint_engine.plan.types import Member
-from verl.utils import config as strict
+from ..links.wire import OwnerAddress, Wire
+from ..memory.host_memory import free_host_nbytes
+from ..plan.encoded import parsed
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, p2p_broadcast
+from ..plan.types import Member
+from ..support import config as strict
+from ..support import envs
+from .mooncake import MooncakeWire
+from .one_sided import OneSidedEngine
 
 NAME = "kimi_ckpt_engine"
 

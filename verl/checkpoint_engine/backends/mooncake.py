@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.config import CheckpointEngineConfig, MooncakeOptions
-from verl.checkpoint_engine.errors import ConfigError, TransportError
-from verl.checkpoint_engine.links.network import reached_at
-from verl.checkpoint_engine.links.wire import UInt8s, Wire, within
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import OWN_USER, Admission, Doorkeeper, Unguarded
+from ..config import CheckpointEngineConfig, MooncakeOptions
+from ..errors import ConfigError, TransportError
+from ..links.network import reached_at
+from ..links.wire import UInt8s, Wire, within
+from ..plan.topology import Topology
+from ..support import config as strict
+from ..support.admission import OWN_USER, Admission, Doorkeeper, Unguarded
+from .one_sided import OneSidedEngine
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
 from mooncake.engine import TransferEngine

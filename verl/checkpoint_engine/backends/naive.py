@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, across_hosts
-from verl.checkpoint_engine.plan.types import Member, Shard
-from verl.checkpoint_engine.ports import WeightSource
+from ..base import Capabilities, CheckpointEngineWithCache
+from ..config import CheckpointEngineConfig
+from ..errors import TransportError
+from ..memory.arena import NodeArena, SlotView
+from ..memory.publishing import Publication, SlotPieces, publish
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, across_hosts
+from ..plan.types import Member, Shard
+from ..ports import WeightSource
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.links.host_relay import HostRelay
+    from ..links.host_relay import HostRelay
 
 
 class NaiveEngine(CheckpointEngineWithCache):
@@ -46,7 +46,7 @@ class NaiveEngine(CheckpointEngineWithCache):
             return str(arena.directory)
         if plan.num_owners == 1:
             return ""
-        from verl.checkpoint_engine.links.host_relay import HostRelay
+        from ..links.host_relay import HostRelay
 
         self._relay = HostRelay(member=self.member, config=self.config, stop=self._stop)
         return self._relay.prepare(plan)

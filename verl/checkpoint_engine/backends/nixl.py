@@ -20,14 +20,14 @@ from typing import Any
 
 import nixl
 
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.config import CheckpointEngineConfig, NixlOptions
-from verl.checkpoint_engine.errors import ConfigError, TransportError
-from verl.checkpoint_engine.links import ucx
-from verl.checkpoint_engine.links.wire import UInt8s, Wire
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import OWN_USER, Admission, Doorkeeper
+from ..config import CheckpointEngineConfig, NixlOptions
+from ..errors import ConfigError, TransportError
+from ..links import ucx
+from ..links.wire import UInt8s, Wire
+from ..plan.topology import Topology
+from ..support import config as strict
+from ..support.admission import OWN_USER, Admission, Doorkeeper
+from .one_sided import OneSidedEngine
 
 ONE_HOST = "sm,self"
 PEER_ERRORS = "peer"

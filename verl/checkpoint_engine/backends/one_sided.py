@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.links.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
-from verl.checkpoint_engine.links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting, reader_of
-from verl.checkpoint_engine.links.fetch import (
+from ..base import Capabilities, CheckpointEngineWithCache
+from ..config import CheckpointEngineConfig
+from ..errors import TransportError, TransportTimeout
+from ..links.copying import CopyingReader, Step, bucket_nbytes_for, steps_of
+from ..links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting, reader_of
+from ..links.fetch import (
     STOPPED_S,
     Bucket,
     FetchLoop,
@@ -36,30 +36,30 @@ from verl.checkpoint_engine.links.fetch import (
     run_together,
     spread_over_bounce,
 )
-from verl.checkpoint_engine.links.holder import (
+from ..links.holder import (
     IN_FLIGHT,
     UPSTREAM,
     NodeHolder,
     part_nbytes_for,
     publication_of,
 )
-from verl.checkpoint_engine.links.traffic import Traffic, links_of
-from verl.checkpoint_engine.links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
-from verl.checkpoint_engine.memory.delta import begin_to_warm_up, is_warm, warm_up
-from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
-from verl.checkpoint_engine.memory.packed import PackedRegion
-from verl.checkpoint_engine.memory.publishing import Publication, publish
-from verl.checkpoint_engine.memory.threads import memory_threads
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
-from verl.checkpoint_engine.plan.encoded import parsed
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.member_report import Link
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, direct
-from verl.checkpoint_engine.plan.types import Member, Range
-from verl.checkpoint_engine.ports import WeightSource
-from verl.utils.admission import NOBODY, OWN_USER, Admission
+from ..links.traffic import Traffic, links_of
+from ..links.wire import LOOK_S, OwnerAddress, Stamp, UInt8s, Wire, WireReader
+from ..memory.arena import NodeArena, SlotView
+from ..memory.delta import begin_to_warm_up, is_warm, warm_up
+from ..memory.digest import Manifest, PieceDigests
+from ..memory.packed import PackedRegion
+from ..memory.publishing import Publication, publish
+from ..memory.threads import memory_threads
+from ..plan.delta_choice import DeltaRequest, Encoded, Staging
+from ..plan.encoded import parsed
+from ..plan.layout import align
+from ..plan.member_report import Link
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, direct
+from ..plan.types import Member, Range
+from ..ports import WeightSource
+from ..support.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0
 """A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""

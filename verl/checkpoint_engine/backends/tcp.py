@@ -22,15 +22,15 @@ from typing import Final
 import msgspec
 import xxhash
 
-from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
-from verl.checkpoint_engine.config import CheckpointEngineConfig, TcpOptions
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.links.network import reached_at
-from verl.checkpoint_engine.links.wire import UInt8s, Wire
-from verl.checkpoint_engine.plan.encoded import parsed
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.utils import config as strict
-from verl.utils.admission import Admission
+from ..config import CheckpointEngineConfig, TcpOptions
+from ..errors import TransportError
+from ..links.network import reached_at
+from ..links.wire import UInt8s, Wire
+from ..plan.encoded import parsed
+from ..plan.topology import Topology
+from ..support import config as strict
+from ..support.admission import Admission
+from .one_sided import OneSidedEngine
 
 KEY_NBYTES: Final = 32
 REQUEST = struct.Struct("<QQ?Q")

@@ -30,22 +30,22 @@ import msgspec
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.backends.tcp import TcpWire
-from verl.checkpoint_engine.base import Capabilities, CheckpointEngine, CheckpointEngineWithCache
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
-from verl.checkpoint_engine.links.fetch import FetchLoop, bounce_nbytes, messages_of, moved_to
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.links.wire import OwnerAddress, WireReader
-from verl.checkpoint_engine.memory.arena import NodeArena
-from verl.checkpoint_engine.memory.packed import PackedRegion
-from verl.checkpoint_engine.memory.publishing import Publication, publish
-from verl.checkpoint_engine.plan.encoded import parsed
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, direct
-from verl.checkpoint_engine.plan.types import Member, Range, TensorSpec
-from verl.checkpoint_engine.ports import WeightSource
-from verl.utils.admission import Admission
+from ..base import Capabilities, CheckpointEngine, CheckpointEngineWithCache
+from ..config import CheckpointEngineConfig
+from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
+from ..links.fetch import FetchLoop, bounce_nbytes, messages_of, moved_to
+from ..links.network import own_address
+from ..links.wire import OwnerAddress, WireReader
+from ..memory.arena import NodeArena
+from ..memory.packed import PackedRegion
+from ..memory.publishing import Publication, publish
+from ..plan.encoded import parsed
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, direct
+from ..plan.types import Member, Range, TensorSpec
+from ..ports import WeightSource
+from ..support.admission import Admission
+from .tcp import TcpWire
 
 METHODS = ("prepare", "build_topology", "init_process_group", "send_weights", "receive_weights", "finalize")
 OWN_SHARE = 0.9

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from verl import envs
-from verl.checkpoint_engine.memory.janitor import Janitor, sweep
+from ..memory.janitor import Janitor, sweep
+from ..support import envs
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "verl-engine-"

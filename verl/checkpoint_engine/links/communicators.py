@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
-from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.plan.topology import Lane
-from verl.compat.torch import BroadcastOptions, Store, gloo_group, hccl_class, set_timeout
-from verl.utils.admission import Doorkeeper
+from ..compat.torch import BroadcastOptions, Store, gloo_group, hccl_class, set_timeout
+from ..config import GlooOptions, HcclOptions, NcclOptions
+from ..errors import BackendUnavailable
+from ..plan.topology import Lane
+from ..support.admission import Doorkeeper
+from ..support.package import extra
+from .network import own_address
 
 
 class Flight(Protocol):
@@ -158,7 +159,7 @@ class Nccl(_OverDevice):
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise BackendUnavailable(
                 "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
-                "rollout node: pip install 'verl-sync[cuda]'; without a device use checkpoint_engine.backend=gloo"
+                f"rollout node: {extra('cuda')}; without a device use checkpoint_engine.backend=gloo"
             )
         super().__init__(options, "cuda")
 
@@ -176,7 +177,7 @@ class Hccl(_OverDevice):
             import torch_npu
         except ModuleNotFoundError as exc:
             raise BackendUnavailable(
-                "checkpoint_engine.backend=hccl needs the package 'torch_npu': pip install 'verl-sync[npu]'"
+                f"checkpoint_engine.backend=hccl needs the package 'torch_npu': {extra('npu')}"
             ) from exc
         if not torch_npu.npu.is_available():
             raise BackendUnavailable(

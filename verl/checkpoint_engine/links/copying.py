@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.links.fetch import Bucket
-from verl.checkpoint_engine.links.wire import WireReader
-from verl.checkpoint_engine.memory.digest import CACHED_NBYTES, PieceDigests, digest_pieces
-from verl.checkpoint_engine.memory.packed import Packing
-from verl.checkpoint_engine.plan.shards import extents_of
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Range
+from ..errors import TransportError
+from ..memory.digest import CACHED_NBYTES, PieceDigests, digest_pieces
+from ..memory.packed import Packing
+from ..plan.shards import extents_of
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import Range
+from .fetch import Bucket
+from .wire import WireReader
 
 BUCKETS_PER_THREAD = 16
 """Threads end at most one bucket apart, and notice between two of them that they are to stop."""

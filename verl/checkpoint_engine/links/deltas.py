@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.links.fetch import Bucket
-from verl.checkpoint_engine.links.wire import UInt8s, WireReader
-from verl.checkpoint_engine.memory.delta import (
+from ..errors import TransportError
+from ..memory.delta import (
     Applier,
     Deltas,
     DeltaWriter,
@@ -33,20 +31,22 @@ from verl.checkpoint_engine.memory.delta import (
     is_warm,
     room_nbytes,
 )
-from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
-from verl.checkpoint_engine.memory.packed import PackedRegion, Packing
-from verl.checkpoint_engine.memory.publishing import Aside, Publication, publish
-from verl.checkpoint_engine.memory.threads import memory_threads
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Predicted, predict, prefers_delta
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Range
-from verl.checkpoint_engine.ports import ViewableSource, WeightSource
+from ..memory.digest import Manifest, PieceDigests, UInt64s
+from ..memory.packed import PackedRegion, Packing
+from ..memory.publishing import Aside, Publication, publish
+from ..memory.threads import memory_threads
+from ..plan.delta_choice import DeltaRequest, Encoded, Predicted, predict, prefers_delta
+from ..plan.layout import align
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import Range
+from ..ports import ViewableSource, WeightSource
+from .fetch import Bucket
+from .wire import UInt8s, WireReader
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.memory.arena import SlotView
-    from verl.checkpoint_engine.memory.device_base import DeviceBase
-    from verl.checkpoint_engine.memory.publishing import Place
+    from ..memory.arena import SlotView
+    from ..memory.device_base import DeviceBase
+    from ..memory.publishing import Place
 
 logger = logging.getLogger(__name__)
 SAMPLED_OF = 32
@@ -119,7 +119,7 @@ class OwnerDeltas:
         digests = self._completed(before)
         base = identity_of(self._plan, self._owner, digests)
         if not self._is_asked:
-            from verl.checkpoint_engine.memory.device_base import device_base_for
+            from ..memory.device_base import device_base_for
 
             self._base, self._is_asked = device_base_for(source, self._region), True
         start_s = time.perf_counter()
@@ -182,7 +182,7 @@ class OwnerDeltas:
 
     def _sample(self, source: WeightSource) -> tuple[int, int]:
         """(words that were compared, words of these that changed)"""
-        from verl.checkpoint_engine.memory import delta_codec
+        from ..memory import delta_codec
 
         places, aside, words, changed = self._region.places(source.shards()), Aside(), 0, 0
         viewable = source if isinstance(source, ViewableSource) else None

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.links.traffic import Traffic
-from verl.checkpoint_engine.memory.packed import Packing
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.shards import extents_of
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Range
+from ..errors import TransportError, TransportTimeout
+from ..memory.packed import Packing
+from ..plan.layout import align
+from ..plan.shards import extents_of
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import Range
+from .traffic import Traffic
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.checkpoint_engine.links.communicators import Flight, Gloo, post
-from verl.checkpoint_engine.plan.topology import MAX_LANES, Lane
-from verl.compat.torch import PrefixStore, Store
+from ..compat.torch import PrefixStore, Store
+from ..plan.topology import MAX_LANES, Lane
+from .communicators import Flight, Gloo, post
 
 SEGMENT_NBYTES = 8 * 2**20
 """What is passed on at once; smaller ones take longer where memory is the limit. A member is two of them behind the

@@ -28,16 +28,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.links.fetch import STOPPED_S, Bucket, FetchLoop, messages_of
-from verl.checkpoint_engine.links.wire import UInt8s, Wire, WireReader
-from verl.checkpoint_engine.plan.encoded import parsed
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.shards import Int64s, extents_of
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.checkpoint_engine.plan.types import Member, Range
-from verl.utils.admission import Admission
+from ..errors import TransportError, TransportTimeout
+from ..plan.encoded import parsed
+from ..plan.layout import align
+from ..plan.shards import Int64s, extents_of
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology
+from ..plan.types import Member, Range
+from ..support.admission import Admission
+from .fetch import STOPPED_S, Bucket, FetchLoop, messages_of
+from .wire import UInt8s, Wire, WireReader
 
 UPSTREAM = -1
 """Stands for the node before, where a wire or a bucket names an owner."""

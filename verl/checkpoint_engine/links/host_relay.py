@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig, NaiveOptions
-from verl.checkpoint_engine.links.communicators import Flight
-from verl.checkpoint_engine.links.fetch import BounceBuffer, Bucket, messages_of
-from verl.checkpoint_engine.links.gloo_chain import GlooChain
-from verl.checkpoint_engine.links.owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
-from verl.checkpoint_engine.links.rendezvous import Deadline
-from verl.checkpoint_engine.memory.arena import SlotView
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.checkpoint_engine.plan.types import Member, Range
-from verl.utils import config as strict
+from ..config import CheckpointEngineConfig, NaiveOptions
+from ..memory.arena import SlotView
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology
+from ..plan.types import Member, Range
+from ..support import config as strict
+from .communicators import Flight
+from .fetch import BounceBuffer, Bucket, messages_of
+from .gloo_chain import GlooChain
+from .owner_groups import OWN_SHARE, Broadcasts, OwnerGroups, bounce_for
+from .rendezvous import Deadline
 
 
 class HostRelay:

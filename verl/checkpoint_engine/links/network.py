@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from ..errors import BackendUnavailable, ConfigError
 
 
 def reached_at(host: str | None, interface: str | None) -> str:

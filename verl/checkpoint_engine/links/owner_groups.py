@@ -22,12 +22,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig, GlooOptions
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.links.communicators import Communicator, Flight
-from verl.checkpoint_engine.links.fetch import Bucket, FetchLoop
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.links.rendezvous import (
+from ..compat.torch import PrefixStore, Store, TCPStore
+from ..config import CheckpointEngineConfig, GlooOptions
+from ..errors import TransportError, TransportTimeout
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology, lane_of
+from ..plan.types import Member, Range
+from ..support.admission import Admission, Doorkeeper
+from .communicators import Communicator, Flight
+from .fetch import Bucket, FetchLoop
+from .network import own_address
+from .rendezvous import (
     LOOPBACK,
     POLL_S,
     PULSE_S,
@@ -38,11 +43,6 @@ from verl.checkpoint_engine.links.rendezvous import (
     Members,
     failures,
 )
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology, lane_of
-from verl.checkpoint_engine.plan.types import Member, Range
-from verl.compat.torch import PrefixStore, Store, TCPStore
-from verl.utils.admission import Admission, Doorkeeper
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl import envs
-from verl.checkpoint_engine.errors import ConfigError
+from ..errors import ConfigError
+from ..support import envs
 
 logger = logging.getLogger(__name__)
 

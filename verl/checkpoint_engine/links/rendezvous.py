@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
-from verl.compat.torch import PrefixStore, Store, TCPStore
-from verl.utils.admission import Doorkeeper, opening
+from ..compat.torch import PrefixStore, Store, TCPStore
+from ..errors import CheckpointEngineError, TransportError, TransportTimeout
+from ..support.admission import Doorkeeper, opening
 
 POLL_S = 0.001
 """A bucket takes ten times as long, and the next one is under way meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from verl.checkpoint_engine.plan.member_report import BUSIEST_OF_NODE, Link, busiest
+from ..plan.member_report import BUSIEST_OF_NODE, Link, busiest
 
 
 class Traffic:

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.plan.types import Range
-from verl.utils.admission import Admission
+from ..errors import TransportError, TransportTimeout
+from ..plan.types import Range
+from ..support.admission import Admission
 
 UInt8s = npt.NDArray[np.uint8]
 LOOK_S = 0.0002

@@ -31,18 +31,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
-from verl.checkpoint_engine.memory.digest import Manifest, verify
-from verl.checkpoint_engine.memory.janitor import Janitor, await_removal, sweep
-from verl.checkpoint_engine.memory.pinning import Pinned, Spans
-from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.checkpoint_engine.plan.layout import Layout
-from verl.utils.files import read_regular, write_private
+from ..errors import ActivationError, ConfigError, IntegrityError
+from ..plan.encoded import unpacked
+from ..plan.layout import Layout
+from ..support.files import read_regular, write_private
+from .digest import Manifest, verify
+from .janitor import Janitor, await_removal, sweep
+from .pinning import Pinned, Spans
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.plan.types import TensorSpec
+    from ..plan.types import TensorSpec
 
 ARENA_PREFIX = "verl-"
 MAX_JOB_NAME = 64

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import BackendUnavailable, TransportError
-from verl.checkpoint_engine.memory.digest import PieceDigests, UInt64s
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.shards import Int64s
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from ..errors import BackendUnavailable, TransportError
+from ..plan.layout import align
+from ..plan.shards import Int64s
+from ..plan.sync_plan import SyncPlan
+from .digest import PieceDigests, UInt64s
 
 UInt8s = npt.NDArray[np.uint8]
 FORMAT = 1
@@ -87,7 +87,7 @@ def warm_up() -> None:
     Raises BackendUnavailable where it cannot be compiled: numba is missing, or has no folder that it may write to.
     """
     try:
-        from verl.checkpoint_engine.memory import delta_codec
+        from . import delta_codec
 
         delta_codec.warm()
     except (ImportError, RuntimeError, OSError) as exc:
@@ -141,7 +141,7 @@ class DeltaWriter:
 
     def take(self, piece: int, new: int, old: int, nbytes: int) -> None:
         """Copy the piece at address `new` over the one at `old`, and append the delta. `piece`: of the owner's own."""
-        from verl.checkpoint_engine.memory import delta_codec
+        from . import delta_codec
 
         width = self._codes[piece][0]
         positions, before, differences, _ = self._scratch_for(nbytes // width)
@@ -153,7 +153,7 @@ class DeltaWriter:
     ) -> None:
         """As `take`, of a piece whose changes are known: `words` are what those numbered `positions` are now, of a
         memory in which the piece begins with number `first`."""
-        from verl.checkpoint_engine.memory import delta_codec
+        from . import delta_codec
 
         width = self._codes[piece][0]
         numbers, before, differences, _ = self._scratch_for(nbytes // width)
@@ -166,7 +166,7 @@ class DeltaWriter:
 
     def _append(self, piece: int, count: int, new: int, nbytes: int) -> None:
         """The delta of a piece, which is now at address `new`, from the notes of its `count` changes."""
-        from verl.checkpoint_engine.memory import delta_codec
+        from . import delta_codec
 
         self.changed[piece] = count
         if not count or self._is_full:
@@ -197,7 +197,7 @@ class DeltaWriter:
 
     def _scratch_for(self, words: int) -> tuple[Any, ...]:
         if not self._scratch or len(self._scratch[0]) < words:
-            from verl.checkpoint_engine.memory import delta_codec
+            from . import delta_codec
 
             self._scratch = tuple(np.empty(words, kind) for kind in delta_codec.SCRATCH)
         return self._scratch
@@ -290,7 +290,7 @@ class Applier:
         self, deltas: Deltas, row: int, code: tuple[int, int, int], extent: tuple[int, int, int, int]
     ) -> int | None:
         """The digest of the piece, once the slot has it; None if that cannot be."""
-        from verl.checkpoint_engine.memory import delta_codec
+        from . import delta_codec
 
         offset, run_nbytes, rows, stride = extent
         nbytes, kind = run_nbytes * rows, int(deltas.kinds[row])

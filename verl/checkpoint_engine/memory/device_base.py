@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import xxhash
 
-from verl.checkpoint_engine.memory.digest import PieceDigests, UInt64s
-from verl.checkpoint_engine.memory.publishing import Aside, Place, Publication, await_copies, copy_values
-from verl.checkpoint_engine.ports import DeviceSource, WeightSource
+from ..ports import DeviceSource, WeightSource
+from .digest import PieceDigests, UInt64s
+from .publishing import Aside, Place, Publication, await_copies, copy_values
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.memory.delta import DeltaWriter
-    from verl.checkpoint_engine.memory.packed import PackedRegion
+    from .delta import DeltaWriter
+    from .packed import PackedRegion
 
 logger = logging.getLogger(__name__)
 LARGEST_SHARE = 0.1

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import IntegrityError, PlanError
-from verl.checkpoint_engine.plan.encoded import UNREADABLE
-from verl.checkpoint_engine.plan.shards import ROWS_AT_A_TIME, Extents
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from ..errors import IntegrityError, PlanError
+from ..plan.encoded import UNREADABLE
+from ..plan.shards import ROWS_AT_A_TIME, Extents
+from ..plan.sync_plan import SyncPlan
 
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8

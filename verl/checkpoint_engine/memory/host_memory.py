@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 
-from verl.checkpoint_engine.errors import ConfigError
+from ..errors import ConfigError
 
 
 def free_host_nbytes() -> int:

@@ -14,8 +14,8 @@ import stat
 import time
 from pathlib import Path
 
-from verl.utils.cleanup_process import CleanupProcess
-from verl.utils.files import open_regular
+from ..support.cleanup_process import CleanupProcess
+from ..support.files import open_regular
 
 _REMOVE = """
 import shutil

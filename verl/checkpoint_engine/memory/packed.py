@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.memory.pinning import Pinned
-from verl.checkpoint_engine.memory.publishing import Place, joined_pieces
-from verl.checkpoint_engine.plan.layout import ALIGNMENT
-from verl.checkpoint_engine.plan.shards import Extents, Int64s
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Shard
+from ..plan.layout import ALIGNMENT
+from ..plan.shards import Extents, Int64s
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import Shard
+from .pinning import Pinned
+from .publishing import Place, joined_pieces
 
 if TYPE_CHECKING:
     import torch

@@ -36,7 +36,7 @@ class Pinned:
 
     def __init__(self, memory: torch.Tensor, spans: Spans | None = None, *, read_only: bool = False) -> None:
         """`spans`: what is copied to or from; pages between them are left alone. Default: all of it."""
-        from verl.utils.device import has_cuda_context
+        from ..support.device import has_cuda_context
 
         self._pinned: list[int] = []
         self.close = weakref.finalize(self, _unpin, self._pinned, memory)

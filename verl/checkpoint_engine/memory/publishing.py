@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from verl.checkpoint_engine.memory.digest import CACHED_NBYTES, PieceDigests
-from verl.checkpoint_engine.plan.shards import Extents
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import Box, Shard
-from verl.checkpoint_engine.ports import ViewableSource, WeightSource
+from ..plan.shards import Extents
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import Box, Shard
+from ..ports import ViewableSource, WeightSource
+from .digest import CACHED_NBYTES, PieceDigests
 
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint_engine.memory.arena import SlotView
-    from verl.checkpoint_engine.memory.delta import DeltaWriter
+    from .arena import SlotView
+    from .delta import DeltaWriter
 
 COPY_NBYTES = 16 * 2**20
 """At most so many bytes, or one piece, are asked of a source at once."""
@@ -190,7 +190,7 @@ def await_copies(device: torch.device | None = None) -> None:
     """Return when what was copied into pinned memory by this thread, off `device` or the current one, is there."""
     import torch
 
-    from verl.utils.device import has_cuda_context
+    from ..support.device import has_cuda_context
 
     if has_cuda_context():
         torch.cuda.current_stream(device).synchronize()

@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.checkpoint_engine.parameter_server.engine_receiver import receive
-    from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
-    from verl.checkpoint_engine.parameter_server.server import ParameterServer
+    from .engine_receiver import receive
+    from .metas import load_metas, save_metas
+    from .server import ParameterServer
 
 _MODULE_OF = {
     "ParameterServer": "server",

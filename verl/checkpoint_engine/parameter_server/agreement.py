@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import xxhash
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.buckets import (
+from ..errors import ConfigError
+from .buckets import (
     Bucket,
     BucketSize,
     choose_bucket_size,
     largest_nbytes,
     order_of,
 )
-from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCall
-from verl.checkpoint_engine.parameter_server.rank_device import Device
-from verl.checkpoint_engine.parameter_server.records import RankMetas
+from .collective_calls import CollectiveCall
+from .rank_device import Device
+from .records import RankMetas
 
 
 class _Proposal(msgspec.Struct, frozen=True, kw_only=True):

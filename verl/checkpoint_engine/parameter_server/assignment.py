@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.links.fetch import by_turns
-from verl.checkpoint_engine.parameter_server.records import RankMetas
+from ..errors import PlanError
+from ..links.fetch import by_turns
+from .records import RankMetas
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from verl.checkpoint_engine.errors import ConfigError, PlanError
-from verl.checkpoint_engine.links.fetch import by_turns
-from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks, topology_of
-from verl.checkpoint_engine.parameter_server.records import PackedTensor, RankMetas
+from ..errors import ConfigError, PlanError
+from ..links.fetch import by_turns
+from .assignment import assign_receiver_ranks, topology_of
+from .records import PackedTensor, RankMetas
 
 
 @dataclass(frozen=True, kw_only=True)

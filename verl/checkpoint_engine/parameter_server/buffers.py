@@ -14,19 +14,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.memory.host_memory import (
+from ..errors import ConfigError
+from ..memory.host_memory import (
     SharedMemory,
     free_host_nbytes,
     pinned_memory,
     shared_memory,
 )
-from verl.checkpoint_engine.parameter_server.records import PackedTensor
-from verl.checkpoint_engine.parameter_server.safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
-from verl.checkpoint_engine.plan.layout import align
-from verl.checkpoint_engine.plan.types import ITEMSIZE
-from verl.utils.console import is_live
-from verl.utils.device import resolve_device
+from ..plan.layout import align
+from ..plan.types import ITEMSIZE
+from ..support.console import is_live
+from ..support.device import resolve_device
+from .records import PackedTensor
+from .safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 
 BUFFER_NBYTES = 4 * 2**30
 CHUNK_NBYTES = 64 * 2**20

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
-from verl.checkpoint_engine.plan.encoded import UNREADABLE
-from verl.checkpoint_engine.plan.layout import listed
-from verl.utils.files import read_regular
+from ..errors import ConfigError
+from ..plan.encoded import UNREADABLE
+from ..plan.layout import listed
+from ..support.files import read_regular
+from .safetensors_files import read_checkpoint
 
 INDEX = "model.safetensors.index.json"
 LONGEST_NAME_NBYTES = 255

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
-from verl.checkpoint_engine.links.communicators import GroupMaker
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.links.rendezvous import LOOPBACK, Deadline
-from verl.checkpoint_engine.parameter_server.groups import Group, communicator_for, is_inside, meeting_place, open_store
-from verl.checkpoint_engine.parameter_server.progress import FirstFailure
-from verl.checkpoint_engine.parameter_server.roster import Roster
-from verl.compat.torch import HashStore, Store, TCPStore
-from verl.utils.admission import ANY_HOST, OWN_USER, Doorkeeper
+from ..compat.torch import HashStore, Store, TCPStore
+from ..errors import CheckpointEngineError, TransportError
+from ..links.communicators import GroupMaker
+from ..links.network import own_address
+from ..links.rendezvous import LOOPBACK, Deadline
+from ..support.admission import ANY_HOST, OWN_USER, Doorkeeper
+from .groups import Group, communicator_for, is_inside, meeting_place, open_store
+from .progress import FirstFailure
+from .roster import Roster
 
 CLOSING_S = 2.0
 

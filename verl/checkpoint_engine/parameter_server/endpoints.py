@@ -17,10 +17,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, TransportError, TransportTimeout
+from ..errors import ActivationError, ConfigError, TransportError, TransportTimeout
+from ..support.package import PACKAGE
 
-ENGINE_NAME = "verl_arena"
-"""What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer."""
+ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
+"""What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.
+
+`verl_arena`, or `verl_sync_arena`: where both distributions are installed, an engine speaks with its own."""
 PAUSE_MODES = ("abort", "wait", "keep")
 TEST_TIMEOUT_S = 10.0
 """For a first answer of a server that has nothing to do but to answer."""

@@ -26,10 +26,10 @@ from contextlib import suppress
 
 import torch
 
-from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportError, TransportTimeout
-from verl.checkpoint_engine.memory.host_memory import KeptMemory, SharedMemory
-from verl.checkpoint_engine.parameter_server import link_messages as messages
-from verl.checkpoint_engine.parameter_server.records import PackedTensor
+from ..errors import ActivationError, CheckpointEngineError, TransportError, TransportTimeout
+from ..memory.host_memory import KeptMemory, SharedMemory
+from . import link_messages as messages
+from .records import PackedTensor
 
 PEER_CREDENTIALS = struct.Struct("iII")
 """Process, user and group of who connected: `struct ucred` of unix(7)."""

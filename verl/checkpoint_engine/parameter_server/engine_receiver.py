@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from verl.checkpoint_engine.errors import TransportError, TransportTimeout
-from verl.checkpoint_engine.parameter_server import link_messages as messages
-from verl.checkpoint_engine.parameter_server.records import PackedTensor
+from ..errors import TransportError, TransportTimeout
+from . import link_messages as messages
+from .records import PackedTensor
 
 
 def receive(socket_path: str, device: torch.device | str, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:

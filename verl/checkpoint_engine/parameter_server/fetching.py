@@ -14,18 +14,18 @@ from typing import Self
 
 import torch
 
-from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
-from verl.checkpoint_engine.links.rendezvous import Deadline
-from verl.checkpoint_engine.links.wire import Stamp
-from verl.checkpoint_engine.memory.host_memory import pinned_memory
-from verl.checkpoint_engine.memory.publishing import copy_values
-from verl.checkpoint_engine.parameter_server.buckets import Bucket
-from verl.checkpoint_engine.parameter_server.buffers import HostBuffer
-from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.peers import PeerReader
-from verl.checkpoint_engine.parameter_server.progress import Events, FirstFailure
-from verl.checkpoint_engine.parameter_server.rank_device import Device
-from verl.checkpoint_engine.parameter_server.records import RankMetas
+from ..errors import BackendUnavailable, TransportError, TransportTimeout
+from ..links.rendezvous import Deadline
+from ..links.wire import Stamp
+from ..memory.host_memory import pinned_memory
+from ..memory.publishing import copy_values
+from .buckets import Bucket
+from .buffers import HostBuffer
+from .engine_link import EngineLink
+from .peers import PeerReader
+from .progress import Events, FirstFailure
+from .rank_device import Device
+from .records import RankMetas
 
 POLL_S = 0.2
 LAST_WORD_S = 0.5

@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 
-from verl import envs
-from verl.checkpoint_engine.config import GlooOptions, HcclOptions, NcclOptions
-from verl.checkpoint_engine.errors import ConfigError, TransportTimeout
-from verl.checkpoint_engine.links.communicators import Gloo, GroupMaker, Hccl, Nccl
-from verl.checkpoint_engine.links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
-from verl.checkpoint_engine.plan.topology import Lane
-from verl.compat.torch import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
-from verl.utils.admission import Doorkeeper
+from ..compat.torch import (
+    AllgatherOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+from ..config import GlooOptions, HcclOptions, NcclOptions
+from ..errors import ConfigError, TransportTimeout
+from ..links.communicators import Gloo, GroupMaker, Hccl, Nccl
+from ..links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
+from ..plan.topology import Lane
+from ..support import envs
+from ..support.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20
 """Of one gloo broadcast: two at a time are faster than a whole bucket at once."""

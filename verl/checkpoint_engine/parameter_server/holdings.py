@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.links.wire import Stamp, Wire
-from verl.checkpoint_engine.parameter_server.buffers import HostBuffer, load_buffers
-from verl.checkpoint_engine.parameter_server.records import BufferMeta, RankMetas
+from ..errors import BackendUnavailable, ConfigError
+from ..links.wire import Stamp, Wire
+from .buffers import HostBuffer, load_buffers
+from .records import BufferMeta, RankMetas
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import msgspec
 
-from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.parameter_server.records import PackedTensor
-from verl.checkpoint_engine.plan.encoded import unpacked
+from ..errors import TransportError
+from ..plan.encoded import unpacked
+from .records import PackedTensor
 
 PROTOCOL = 2
 MAX_FRAME_NBYTES = 2**30

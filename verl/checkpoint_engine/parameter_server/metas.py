@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.utils.files import read_regular, write_private
+from ..errors import ConfigError
+from ..plan.encoded import unpacked
+from ..support.files import read_regular, write_private
+from .records import RankMetas
 
 FORMAT = 1
 _TITLE = b"verl-sync parameter server metas"

@@ -13,14 +13,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.errors import BackendUnavailable, TransportError, TransportTimeout
-from verl.checkpoint_engine.links.fetch import Bucket, FetchLoop, Stop
-from verl.checkpoint_engine.links.network import own_address
-from verl.checkpoint_engine.links.wire import OwnerAddress, Wire, WireReader
-from verl.checkpoint_engine.parameter_server.groups import is_inside
-from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.plan.types import Range
-from verl.utils.admission import ANY_HOST, NOBODY, OWN_USER
+from ..errors import BackendUnavailable, TransportError, TransportTimeout
+from ..links.fetch import Bucket, FetchLoop, Stop
+from ..links.network import own_address
+from ..links.wire import OwnerAddress, Wire, WireReader
+from ..plan.types import Range
+from ..support.admission import ANY_HOST, NOBODY, OWN_USER
+from ..support.package import extra
+from .groups import is_inside
+from .records import RankMetas
 
 MAX_READ_NBYTES = 16 * 2**20
 """Of one transfer. Several are in flight even where a bucket has 64 MiB."""
@@ -33,10 +34,10 @@ def open_wire(protocol: str, rdma_device: str, *, serves: bool) -> Wire:
     Hosts of ranks that join later are not known; on this one, nobody but the same user reads.
     """
     try:
-        from verl.checkpoint_engine.backends.mooncake import MooncakeWire
+        from ..backends.mooncake import MooncakeWire
     except ImportError as exc:
         raise BackendUnavailable(
-            f"the P2P store needs Mooncake ({exc}): pip install 'verl-sync[kimi]', and on Debian apt-get install "
+            f"the P2P store needs Mooncake ({exc}): {extra('kimi')}, and on Debian apt-get install "
             "libibverbs1 libnuma1 libcurl4"
         ) from exc
     host = own_address(None)

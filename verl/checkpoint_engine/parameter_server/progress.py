@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from ..errors import CheckpointEngineError, TransportError
 
 
 @dataclass(frozen=True, slots=True)

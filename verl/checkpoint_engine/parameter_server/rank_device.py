@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from verl import envs
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
-from verl.checkpoint_engine.parameter_server.devices import device_id
-from verl.utils.device import local_device, resolve_device
+from ..errors import ConfigError
+from ..memory.host_memory import free_host_nbytes
+from ..support import envs
+from ..support.device import local_device, resolve_device
+from .devices import device_id
 
 CPU_BUCKET_NBYTES = 2**28
 DEVICE_BUCKET_NBYTES = 2**33

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from verl.checkpoint_engine import errors
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
-from verl.checkpoint_engine.links.rendezvous import Deadline
-from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.compat.torch import PrefixStore, Store
+from .. import errors
+from ..compat.torch import PrefixStore, Store
+from ..errors import CheckpointEngineError, TransportError, TransportTimeout
+from ..links.rendezvous import Deadline
+from ..plan.encoded import unpacked
 
 PULSE_S = 0.2
 HASTE_S = 0.005

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.plan.encoded import UNREADABLE
-from verl.checkpoint_engine.plan.layout import MAX_DIMS
-from verl.checkpoint_engine.plan.types import ITEMSIZE
-from verl.utils.files import open_regular, real
+from ..errors import ConfigError
+from ..plan.encoded import UNREADABLE
+from ..plan.layout import MAX_DIMS
+from ..plan.types import ITEMSIZE
+from ..support.files import open_regular, real
 
 DTYPES = {
     "F64": "float64",

@@ -19,20 +19,20 @@ from typing import Self
 import msgspec
 import torch
 
-from verl import envs
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.links.rdma import choose_wire
-from verl.checkpoint_engine.memory.host_memory import KeptMemory
-from verl.checkpoint_engine.parameter_server.agreement import agree, raise_unless_same
-from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCalls
-from verl.checkpoint_engine.parameter_server.fetching import Sources
-from verl.checkpoint_engine.parameter_server.holdings import Holdings
-from verl.checkpoint_engine.parameter_server.peers import PeerReader, open_wire
-from verl.checkpoint_engine.parameter_server.progress import Event, Events, UpdateReport
-from verl.checkpoint_engine.parameter_server.rank_device import Device
-from verl.checkpoint_engine.parameter_server.records import RankMetas
-from verl.checkpoint_engine.parameter_server.transfer import Request, Transfer
-from verl.checkpoint_engine.plan.encoded import unpacked
+from ..errors import ConfigError
+from ..links.rdma import choose_wire
+from ..memory.host_memory import KeptMemory
+from ..plan.encoded import unpacked
+from ..support import envs
+from .agreement import agree, raise_unless_same
+from .collective_calls import CollectiveCalls
+from .fetching import Sources
+from .holdings import Holdings
+from .peers import PeerReader, open_wire
+from .progress import Event, Events, UpdateReport
+from .rank_device import Device
+from .records import RankMetas
+from .transfer import Request, Transfer
 
 DEFAULT_MEM_FRACTION = 0.9
 DEFAULT_TIMEOUT_S = 600.0

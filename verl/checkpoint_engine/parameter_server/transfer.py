@@ -20,13 +20,13 @@ from functools import cached_property, partial
 
 import torch
 
-from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, TransportTimeout
-from verl.checkpoint_engine.memory.host_memory import KeptMemory
-from verl.checkpoint_engine.parameter_server.buckets import Bucket, BucketSize
-from verl.checkpoint_engine.parameter_server.collective_calls import CollectiveCall
-from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.fetching import Fetcher, LinkBuffers, Sources
-from verl.checkpoint_engine.parameter_server.progress import Events
+from ..errors import ActivationError, CheckpointEngineError, TransportTimeout
+from ..memory.host_memory import KeptMemory
+from .buckets import Bucket, BucketSize
+from .collective_calls import CollectiveCall
+from .engine_link import EngineLink
+from .fetching import Fetcher, LinkBuffers, Sources
+from .progress import Events
 
 REQUEST_POLL_S = 0.05
 

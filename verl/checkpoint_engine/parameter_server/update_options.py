@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl import envs
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.endpoints import PAUSE_MODES, Endpoint
+from ..errors import ConfigError
+from ..support import envs
+from ..support.package import PACKAGE
+from .endpoints import PAUSE_MODES, Endpoint
 
 METHODS = ("broadcast", "p2p", "all")
 
@@ -87,7 +88,7 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"{len(options.endpoints)} endpoints of --inference-parallel-size {options.parallel_size} are fed by "
             f"{options.num_workers} ranks, not {options.world_size}: torchrun --nproc-per-node {options.num_workers} "
-            "-m verl.checkpoint_engine.update ..." + (", or --update-method p2p" if many else "")
+            f"-m {PACKAGE}.update ..." + (", or --update-method p2p" if many else "")
         )
     for url in options.endpoints:
         Endpoint(url, timeout_s=options.timeout_s)
@@ -95,7 +96,7 @@ def _check(options: Options) -> None:
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.checkpoint_engine.update",
+        prog=f"python -m {PACKAGE}.update",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
+from ..errors import CheckpointEngineError, TransportError
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.plan.encoded import unpacked
-from verl.checkpoint_engine.plan.types import ITEMSIZE, TensorSpec
+from ..errors import PlanError
+from .encoded import unpacked
+from .types import ITEMSIZE, TensorSpec
 
 ALIGNMENT = 256
 """Bytes. Every tensor starts at a multiple of it: enough for vector loads and for bulk copies of accelerators."""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl.utils.memory import MemoryUse
+from ..support.memory import MemoryUse
 
 SLOWEST = 8
 """Members of a phase, and links of a sync, that a report names. The others are in its totals."""

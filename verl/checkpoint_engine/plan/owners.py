@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.plan.shards import Int64s
+from .shards import Int64s
 
 Holders = tuple[int, ...]
 """Ranks that hold the same pieces, in ascending order."""

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.plan.encoded import UNREADABLE, deflated, inflated
-from verl.checkpoint_engine.plan.layout import MAX_DIMS, Layout, listed
-from verl.checkpoint_engine.plan.types import Box, Shard
+from ..errors import PlanError
+from .encoded import UNREADABLE, deflated, inflated
+from .layout import MAX_DIMS, Layout, listed
+from .types import Box, Shard
 
 Int64s = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.signedinteger[Any]]

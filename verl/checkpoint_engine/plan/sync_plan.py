@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.plan.encoded import UNREADABLE, deflated, inflated
-from verl.checkpoint_engine.plan.layout import Layout, listed
-from verl.checkpoint_engine.plan.owners import Holders, assign
-from verl.checkpoint_engine.plan.shards import Extents, Int64s, ShardTable, extents_of
-from verl.checkpoint_engine.plan.types import Box, Shard
+from ..errors import PlanError
+from .encoded import UNREADABLE, deflated, inflated
+from .layout import Layout, listed
+from .owners import Holders, assign
+from .shards import Extents, Int64s, ShardTable, extents_of
+from .types import Box, Shard
 
 Int32s = npt.NDArray[np.int32]
 

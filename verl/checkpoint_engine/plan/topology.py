@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from verl.checkpoint_engine.errors import BackendUnavailable, PlanError
-from verl.checkpoint_engine.plan.types import Member
+from ..errors import BackendUnavailable, PlanError
+from .types import Member
 
 MAX_LANES = 8
 """Owners from which a node receives at the same time."""

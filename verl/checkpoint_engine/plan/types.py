@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from verl.checkpoint_engine.plan.delta_choice import DeltaReport
-from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
-from verl.utils.memory import MemoryUse, most
+from ..support.memory import MemoryUse, most
+from .delta_choice import DeltaReport
+from .member_report import Link, PhaseReport
 
 ITEMSIZE = {
     "float64": 8,

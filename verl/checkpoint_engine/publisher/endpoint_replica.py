@@ -8,9 +8,9 @@ import socket
 import urllib.parse
 from collections.abc import Mapping
 
-from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-from verl.utils.network import host_addresses
+from ..errors import ConfigError
+from ..parameter_server.endpoints import Endpoint
+from ..support.network import host_addresses
 
 
 class EndpointReplica:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
-from verl.checkpoint_engine.errors import ConfigError, PlanError
-from verl.checkpoint_engine.memory.publishing import copy_values
-from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
-from verl.compat.fsdp import local_box
-from verl.compat.torch import is_persistent
+from ..compat.fsdp import local_box
+from ..compat.torch import is_persistent
+from ..errors import ConfigError, PlanError
+from ..memory.publishing import copy_values
+from ..plan.types import Box, Shard, TensorSpec
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 """What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""

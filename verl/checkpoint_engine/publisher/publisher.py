@@ -20,17 +20,17 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from verl import envs
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
-from verl.checkpoint_engine.plan.types import SyncReport
-from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
-from verl.checkpoint_engine.publisher.model_source import ModelSource
-from verl.checkpoint_engine.publisher.ranks import Ended, Ranks, rank_and_size
-from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
-from verl.utils.loop_thread import LoopThread
+from ..config import CheckpointEngineConfig
+from ..errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
+from ..plan.delta_choice import DeltaRequest
+from ..plan.types import SyncReport
+from ..support import envs
+from ..support.loop_thread import LoopThread
+from ..sync.manager import CheckpointEngineManager
+from ..sync.participants import RolloutNode, TrainerRank
+from .endpoint_replica import EndpointReplica
+from .model_source import ModelSource
+from .ranks import Ended, Ranks, rank_and_size
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
-from verl.checkpoint_engine.plan.types import SyncReport
-from verl.checkpoint_engine.sync.participants import TrainerPort, TrainerRank, methods_of
-from verl.utils.loop_thread import LoopThread
+from ..errors import CheckpointEngineError, TransportError
+from ..plan.types import SyncReport
+from ..support.loop_thread import LoopThread
+from ..sync.participants import TrainerPort, TrainerRank, methods_of
 
 
 @dataclass(frozen=True)

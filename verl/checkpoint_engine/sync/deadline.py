@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError, TransportTimeout
+from ..errors import CheckpointEngineError, TransportError, TransportTimeout
 
 T = TypeVar("T")
 

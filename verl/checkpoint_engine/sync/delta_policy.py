@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.plan.delta_choice import (
+from ..config import CheckpointEngineConfig
+from ..plan.delta_choice import (
     APPLY_S,
     CHANGE_LIMITS,
     ENCODE_S,
@@ -24,7 +24,7 @@ from verl.checkpoint_engine.plan.delta_choice import (
     prefers_delta,
     rate_without_changes,
 )
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from ..plan.sync_plan import SyncPlan
 
 MOST_CHANGED = 10
 """Tensors that a report names."""

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import (
+from ..config import CheckpointEngineConfig
+from ..errors import (
     ActivationError,
     CheckpointEngineError,
     ConfigError,
@@ -28,19 +28,19 @@ from verl.checkpoint_engine.errors import (
     SyncAborted,
     TransportError,
 )
-from verl.checkpoint_engine.plan.layout import Layout
-from verl.checkpoint_engine.plan.shards import ShardTable
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
-from verl.checkpoint_engine.plan.topology import TOPOLOGIES, Topology, direct
-from verl.checkpoint_engine.plan.types import Member, SyncReport
-from verl.checkpoint_engine.ports import Replica
-from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.sync.deadline import all_within, each_within
-from verl.checkpoint_engine.sync.delta_policy import DeltaPolicy
-from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
-from verl.checkpoint_engine.sync.participants import Holding, MemberPort, NodePort, TrainerPort
-from verl.checkpoint_engine.sync.transaction import Boundary, Fleet, Stopwatch, SyncTransaction
-from verl.utils.records import append
+from ..plan.layout import Layout
+from ..plan.shards import ShardTable
+from ..plan.sync_plan import SyncPlan, make_plan
+from ..plan.topology import TOPOLOGIES, Topology, direct
+from ..plan.types import Member, SyncReport
+from ..ports import Replica
+from ..registry import resolve_backend
+from ..support.records import append
+from .deadline import all_within, each_within
+from .delta_policy import DeltaPolicy
+from .outliers import COMPARED, outlier
+from .participants import Holding, MemberPort, NodePort, TrainerPort
+from .transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from verl.checkpoint_engine.plan.member_report import Link, PhaseReport
-from verl.checkpoint_engine.plan.types import SyncReport
+from ..plan.member_report import Link, PhaseReport
+from ..plan.types import SyncReport
 
 LEAST_KNOWN = 5
 """Syncs to compare with: fewer do not say what is usual."""

@@ -21,23 +21,23 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import PlanError, TransportError, TransportTimeout
-from verl.checkpoint_engine.memory.arena import NodeArena, require_free_bytes, require_name
-from verl.checkpoint_engine.memory.digest import Manifest, differing, named, verify
-from verl.checkpoint_engine.memory.publishing import Publication
-from verl.checkpoint_engine.memory.threads import memory_threads
-from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Encoded, Staging
-from verl.checkpoint_engine.plan.layout import Layout
-from verl.checkpoint_engine.plan.member_report import Staged
-from verl.checkpoint_engine.plan.shards import ShardTable
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.topology import Topology
-from verl.checkpoint_engine.plan.types import Member
-from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.registry import resolve_backend
-from verl.utils.memory import MemoryUse, memory_watch
-from verl.utils.network import host_addresses
+from ..config import CheckpointEngineConfig
+from ..errors import PlanError, TransportError, TransportTimeout
+from ..memory.arena import NodeArena, require_free_bytes, require_name
+from ..memory.digest import Manifest, differing, named, verify
+from ..memory.publishing import Publication
+from ..memory.threads import memory_threads
+from ..plan.delta_choice import DeltaRequest, Encoded, Staging
+from ..plan.layout import Layout
+from ..plan.member_report import Staged
+from ..plan.shards import ShardTable
+from ..plan.sync_plan import SyncPlan
+from ..plan.topology import Topology
+from ..plan.types import Member
+from ..ports import WeightSource
+from ..registry import resolve_backend
+from ..support.memory import MemoryUse, memory_watch
+from ..support.network import host_addresses
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class TrainerRank(_Participant):
     def __init__(
         self, index: int, source: WeightSource, config: CheckpointEngineConfig, *, host: str | None = None
     ) -> None:
-        from verl.utils.device import current_device_setter
+        from ..support.device import current_device_setter
 
         super().__init__("trainer", index, config, host)
         self._thread.submit(current_device_setter())

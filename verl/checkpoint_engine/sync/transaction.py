@@ -27,24 +27,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import (
+from ..config import CheckpointEngineConfig
+from ..errors import (
     ActivationError,
     CheckpointEngineError,
     IntegrityError,
     SyncAborted,
     TransportError,
 )
-from verl.checkpoint_engine.memory.digest import Manifest
-from verl.checkpoint_engine.plan.delta_choice import DeltaReport, DeltaRequest
-from verl.checkpoint_engine.plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest, largest
-from verl.checkpoint_engine.plan.sync_plan import SyncPlan
-from verl.checkpoint_engine.plan.types import PHASES, EngineCheckResult, SyncReport
-from verl.checkpoint_engine.ports import Replica
-from verl.checkpoint_engine.sync.deadline import all_within, each_within
-from verl.checkpoint_engine.sync.delta_policy import delta_report
-from verl.checkpoint_engine.sync.participants import NodePort, TrainerPort
-from verl.utils.memory import MemoryUse
+from ..memory.digest import Manifest
+from ..plan.delta_choice import DeltaReport, DeltaRequest
+from ..plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest, largest
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import PHASES, EngineCheckResult, SyncReport
+from ..ports import Replica
+from ..support.memory import MemoryUse
+from .deadline import all_within, each_within
+from .delta_policy import delta_report
+from .participants import NodePort, TrainerPort
 
 logger = logging.getLogger(__name__)
 

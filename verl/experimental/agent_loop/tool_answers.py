@@ -7,9 +7,9 @@ import json
 import logging
 from typing import Any
 
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.experimental.agent_loop.tools import AgentData, BaseTool
 from verl.utils.chat_template import well_formed
-from verl.utils.loop_thread import LoopThread
 from verl.utils.plain import as_text, plain
 
 ANSWERS_WITHIN_S = 1.0

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from verl.checkpoint_engine.support.registry import require_keywords
 from verl.experimental.agent_loop.tools import AgentData, BaseTool
 from verl.tools.base_tool import BaseTool as ToolOfVerl
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.config import ConfigError
-from verl.utils.registry import require_keywords
 
 
 class VerlTool(BaseTool):

@@ -19,6 +19,9 @@ from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, Tr
 from verl.checkpoint_engine.plan.topology import best_of
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support.loop_thread import LoopThread
+from verl.checkpoint_engine.support.memory import MemoryUse
+from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.transaction import Boundary
 from verl.single_controller import RayWorkerGroup
@@ -36,9 +39,6 @@ from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
 from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks, thread_limits
 from verl.utils.config import ConfigError
-from verl.utils.loop_thread import LoopThread
-from verl.utils.memory import MemoryUse
-from verl.utils.signals import uninterrupted
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all

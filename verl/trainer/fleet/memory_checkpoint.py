@@ -19,12 +19,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl import envs
 from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayWorkerGroup
 from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.future import WorkerFuture
-from verl.utils.loop_thread import LoopThread
 from verl.workers.memory_checkpoint.keeper import StateKeeper
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl import envs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.deadline import all_within
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode

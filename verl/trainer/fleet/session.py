@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import ray
 
+from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
+from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
-from verl.utils.cleanup_process import CleanupProcess
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.signals import uninterrupted
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.errors import WorkerDied, WorkerGroupError
 from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.placement import refuse_missing_files
 from verl.trainer.fleet.recovery import RestartLimit
-from verl.utils.loop_thread import LoopThread
 from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker

@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from verl.utils.files import read_regular
+from verl.checkpoint_engine.support.files import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from verl.utils.registry import Registry, require_keywords
+from verl.checkpoint_engine.support.registry import Registry, require_keywords
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import AlgorithmConfig
 

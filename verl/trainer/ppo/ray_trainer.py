@@ -23,6 +23,8 @@ import torch
 
 from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.support import records
+from verl.checkpoint_engine.support.memory import MemoryUse, memory_watch, most
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
@@ -43,12 +45,10 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
-from verl.utils import records
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
 from verl.utils.disk import DiskFull
-from verl.utils.memory import MemoryUse, memory_watch, most
 from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl import envs
 from verl.checkpoint_engine.memory.arena import require_free_bytes
 from verl.checkpoint_engine.plan.layout import align
 from verl.checkpoint_engine.plan.types import ITEMSIZE, SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.fleet.cluster import Cluster, make_replicas
 from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels, reward_function
@@ -36,7 +37,6 @@ from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
-from verl.utils.files import keep_private
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.tracking import Tracking

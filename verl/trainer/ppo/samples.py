@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint_engine.support import records
 from verl.protocol import DataProto, tensors_of
-from verl.utils import records
 from verl.workers.reward_manager import RewardOutput
 
 logger = logging.getLogger(__name__)

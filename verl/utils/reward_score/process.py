@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.utils.lifetime import end_with
+from verl.checkpoint_engine.support.lifetime import end_with
 from verl.utils.plain import as_float, as_text, plain
 
 SHOWN_CHARACTERS = 120

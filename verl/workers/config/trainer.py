@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.support.files import READERS
 from verl.utils.config import ConfigError, option, section
-from verl.utils.files import READERS
 from verl.workers.config.actor import ActorConfig, RefConfig
 from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.config.async_training import AsyncTrainingConfig

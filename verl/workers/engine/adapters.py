@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
-from verl.utils.files import sync_to_disk
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.tensors import HeldTensor, tied_aliases
 

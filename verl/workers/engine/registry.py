@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.registry import Builtin, Registry, imported
+from verl.checkpoint_engine.support.registry import Builtin, Registry, imported
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig

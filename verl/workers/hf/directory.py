@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.disk import full_disk_told, require_space
-from verl.utils.files import sync_to_disk
 from verl.utils.first_rank import FirstRank
 from verl.utils.model import ATTENTION
 from verl.workers.config import HFModelConfig

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from verl.utils.registry import Registry
+from verl.checkpoint_engine.support.registry import Registry
 from verl.utils.torch_functional import masked_sum
 from verl.workers.config import ActorConfig
 from verl.workers.losses.aggregation import LossTotals, agg_loss, totals_in_force

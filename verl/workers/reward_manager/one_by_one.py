@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.protocol import DataProto, tensors_of
-from verl.utils.loop_thread import LoopThread
 
 
 class RewardManagerBase(ABC):

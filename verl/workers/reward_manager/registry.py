@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from verl.checkpoint_engine.support.registry import Registry, require_keywords
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.utils.plain import plain
-from verl.utils.registry import Registry, require_keywords
 from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.one_by_one import OneByOne
 

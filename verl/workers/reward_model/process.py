@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 
-from verl.utils.lifetime import end_with
+from verl.checkpoint_engine.support.lifetime import end_with
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
+from verl.checkpoint_engine.support.memory import MemoryUse
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.memory import MemoryUse
 from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec

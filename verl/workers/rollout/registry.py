@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.utils.registry import Builtin, Registry
+from verl.checkpoint_engine.support.registry import Builtin, Registry
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutReplica

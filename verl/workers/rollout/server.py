@@ -24,8 +24,8 @@ import ray
 
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
+from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
 from verl.utils.lifetime import begin_actor
-from verl.utils.memory import MemoryUse, tree_use
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.compat.torch import TorchDispatchMode, changed_by, changes_arguments, tensors_in
+from ...compat.torch import TorchDispatchMode, changed_by, changes_arguments, tensors_in
 
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
-from verl.checkpoint_engine.engines.sglang.flow import Flow
-from verl.checkpoint_engine.engines.sglang.orders import Order, Report, write_report
-from verl.checkpoint_engine.errors import CheckpointEngineError
-from verl.checkpoint_engine.memory.arena import open_to_activate
+from ...errors import CheckpointEngineError
+from ...memory.arena import open_to_activate
+from .flow import Flow
+from .orders import Order, Report, write_report
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -81,7 +81,7 @@ def _names_kept_wide(model: Any, directory: Path) -> Report:
 def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
+    from ...parameter_server.checkpoint_directory import checkpoint_files
 
     for path in checkpoint_files(directory):
         with safe_open(path, framework="pt") as file:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.plan.types import EngineCheckResult
+from ...errors import ActivationError
+from ...plan.types import EngineCheckResult
 
 LOADER = f"{__package__}.loader.load"
 """For SGLang's `custom_weight_loader`, and the `load_format` of an update."""

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from verl.compat.vllm import own_rotary_tables
+from ...compat.vllm import own_rotary_tables
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

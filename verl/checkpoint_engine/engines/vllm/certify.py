@@ -18,11 +18,11 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
-from verl.checkpoint_engine.engines.leftovers import Leftovers
-from verl.checkpoint_engine.engines.vllm.build import standing_alone
-from verl.checkpoint_engine.engines.vllm.live import differences, live_tensors
-from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
-from verl.compat.vllm import own_rotary_tables
+from ...compat.vllm import own_rotary_tables
+from ...parameter_server.endpoints import ENGINE_NAME
+from ..leftovers import Leftovers
+from .build import standing_alone
+from .live import differences, live_tensors
 
 CPU_CACHE_NBYTES = 2**28
 

@@ -21,10 +21,11 @@ import torch
 import xxhash
 from vllm.config import VllmConfig
 
-from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
-from verl.checkpoint_engine.engines.vllm.live import LiveTensor, Packed, as_integers, differences, live_tensors
-from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.plan.types import EngineCheckResult
+from ...errors import IntegrityError
+from ...plan.types import EngineCheckResult
+from ...support.package import PACKAGE
+from .build import Weights, load_as_from_disk
+from .live import LiveTensor, Packed, as_integers, differences, live_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +164,9 @@ class EngineCheck:
             reason = f"a second model needs {needed:.3g} GiB on {self._device}, where {free:.3g} GiB are free"
         logger.warning(
             "the live model is not compared with a load from disk (%s): only that every parameter is written anew is "
-            "checked; `python -m verl.checkpoint_engine.certify` checks all of it",
+            "checked; `python -m %s.certify` checks all of it",
             reason,
+            PACKAGE,
         )
         return reason
 

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from verl.checkpoint_engine.errors import ActivationError
+from ...errors import ActivationError
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
 """dtype (torch's name) and shape of every tensor of a checkpoint."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from verl.compat.vllm import packed_product
+from ...compat.vllm import packed_product
 
 STATE = "kv_cache"
 """The attribute of attention and state-space layers that holds sequences, not weights."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 
-from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
-from verl.compat.vllm import knows_weight_transfer_engine
-from verl.utils.lifetime import end_with
+from ...compat.vllm import knows_weight_transfer_engine
+from ...parameter_server.endpoints import ENGINE_NAME
+from ...support.lifetime import end_with
 
 
 def register() -> None:
     """Make `ENGINE_NAME` known to vLLM. Idempotent: vLLM may load its plugins more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from verl.compat.torch import allow_amx
+    from ...compat.torch import allow_amx
 
     if not knows_weight_transfer_engine(ENGINE_NAME):
-        WeightTransferEngineFactory.register_engine(
-            ENGINE_NAME, "verl.checkpoint_engine.engines.vllm.receiver", "ArenaWeightTransferEngine"
-        )
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", "ArenaWeightTransferEngine")
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
 

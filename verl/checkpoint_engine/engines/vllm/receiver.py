@@ -26,20 +26,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from verl.checkpoint_engine.engines.vllm.build import Weights, load_as_from_disk
-from verl.checkpoint_engine.engines.vllm.check import EngineCheck, free_nbytes, needed_nbytes
-from verl.checkpoint_engine.engines.vllm.fit import names_kept_wide, require_fit
-from verl.checkpoint_engine.engines.vllm.reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
-from verl.checkpoint_engine.engines.vllm.reports import write_names_kept_wide, write_report
-from verl.checkpoint_engine.engines.vllm.unchanged import Kept, Loaded, Sources
-from verl.checkpoint_engine.errors import ActivationError, IntegrityError, TransportError
-from verl.checkpoint_engine.memory.arena import PinnedSlots, open_to_activate
-from verl.checkpoint_engine.memory.digest import Manifest
-from verl.checkpoint_engine.parameter_server.checkpoint_directory import checkpoint_files
-from verl.checkpoint_engine.parameter_server.devices import device_id
-from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
-from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
-from verl.checkpoint_engine.plan.types import EngineCheckResult
+from ...errors import ActivationError, IntegrityError, TransportError
+from ...memory.arena import PinnedSlots, open_to_activate
+from ...memory.digest import Manifest
+from ...parameter_server.checkpoint_directory import checkpoint_files
+from ...parameter_server.devices import device_id
+from ...parameter_server.engine_receiver import IncomingWeights
+from ...parameter_server.safetensors_files import read_checkpoint
+from ...plan.types import EngineCheckResult
+from .build import Weights, load_as_from_disk
+from .check import EngineCheck, free_nbytes, needed_nbytes
+from .fit import names_kept_wide, require_fit
+from .reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
+from .reports import write_names_kept_wide, write_report
+from .unchanged import Kept, Loaded, Sources
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from verl.checkpoint_engine.engines.vllm.live import STATE
-from verl.checkpoint_engine.engines.vllm.unchanged import Kept, Sources
-from verl.checkpoint_engine.errors import ActivationError
-from verl.compat.torch import children
+from ...compat.torch import children
+from ...errors import ActivationError
+from .live import STATE
+from .unchanged import Kept, Sources
 
 NOTING = "notes_loading"
 REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)

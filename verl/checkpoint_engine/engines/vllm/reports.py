@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.plan.types import EngineCheckResult
+from ...errors import IntegrityError
+from ...plan.types import EngineCheckResult
 
 
 def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, failure: Exception | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.memory.digest import Manifest, UInt64s
+from ...memory.digest import Manifest, UInt64s
 
 LEAST_SHARE = 16
 """Of a version's bytes: where less than such a part is unchanged, everything is loaded."""

@@ -1,6 +1,6 @@
 """torch FSDP1: the parameters of a layer laid end to end, of which every rank holds an equal range.
 
-The only file that knows FSDP1, with `verl/compat/fsdp.py`.
+The only file that knows FSDP1, with `verl/checkpoint_engine/compat/fsdp.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
+from verl.checkpoint_engine.compat import fsdp
 from verl.checkpoint_engine.plan.shards import flat_range_boxes
-from verl.compat import fsdp
 from verl.compat.transformers import layer_names
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from verl.checkpoint_engine.compat.fsdp import local_box
+from verl.checkpoint_engine.compat.torch import replace_tensors
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.types import Box
-from verl.compat.fsdp import local_box
-from verl.compat.torch import replace_tensors
 from verl.compat.transformers import layer_names
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine

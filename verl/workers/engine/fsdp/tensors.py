@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from verl.checkpoint_engine.compat.fsdp import clean_tensor_name
+from verl.checkpoint_engine.compat.torch import is_persistent
 from verl.checkpoint_engine.plan.types import Box
-from verl.compat.fsdp import clean_tensor_name
-from verl.compat.torch import is_persistent
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.rearranged import Piece
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from verl.compat.torch import make_tensor_without_memory
+from verl.checkpoint_engine.compat.torch import make_tensor_without_memory
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.compat.torch import scale_all
+from verl.checkpoint_engine.compat.torch import scale_all
 from verl.workers.config import OptimizerConfig
 from verl.workers.engine.megatron.architectures import Cut
 from verl.workers.engine.megatron.layout import LocalTensor, divide

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from verl.utils.loop_thread import LoopThread
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import time
 
 import psutil
 
-from verl.utils.cleanup_process import CleanupProcess
+from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 
 NOTE = "open(sys.argv[1], 'w').write(' '.join(lines))"
 OWNER = f"""
 import sys, time
-from verl.utils.cleanup_process import CleanupProcess
+from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 cleanup = CleanupProcess({NOTE!r}, sys.argv[1])
 cleanup.send("first")
 cleanup.send("second")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.utils.signals import end_when_told, uninterrupted
+from verl.checkpoint_engine.support.signals import end_when_told, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_an_interrupt_that_python_ignores_around_a_fork_comes_again():
     """As it came in the middle of `ray.init`, which starts processes."""
     program = """
 import os, signal, subprocess, time
-from verl.utils.signals import end_when_told
+from verl.checkpoint_engine.support.signals import end_when_told
 end_when_told()
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
 try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils import records
+from verl.checkpoint_engine.support import records
 
 
 def put(path, *values):

@@ -1,7 +1,7 @@
 import pytest
 
-from verl.utils.config import ConfigError
-from verl.utils.registry import Registry
+from verl.checkpoint_engine.support.config import ConfigError
+from verl.checkpoint_engine.support.registry import Registry
 
 
 def test_a_registered_function_is_found_by_its_name():

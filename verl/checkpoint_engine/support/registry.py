@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from verl.utils.config import ConfigError, choose_from
+from .config import ConfigError, choose_from
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.namespaces import NotPermitted, joined_hosts
 from tests.strangers import NOBODY as STRANGER
 from tests.strangers import can_connect, needs_root, talk
-from verl.utils.admission import (
+from verl.checkpoint_engine.support.admission import (
     ANY_HOST,
     MOST_NETWORKS,
     NOBODY,

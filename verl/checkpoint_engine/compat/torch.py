@@ -1,6 +1,6 @@
 """torch 2.13: stores and groups that belong to no global state, and what modules know of their tensors.
 
-For FSDP, see `verl/compat/fsdp.py`.
+For FSDP, see `fsdp.py` beside this file.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from verl.utils.memory import MemoryUse, MemoryWatch, memory_watch, most, resident, tree_use
+from verl.checkpoint_engine.support.memory import MemoryUse, MemoryWatch, memory_watch, most, resident, tree_use
 
 MB = 10**6
 

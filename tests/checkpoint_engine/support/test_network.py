@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl.utils.config import ConfigError
-from verl.utils.network import interface_of
+from verl.checkpoint_engine.support.config import ConfigError
+from verl.checkpoint_engine.support.network import interface_of
 
 
 def test_an_interface_is_found_by_its_address():

@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from verl.utils.config import ConfigError
+from .config import ConfigError
 
 
 def interface_of(address: str) -> str:

@@ -1,0 +1,132 @@
+"""Which device this process computes on, and what torch calls belong to it. The only file that knows torch_npu."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from .config import ConfigError, did_you_mean
+from .package import extra
+
+DEVICES = ("cpu", "cuda", "npu")
+
+# Control messages (counts, checkpoint plans) travel as CPU tensors on every device: gloo stands beside its own backend.
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+_taken_as_given: ContextVar[bool] = ContextVar("taken_as_given", default=False)
+
+
+@contextmanager
+def any_device() -> Iterator[None]:
+    """Inside, a device that is named counts as present: what is checked here is to run on another machine."""
+    token = _taken_as_given.set(True)
+    try:
+        yield
+    finally:
+        _taken_as_given.reset(token)
+
+
+def resolve_device(name: str | None = None) -> str:
+    """`name` once it is known and present on this machine; for None the first of cuda, npu, cpu that is present.
+
+    Raises ConfigError for an unknown name and for a device that this machine or installation lacks.
+    """
+    if name is None:
+        return next((device for device in ("cuda", "npu") if not missing(device)), "cpu")
+    if name not in DEVICES:
+        raise ConfigError(
+            f"unknown device {name!r}; known: {', '.join(DEVICES)}.{did_you_mean(name, DEVICES) if name else ''}"
+        )
+    if not _taken_as_given.get() and (reason := missing(name)):
+        raise ConfigError(f"device {name!r} cannot be used here: {reason}. On this machine: {resolve_device()}")
+    return name
+
+
+def distributed_backend(device: str) -> str:
+    """The `backend` argument of `torch.distributed.init_process_group` for a device of `resolve_device`."""
+    if device not in _BACKENDS:
+        raise ConfigError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+    return _BACKENDS[device]
+
+
+def local_device(device: str, local_rank: int = 0) -> torch.device:
+    """The torch device of this process. Makes it current on accelerators.
+
+    `local_rank` is taken modulo the devices that this process can see: Ray shows each worker only its own.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    module = device_module(device)
+    index = local_rank % module.device_count()
+    module.set_device(index)
+    return torch.device(device, index)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's and torch's generators, on every device of this process."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: str) -> dict[str, torch.Tensor]:
+    """State of torch's generators: `cpu`, and the accelerator's own under its name."""
+    state = {"cpu": torch.get_rng_state()}
+    if device != "cpu":
+        state[device] = device_module(device).get_rng_state()
+    return state
+
+
+def set_rng_state(device: str, state: dict[str, torch.Tensor]) -> None:
+    """The inverse of `rng_state`."""
+    torch.set_rng_state(state["cpu"])
+    if device != "cpu":
+        device_module(device).set_rng_state(state[device])
+
+
+def allocated(device: str) -> tuple[int, int]:
+    """Bytes that torch holds on an accelerator now, and its most since the last call. For `MemoryWatch.device`."""
+    module = device_module(device)
+    held: tuple[int, int] = module.memory_allocated(), module.max_memory_allocated()
+    module.reset_peak_memory_stats()
+    return held
+
+
+def has_cuda_context() -> bool:
+    """Whether this process has begun to use CUDA."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized())
+
+
+def current_device_setter() -> Callable[[], None]:
+    """For another thread, whose current CUDA device is the first until it says otherwise: this thread's."""
+    if not has_cuda_context():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+def missing(device: str) -> str | None:
+    """Why `device` cannot be used, or None."""
+    if device == "cpu":
+        return None
+    if device == "cuda":
+        if torch.cuda.is_available():
+            return None
+        return "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as exc:
+        return f"torch_npu cannot be imported ({exc}): {extra('npu')}"
+    return None if device_module("npu").is_available() else "torch_npu sees no device"
+
+
+def device_module(device: str) -> Any:
+    """torch's module for a device: torch.cuda, torch.npu or torch.cpu."""
+    return getattr(torch, device)

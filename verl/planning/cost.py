@@ -63,7 +63,7 @@ class Rates:
     call_s: float
     member_s: float
     """What a phase takes for each member that is called."""
-    threads: int = 4
+    threads: float = 4
     """Of a member that copies or digests large memory."""
 
 

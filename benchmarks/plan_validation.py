@@ -162,7 +162,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(5.4, 4.2), layout="constrained")
     for (label, points), colour in zip(series.items(), ("#54a24b", "#4c78a8", "#e45756"), strict=True):
         if points:
-            axes.scatter(*zip(*points, strict=True), s=16, color=colour, label=label)
+            axes.scatter([x for x, _ in points], [y for _, y in points], s=16, color=colour, label=label)
     ends = [0.03, 400]
     axes.plot(ends, ends, color="#bab0ac", linewidth=1)
     for factor in (0.5, 2):

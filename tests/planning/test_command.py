@@ -75,6 +75,15 @@ def test_rollouts_on_the_trainers_hosts_can_take_naive(capsys: pytest.CaptureFix
     assert found["best"]["nbytes_sent"] == found["model"]["nbytes"]  # to the one other host
 
 
+def test_steps_are_simulated_with_syncs_of_the_plan(capsys: pytest.CaptureFixture[str]):
+    found = document(capsys, "--simulate", "prompts=4", "tokens=50", "steps=10", "update_s=1")
+    for bound in ("fast", "slow"):
+        assert [one["mode"] for one in found["steps"][bound]] == ["hybrid", "one_step_off", "fully_async"]
+    assert found["steps"]["fast"][0]["step_s"] <= found["steps"]["slow"][0]["step_s"]
+    assert main([*SMALL, "--simulate"]) == 0
+    assert "simulated steps, syncs at their slower bound" in capsys.readouterr().out
+
+
 def test_a_picture_is_drawn(tmp_path: Path):
     assert main([*SMALL, "--delta", "1%", "--plot", str(tmp_path / "plan.svg")]) == 0
     assert "<svg" in (tmp_path / "plan.svg").read_text()
@@ -91,6 +100,8 @@ def test_a_picture_is_drawn(tmp_path: Path):
         ),
         ([MODEL, "--rollouts", "2x2", "--backend", "naive"], "leave --rollouts out"),
         ([MODEL, "--rollouts", "2x2", "--backend", "gloo", "--topology", "tree"], "gloo has no topology tree"),
+        ([*SMALL, "--simulate", "prompt=4"], "Did you mean 'prompts'?"),
+        ([*SMALL, "--simulate", "prompts"], "write NAME=NUMBER"),
         ([*SMALL, "--hardware", "no.json"], "is not what `verl-sync doctor --json` writes"),
         ([*SMALL, "--plot", "no/such/plan.png"], "there is no directory"),
     ],

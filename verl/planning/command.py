@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.planning.hardware import UNKNOWN, read_hardware
 from verl.planning.job import STRATEGIES, Fabric, Hosts, Job, bytes_per_s, fraction_of, hosts_of
+from verl.planning.simulation import Workload
 from verl.utils.config import ConfigError
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Request:
     host_nbytes: int | None
     hardware_path: Path | None
     cores: int
+    workload: Workload | None
+    """Steps to simulate."""
     as_json: bool
     picture: Path | None
 
@@ -120,9 +123,27 @@ def _request(options: argparse.Namespace) -> Request:
         host_nbytes=int(options.host_memory * 2**30) if options.host_memory else None,
         hardware_path=options.hardware,
         cores=options.cores,
+        workload=_workload(options.simulate, job),
         as_json=options.json,
         picture=options.picture,
     )
+
+
+def _workload(words: Sequence[str] | None, job: Job) -> Workload | None:
+    """Raises ConfigError for a word that is none."""
+    if words is None:
+        return None
+    from verl.utils.config import from_mapping
+
+    values = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            values[name] = json.loads(text)
+        except ValueError as exc:
+            raise ConfigError(f"--simulate {word}: write NAME=NUMBER, such as prompts=64") from exc
+    work = from_mapping(Workload, values, "--simulate")
+    return work if work.replicas else replace(work, replicas=job.replicas)
 
 
 def _backends_of(job: Job, device: str) -> tuple[str, ...]:
@@ -186,6 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--host-memory", type=_ratio, metavar="GIB", help="of a host; default: as --hardware says")
     add("--cores", type=_count, default=32, metavar="N", help="of a host (default: 32)")
     add("--hardware", type=Path, metavar="FILE", help="what `verl-sync doctor --json` wrote on such hosts")
+    words = ", ".join(f"{field.name} ({field.metadata['help']})" for field in fields(Workload))
+    steps = f"also simulate steps in the three modes; NAMEs: {words}".replace("%", "%%")
+    add("--simulate", nargs="*", metavar="NAME=NUMBER", help=steps)
     shown = parser.add_argument_group("what is shown")
     add = shown.add_argument
     add("--json", action="store_true", help="one JSON document in place of tables")

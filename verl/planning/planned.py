@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from verl.planning.hardware import Hardware
 from verl.planning.job import Job
 from verl.planning.memory import Need, needs, unfit
 from verl.planning.shapes import PlannedModel, planned_model
+from verl.planning.simulation import Outcome, SyncSeconds, described, simulate
 from verl.planning.traffic import COLLECTIVES, Traffic, Way, members_of, wire_of
 from verl.utils.config import ConfigError
 
@@ -36,6 +38,8 @@ class Planned:
     forecasts: tuple[Forecast, ...]
     memory: tuple[Need, ...]
     notes: tuple[str, ...]
+    steps: tuple[tuple[str, tuple[Outcome, ...]], ...]
+    """Of the best way at its slower and faster bound, simulated."""
     unavailable: dict[str, str]
     """Ways that cannot be taken, and why."""
 
@@ -82,6 +86,7 @@ class Planned:
             ],
             "rates_measured": sorted(self.hardware.measured),
             "rates_assumed": sorted(self.hardware.assumed),
+            "steps": {bound: [described(one) for one in outcomes] for bound, outcomes in self.steps},
             "notes": list(self.notes),
             "unavailable": self.unavailable,
         }
@@ -126,9 +131,20 @@ def planned(request: Request, hardware: Hardware) -> Planned:
         owned=owned,
         forecasts=tuple(found),
         memory=tuple(memory),
+        steps=tuple(_steps(request, min(found, key=lambda one: one.slow.total))),
         notes=(*model.notes, *_notes(request, owned)),
         unavailable=unavailable,
     )
+
+
+def _steps(request: Request, best: Forecast) -> Iterator[tuple[str, tuple[Outcome, ...]]]:
+    """With syncs as the best way has them."""
+    if request.workload is None:
+        return
+    for bound, found in (("fast", best.fast), ("slow", best.slow)):
+        pause_s = found.phases["activate"] + found.phases["resume"]
+        sync = SyncSeconds(total_s=found.total, blocked_s=found.phases["publish"], pause_s=pause_s)
+        yield bound, tuple(simulate(request.workload, sync))
 
 
 def _ways(request: Request, traffic: Traffic) -> tuple[list[Way], dict[str, str]]:

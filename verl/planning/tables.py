@@ -11,8 +11,10 @@ from rich.table import Table
 from verl.planning.forecast import TIMED, Forecast
 from verl.planning.memory import Need
 from verl.planning.planned import Planned
+from verl.planning.simulation import Outcome
 
 MARKS = {True: "fits", False: "[red]does NOT fit[/]", None: ""}
+BOUNDS = {"fast": "faster", "slow": "slower"}
 MOST_HELPS = 3
 LOOK: dict[str, Any] = {
     "box": SIMPLE_HEAD,
@@ -40,6 +42,8 @@ def show(result: Planned, console: Console | None = None) -> None:
         console.print(_ways(result, delta=delta))
     console.print(_phases(result.best))
     console.print(_memory(result.memory))
+    for bound, outcomes in result.steps:
+        console.print(_steps(bound, outcomes))
     best = result.best
     console.print(f"[bold]best: {_name(best)}[/], {_span(best.fast.total, best.slow.total)} s; bound by {best.bound}")
     for what, saved in best.helps[:MOST_HELPS]:
@@ -104,6 +108,25 @@ def _memory(needs: tuple[Need, ...]) -> Table:
         has = "" if need.available_nbytes is None else _gib(need.available_nbytes)
         parts = ", ".join(f"{what} {_gib(nbytes)}" for what, nbytes in need.parts if nbytes)
         table.add_row(need.where, need.phase, _gib(need.nbytes), has, MARKS[need.fits], parts)
+    return table
+
+
+def _steps(bound: str, outcomes: tuple[Outcome, ...]) -> Table:
+    table = Table(title=f"simulated steps, syncs at their {BOUNDS[bound]} bound", **LOOK)
+    table.add_column("mode")
+    for heading in ("step s", "tokens/s", "trainer waits", "for syncs", "engines idle", "staleness"):
+        table.add_column(heading, justify="right")
+    table.add_column("who waits")
+    for one in outcomes:
+        shares = (one.waits_for_samples, one.waits_for_sync, one.engines_idle)
+        table.add_row(
+            one.mode,
+            f"{one.step_s:.1f}",
+            f"{one.tokens_per_s:.0f}",
+            *(f"{share:.1%}" for share in shares),
+            f"{one.staleness:.2f}, {one.most_staleness}",
+            one.waiting_side,
+        )
     return table
 
 

@@ -119,3 +119,14 @@ def test_another_file_is_no_hardware(tmp_path: Path):
     file.write_text("[]")
     with pytest.raises(ConfigError, match="doctor"):
         read_hardware(file)
+
+
+def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    page = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(word in page for word in ("--simulate", "--hardware", "exit code"))
+    choices = "{auto,"  # argparse breaks no word
+    assert max(len(line) for line in page.splitlines() if choices not in line) <= 80

@@ -20,12 +20,20 @@ T = TypeVar("T")
 
 BACKENDS = ("naive", "tcp", "gloo", "nccl", "nixl", "mooncake", "kimi_ckpt_engine")
 TOPOLOGIES = ("direct", "broadcast", "chain", "tree", "p2p_broadcast")
+DESCRIPTION = """\
+Says what syncs of a model would move, how long they would take and what memory
+they need, before a cluster is there. Bytes are exact: the plan and the
+topologies are those of a run. Seconds lie between two bounds, which are closer
+where the doctor has measured the hosts.
+"""
 EPILOG = """\
-exit code: 0 planned; 1 something does not fit into the memory that there is; 2 the command line, or the model
+exit code: 0 planned; 1 something does not fit into the memory that there is;
+2 the command line, or the model
 
-  verl-sync plan Qwen3-30B-A3B/config.json --trainers 2x8 --rollouts 4x8 --rollout-tp 4 --link 8x400gbit
-  verl-sync plan DIR --strategy megatron --tp 4 --pp 8 --ep 8 --trainers 32x8 --rollouts 32x8 --delta 1%
-  verl-sync doctor --json > hosts.json; verl-sync plan DIR --hardware hosts.json --json
+  verl-sync plan config.json --trainers 2x8 --rollouts 4x8 --link 8x400gbit
+  verl-sync plan DIR --strategy megatron --tp 4 --pp 8 --ep 8 --trainers 32x8
+  verl-sync doctor --json > hosts.json
+  verl-sync plan DIR --hardware hosts.json --delta 1% --json
 """
 
 
@@ -154,9 +162,8 @@ def _backends_of(job: Job, device: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl-sync plan",
-        description="Says what syncs of a model would move, how long they would take and what memory they need, before "
-        "a cluster is there. Bytes are exact: the plan and the topologies are those of a run. Seconds lie between two "
-        "bounds, and are narrower where the doctor has measured the hosts.",
+        usage="verl-sync plan MODEL [--trainers 64x8] [--rollouts 32x8] [...]",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

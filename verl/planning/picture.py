@@ -39,7 +39,7 @@ def draw(result: Planned, path: Path) -> None:
         if need.available_nbytes is not None:
             memory.plot(need.available_nbytes / 2**30, place, "|", color="black", markersize=12)
     memory.invert_yaxis()
-    memory.set_xlabel("GiB of the host or device that needs most; |: what there is")
+    memory.set_xlabel("GiB needed; |: there is")
     for axes in (seconds, memory):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,19 @@ def test_ranks_hold_the_rows_that_torch_would_deal_out(name: str, ranks: int):
                 expected |= {(piece.origin, piece.origin_box) for piece in found if piece}
         assert boxes(model.held[rank], model.layout) == expected
     make_plan(model.layout, model.held, block_nbytes=2**20)  # raises unless they cover everything once
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_holds_what_a_real_one_does(name: str):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning.held_process", name, "2", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 20
 
 
 def test_ranks_beside_each_other_repeat_where_copies_are_smaller_than_the_trainer():

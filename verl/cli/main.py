@@ -56,6 +56,10 @@ MODULES = {
     ),
     "certify": Module(name="verl.checkpoint_engine.certify", about="Prove that a model's weights reach vLLM whole."),
     "doctor": Module(name="verl.doctor.command", about="Look whether this host, or a Ray cluster, can run a job."),
+    "plan": Module(
+        name="verl.planning.command",
+        about="Say what syncs of a model would move, take and need, before a cluster is there.",
+    ),
 }
 """Subcommands that take all of what follows them as it is, `--help` too."""
 COMMANDS = {

@@ -182,8 +182,10 @@ class _Loading:
             if target not in self._own:
                 nowhere[key] = target
                 continue
-            rule = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, target)
-            group = self._collected.setdefault(target, _Collected(rule))
+            if target not in self._collected:
+                rule = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, target)
+                self._collected[target] = _Collected(rule)
+            group = self._collected[target]
             group.keys.setdefault(pattern or key, []).append(key)
             group.transform.add_tensor(target, key, pattern or key, Rearranged.of(key, shapes[key]))  # type: ignore[arg-type]
         self._sort_out(nowhere)

@@ -1,0 +1,49 @@
+"""What one of several FSDP2 ranks really holds of a built-in model, and what a plan says. No other rank is needed: the
+process group is torch's fake one. Run as a process of its own: `held_process.py MODEL RANK WORLD`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from verl.planning import shapes
+from verl.planning.job import Fabric, Hosts, Job
+from verl.planning.shapes import planned_model
+from verl.utils.builtin import builtin_model
+from verl.workers.config import FSDPConfig
+from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
+from verl.workers.engine.fsdp.tensors import as_in_checkpoint
+from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
+
+
+def main(name: str, rank: int, world: int) -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    directory = builtin_model(name)
+    model, conversion = shapes._converted(shapes._config(directory)[0])
+    sharding = FSDP2Sharding()
+    held = sharding.held(sharding.shard(model, FSDPConfig(), torch.device("cpu")))
+    source = FSDPWeightSource(as_in_checkpoint(held, conversion), rollout_dtype="bfloat16")
+    planned = planned_model(
+        directory,
+        Job(
+            trainers=Hosts(count=1, each=world),
+            strategy="fsdp2",
+            rollouts=Hosts(count=1, each=1),
+            rollout_tp=1,
+            fabric=Fabric(host_bytes_per_s=1.0),
+        ),
+    )
+    assert list(source.specs()) == list(planned.layout.specs)
+    table, specs = planned.held[rank], planned.layout.specs
+    mine = {
+        (specs[tensor].name, table.box(row, len(specs[tensor].shape)))
+        for row, tensor in enumerate(table.tensor.tolist())
+    }
+    assert mine == {(shard.name, shard.box) for shard in source.shards()}
+    print(f"{len(mine)} shards")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,237 @@
+"""Which tensors a model has that exists as a config alone, and which boxes of them each trainer rank would hold.
+
+The model is made on the meta device, which takes no memory. Names and shapes of its checkpoint are what transformers
+would save; what a rank holds follows from the same rules with which the trainer fills it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.checkpoint_engine.errors import PlanError
+from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.shards import ShardTable
+from verl.checkpoint_engine.plan.types import Shard, TensorSpec
+from verl.planning.job import Job
+from verl.utils.config import ConfigError
+from verl.workers.config.megatron import MegatronConfig
+from verl.workers.hf.conversion import Conversion
+
+MASTER_DTYPE = "float32"
+"""In which a trainer holds weights, by default; tensors that engines get as they are trained have it."""
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    name: str
+    layout: Layout
+    held: list[ShardTable]
+    """Of each trainer rank."""
+    held_numel: npt.NDArray[np.int64]
+    """Of each trainer rank: parameters, without what pads a vocabulary."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        return sum(spec.numel for spec in self.layout.specs)
+
+
+def planned_model(path: Path, job: Job) -> PlannedModel:
+    """`path`: a model directory or a `config.json`. Raises ConfigError, PlanError."""
+    config, notes = _config(path)
+    layout, held = _megatron(config, job) if job.strategy == "megatron" else _fully_sharded(config, job)
+    numel = np.array([int(np.prod(table.stop - table.start, axis=1, dtype=np.int64).sum()) for table in held])
+    name = f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers"
+    return PlannedModel(name=name, layout=layout, held=held, held_numel=numel, notes=notes)
+
+
+def _config(path: Path) -> tuple[Any, tuple[str, ...]]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path} is neither a model directory with a config.json nor such a file")
+    try:
+        fields = json.loads(file.read_text())
+    except (ValueError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file} is no JSON: {exc}") from exc
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f"{file} is not the config of a model: it has no model_type")
+    quantized = fields.pop("quantization_config", None) is not None
+    note = "its quantization_config is left out: a job trains and sends a dequantised copy"
+    from transformers import CONFIG_MAPPING
+
+    kind = fields["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{file}: transformers has no model_type={kind!r}, and code that comes with a model is not run for a plan"
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(fields), (note,) if quantized else ()
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise ConfigError(f"{file}: transformers refuses it: {exc}") from exc
+
+
+# ---- fsdp2
+
+
+def _fully_sharded(config: Any, job: Job) -> tuple[Layout, list[ShardTable]]:
+    model, conversion = _converted(config)
+    buffers = {name for name, _ in model.named_buffers()}
+    layout = Layout.of(list(_specs(model, conversion, job.dtype)))
+    pieces = _Pieces.of(layout, conversion, {name: tuple(t.shape) for name, t in model.state_dict().items()}, buffers)
+    parts = job.trainers.ranks if job.fsdp_size == -1 else job.fsdp_size
+    distinct = [pieces.rows(layout, part, parts) for part in range(parts)]
+    return layout, [distinct[rank % parts] for rank in range(job.trainers.ranks)]
+
+
+def _converted(config: Any) -> tuple[Any, Conversion]:
+    """The model without memory, and its checkpoint as transformers would write and read it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from verl.workers.hf.conversion import conversion_of, first_names
+    from verl.workers.hf.rearranged import Rearranged
+
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.float32)
+    except (ValueError, ImportError, AttributeError, TypeError) as exc:
+        raise ConfigError(f"transformers cannot build a causal language model of {config.model_type}: {exc}") from exc
+    again = first_names(model)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
+    symbolic: Any = {name: Rearranged.of(name, shape) for name, shape in own.items()}
+    try:
+        saved: dict[str, Any] = revert_weight_conversion(model, symbolic)
+    except (ValueError, IndexError, KeyError, AttributeError, RuntimeError) as exc:
+        raise PlanError(f"what a checkpoint of {config.model_type} has cannot be told from its config: {exc}") from exc
+    conversion = conversion_of(model, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+    conversion.require_whole()
+    return model, conversion
+
+
+def _specs(model: Any, conversion: Conversion, dtype: str) -> Iterator[TensorSpec]:
+    """As `FSDPWeightSource` sends them."""
+    from verl.workers.hf.precision import names_kept_by_transformers, names_kept_wide
+
+    unknown: Any = SimpleNamespace(names=(), common_dtype=lambda: None)
+    wide = names_kept_wide(conversion.shapes, unknown) | names_kept_by_transformers(model, conversion)
+    buffers = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in model.named_buffers()}
+    for name, shape in conversion.shapes.items():
+        target, _ = next(conversion.parts_of(name))
+        held = buffers.get(target, MASTER_DTYPE)
+        as_held = target in buffers or name in wide
+        yield TensorSpec(name=name, shape=shape, dtype=held if as_held else dtype)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What tensors of a checkpoint are in the model, as columns. FSDP2 cuts the model's tensors by their rows."""
+
+    tensor: npt.NDArray[np.int64]
+    low: npt.NDArray[np.int64]
+    high: npt.NDArray[np.int64]
+    """First and last row of the model's tensor."""
+    rows_of_target: npt.NDArray[np.int64]
+    is_whole: npt.NDArray[np.bool_]
+    """Every rank has all of it: a buffer, or a scalar."""
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    along: npt.NDArray[np.int64]
+    """Which dimension of the checkpoint's tensor runs along the rows; -1: none."""
+
+    @classmethod
+    def of(
+        cls, layout: Layout, conversion: Conversion, shapes: dict[str, tuple[int, ...]], buffers: set[str]
+    ) -> _Pieces:
+        width = layout.shapes.shape[1]
+        rows = []
+        for target, pieces in conversion.pieces.items():
+            shape, whole = shapes[target], target in buffers or not shapes[target]
+            for piece in pieces:
+                box = piece.origin_box
+                pad = width - len(box.start)
+                rows.append(
+                    (
+                        layout.index[piece.origin],
+                        *((piece.box.start[0], piece.box.stop[0], shape[0]) if shape else (0, 1, 1)),
+                        whole,
+                        piece.dims.index(0) if 0 in piece.dims else -1,
+                        *(*box.start, *(0,) * pad),
+                        *(*box.stop, *(1,) * pad),
+                    )
+                )
+        table = np.array(sorted(rows), np.int64).reshape(len(rows), 6 + 2 * width)
+        tensor, low, high, of_target, whole, along = table[:, :6].T
+        return cls(
+            tensor, low, high, of_target, whole.astype(bool), table[:, 6 : 6 + width], table[:, 6 + width :], along
+        )
+
+    def rows(self, layout: Layout, part: int, parts: int) -> ShardTable:
+        """Of rank `part` of `parts`: equal chunks, the last ones smaller or empty."""
+        chunk = -(-self.rows_of_target // parts)
+        first = np.where(self.is_whole, 0, np.minimum(part * chunk, self.rows_of_target))
+        last = np.where(self.is_whole, self.rows_of_target, np.minimum((part + 1) * chunk, self.rows_of_target))
+        low, high = np.maximum(self.low, first), np.minimum(self.high, last)
+        mine = np.flatnonzero(low < high)
+        start, stop = self.start[mine], self.stop[mine]
+        cut = np.flatnonzero(self.along[mine] >= 0)
+        dims = self.along[mine][cut]
+        begun = start[cut, dims] + (low - self.low)[mine][cut]
+        start[cut, dims], stop[cut, dims] = begun, begun + (high - low)[mine][cut]
+        table = ShardTable.empty(layout, len(mine))
+        table.tensor[:], table.start[:], table.stop[:] = self.tensor[mine], start, stop
+        return table
+
+
+# ---- megatron
+
+
+def _megatron(config: Any, job: Job) -> tuple[Layout, list[ShardTable]]:
+    from verl.workers.engine.megatron.architectures import architecture_of
+    from verl.workers.engine.megatron.checks import check, sizes_of
+    from verl.workers.engine.megatron.layout import Dimensions, local_tensors, tensor_shapes
+
+    settings = MegatronConfig(
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        expert_model_parallel_size=job.expert,
+        expert_tensor_parallel_size=job.expert_tensor,
+        sequence_parallel=job.tensor > 1,
+    )
+    architecture = architecture_of(config.model_type)
+    dims = Dimensions.of(config, padded_vocab=settings.padded_vocab(config.vocab_size))
+    shapes = tensor_shapes(architecture, dims)
+    usual: Any = SimpleNamespace(names=shapes.keys(), shape=shapes.__getitem__)
+    check(settings, config, world=job.trainers.ranks, device="cuda", checkpoint=usual)
+    wide = _kept_wide(shapes)
+    layout = Layout.of(
+        [TensorSpec(name=n, shape=s, dtype=MASTER_DTYPE if n in wide else job.dtype) for n, s in shapes.items()]
+    )
+    sizes = sizes_of(settings, job.trainers.ranks)
+    known: dict[tuple[int, ...], ShardTable] = {}
+    tables = []
+    for rank in range(sizes.world):
+        place = sizes.of(rank)
+        key = (place.tensor, place.pipeline, place.expert, place.expert_tensor)
+        if key not in known:
+            own = (piece for tensor in local_tensors(architecture, dims, sizes, rank) for piece in tensor.pieces)
+            known[key] = ShardTable.of(layout, [Shard(piece.name, piece.box) for piece in own])
+        tables.append(known[key])
+    return layout, tables
+
+
+def _kept_wide(shapes: dict[str, tuple[int, ...]]) -> Sequence[str]:
+    from verl.workers.hf.precision import names_kept_wide
+
+    unknown: Any = SimpleNamespace(names=(), common_dtype=lambda: None)
+    return sorted(names_kept_wide(shapes, unknown))

@@ -1,0 +1,192 @@
+"""Who would send which bytes to whom: the project's own plan along its own topologies. Exact; nothing is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from verl.checkpoint_engine.links.fetch import messages_of
+from verl.checkpoint_engine.links.gloo_chain import SEGMENT_NBYTES
+from verl.checkpoint_engine.links.holder import MOST_RECEIVERS, part_nbytes_for, shares_of
+from verl.checkpoint_engine.plan.sync_plan import SyncPlan
+from verl.checkpoint_engine.plan.topology import (
+    TOPOLOGIES,
+    Topology,
+    across_hosts,
+    broadcast,
+    p2p_broadcast,
+)
+from verl.checkpoint_engine.plan.types import Member
+from verl.planning.job import Job
+
+MESSAGE_NBYTES = 64 * 2**20
+"""What backends ask for at a time, by default."""
+WIRES = {"naive": "sockets", "gloo": "sockets", "tcp": "sockets", "nccl": "nccl", "hccl": "nccl"}
+"""What moves the bytes of backends that have no choice."""
+COLLECTIVES = ("naive", "gloo", "nccl", "hccl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What one member gets from another in one sync in full."""
+
+    sender: Member
+    receiver: Member
+    nbytes: int
+    messages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A backend with a topology, for one plan."""
+
+    backend: str
+    topology: str
+    transfers: tuple[Transfer, ...]
+    hops: dict[str, int]
+    """By receiving member: over how many others the last byte comes."""
+    part_nbytes: int
+    """What is passed on at a time."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}, {self.topology}"
+
+    @property
+    def sent_nbytes(self) -> dict[str, int]:
+        """By member."""
+        sums: dict[str, int] = {}
+        for one in self.transfers:
+            sums[one.sender.name] = sums.get(one.sender.name, 0) + one.nbytes
+        return sums
+
+
+def members_of(job: Job) -> tuple[list[Member], list[Member]]:
+    """Trainer ranks and rollout nodes: one node on each host of rollouts."""
+    trainers = [
+        Member(role="trainer", index=rank, host=f"host-{job.trainer_host(rank)}") for rank in range(job.trainers.ranks)
+    ]
+    nodes = [Member(role="node", index=node, host=f"host-{job.node_host(node)}") for node in range(job.rollouts.count)]
+    return trainers, nodes
+
+
+class Traffic:
+    """The ways of one plan. What messages of owners are cut into is found out once for each size."""
+
+    def __init__(self, plan: SyncPlan, job: Job) -> None:
+        self._plan = plan
+        self._trainers, self._nodes = members_of(job)
+        self._owned = [plan.nbytes_of(owner) for owner in range(plan.num_owners)]
+        self._messages: dict[int, list[int]] = {}
+        self._known: dict[tuple[bool, bool, str], Way] = {}
+
+    def way(self, backend: str, topology: str) -> Way:
+        """Ways whose bytes are the same share their transfers.
+
+        Raises BackendUnavailable or PlanError where the backend cannot serve these members.
+        """
+        key = (backend == "naive", backend == "kimi_ckpt_engine", topology)
+        if key not in self._known:
+            self._known[key] = self._made(backend, topology)
+        return replace(self._known[key], backend=backend)
+
+    def _made(self, backend: str, topology: str) -> Way:
+        if backend in COLLECTIVES:
+            made = across_hosts if backend == "naive" else broadcast
+            built = made(self._trainers, self._nodes)
+            transfers = tuple(self._along_groups(built))
+            hops = {name: place for group in _groups(built) for place, name in enumerate(group[1:])}
+            part_nbytes = SEGMENT_NBYTES
+        elif topology == "direct":
+            transfers = tuple(self._from_owners(MESSAGE_NBYTES))
+            hops, part_nbytes = {node.name: 0 for node in self._nodes}, MESSAGE_NBYTES
+        else:
+            part_nbytes = part_nbytes_for(self._plan.layout.nbytes, MESSAGE_NBYTES)
+            built = self._topology(backend, topology)
+            transfers = tuple(self._passed_on(built, part_nbytes))
+            hops = {node.name: self._hops(built, node.name) for node in self._nodes}
+        return Way(backend=backend, topology=topology, transfers=transfers, hops=hops, part_nbytes=part_nbytes)
+
+    def _topology(self, backend: str, name: str) -> Topology:
+        if backend == "kimi_ckpt_engine":  # ranks of a host share its network device
+            return p2p_broadcast(self._trainers, self._nodes, {rank.name: rank.host for rank in self._trainers})
+        return TOPOLOGIES[name](self._trainers, self._nodes)
+
+    def _from_owners(self, most_nbytes: int) -> Iterator[Transfer]:
+        for trainer in self._trainers:
+            if self._owned[trainer.index]:
+                for node in self._nodes:
+                    yield Transfer(
+                        sender=trainer,
+                        receiver=node,
+                        nbytes=self._owned[trainer.index],
+                        messages=self._count(trainer.index, most_nbytes),
+                    )
+
+    def _along_groups(self, topology: Topology) -> Iterator[Transfer]:
+        """From member to member of each owner's group."""
+        by_name = {member.name: member for member in topology.members}
+        for group in _groups(topology):
+            owner = by_name[group[0]]
+            if not self._owned[owner.index]:
+                continue
+            for sender, receiver in pairwise(group):
+                yield Transfer(
+                    sender=by_name[sender],
+                    receiver=by_name[receiver],
+                    nbytes=self._owned[owner.index],
+                    messages=self._count(owner.index, MESSAGE_NBYTES),
+                )
+
+    def _passed_on(self, topology: Topology, part_nbytes: int) -> Iterator[Transfer]:
+        plan, receivers = self._plan, topology.receivers[:MOST_RECEIVERS]
+        shares = shares_of(plan, len(receivers)) if len(receivers) > 1 else []
+        starts = np.array([share.dst_offset for share in shares], np.int64)
+        by_name = {node.name: node for node in topology.nodes}
+        for trainer in topology.trainers:
+            owned = np.array([self._owned[trainer.index]])
+            if len(receivers) > 1:
+                extents = plan.extents_of(trainer.index)
+                share = np.searchsorted(starts, extents.offset, side="right") - 1
+                owned = np.bincount(share, extents.nbytes, len(receivers)).astype(np.int64)
+            for name, nbytes in zip(receivers, owned.tolist(), strict=True):
+                if nbytes:
+                    count = self._count(trainer.index, part_nbytes)
+                    part = max(round(count * nbytes / self._owned[trainer.index]), 1)
+                    yield Transfer(sender=trainer, receiver=by_name[name], nbytes=nbytes, messages=part)
+        for node in topology.nodes:
+            before = topology.before(node.name)
+            if before is None:
+                continue
+            nbytes = plan.layout.nbytes
+            if node.name in receivers:
+                nbytes -= shares[receivers.index(node.name)].nbytes
+            yield Transfer(sender=before, receiver=node, nbytes=nbytes, messages=-(-nbytes // part_nbytes))
+
+    @staticmethod
+    def _hops(topology: Topology, node: str) -> int:
+        """Over how many nodes the last part comes: round a ring, or from the head of a chain or tree."""
+        seen = {node}
+        hops = 0
+        while (before := topology.before(node)) is not None and before.name not in seen:
+            seen.add(before.name)
+            node, hops = before.name, hops + 1
+        return hops
+
+    def _count(self, owner: int, most_nbytes: int) -> int:
+        if most_nbytes not in self._messages:
+            owners = range(self._plan.num_owners)
+            self._messages[most_nbytes] = [len(messages_of(self._plan, one, most_nbytes)) for one in owners]
+        return self._messages[most_nbytes][owner]
+
+
+def wire_of(backend: str, *, rdma: bool) -> str:
+    """`sockets`, `rdma` or `nccl`. `rdma`: libraries that can use it do."""
+    return WIRES.get(backend, "rdma" if rdma else "sockets")
+
+
+def _groups(topology: Topology) -> Iterator[tuple[str, ...]]:
+    return (topology.group_of(trainer.name) for trainer in topology.trainers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from contextlib import asynccontextmanager
 
@@ -61,10 +62,15 @@ class AgentLoops:
         return DataProto.from_dict(tensors={"responses": torch.full((N, 1), index)}, non_tensors={})
 
 
+@functools.cache
+def configured(chooses):
+    filters = f"algorithm.filter_groups={{enable: {str(chooses).lower()}, metric: acc}}"
+    return load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true", filters])
+
+
 class Job:
     def __init__(self, required=2, *, max_in_flight=100, chooses=False, asks_greedily=False, **settings):
-        filters = f"algorithm.filter_groups={{enable: {str(chooses).lower()}, metric: acc}}"
-        config = load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true", filters])
+        config = configured(chooses)
         self.required, self.settings = required, AsyncTrainingConfig(**settings)
         self.limit = self.settings.max_outstanding(required)
         self.loops, self.queue = AgentLoops(), MessageQueue(self.limit)

@@ -44,7 +44,7 @@ STALE = (
 class Killing(FullyAsyncTrainer):
     """Kills `planned[step, what]`, `rollouter` or `queue`, by that signal, when the trainer is about to do that."""
 
-    planned: dict[tuple[int, str], tuple[str, signal.Signals]] = {}  # noqa: RUF012 - set by each test
+    planned: dict[tuple[int, str], tuple[str, signal.Signals]] = {}
 
     def _may_kill(self, step, what, later_s=0.0):
         name, how = self.planned.pop((step, what), (None, None))

@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run check test lint style types imports docs format lock clean distclean
+.PHONY: help install run soak check test lint style types imports docs format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +23,9 @@ run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=v
 
 test: install ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; about 4 minutes
 	@$(BIN)/python -m pytest -m "not job" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

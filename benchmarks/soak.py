@@ -283,10 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not lives:
                     print(f"the run ended:\n{run.log[-4000:]}", flush=True)
     machine = describe_machine()
-    print(
-        f"\n{machine['cores']} cores of {machine['processor']}, load average {os.getloadavg()[2]:.0f}; {asked.mode}, seed "
-        f"{asked.seed}, {asked.minutes:g} minutes\n"
-    )
+    where = f"{machine['cores']} cores of {machine['processor']}, load average {os.getloadavg()[2]:.0f}"
+    print(f"\n{where}; {asked.mode}, seed {asked.seed}, {asked.minutes:g} minutes\n")
     print("\n".join(tally.rows()))
     clean = tally.survived == tally.faults and not (tally.steps_lost or tally.samples_twice or tally.leaks)
     return 0 if clean and not tally.staleness_below_zero else 1

@@ -32,7 +32,7 @@ class Driver:
             self.running.cancel()
             await asyncio.gather(self.running, return_exceptions=True)
         held, job = self.job, Job(chooses=self.chooses, **self.settings)
-        job.loops.started = held.loops.started
+        job.loops.started, job.loops.answers = held.loops.started, held.loops.answers
         taken = {sample.index for sample in self.taken}
         if with_queue:
             self.queue = job.queue

@@ -44,6 +44,7 @@ class AgentLoops:
 
     def __init__(self):
         self.started: list[int] = []
+        self.answers = 0
         self.failing: set[int] = set()
         self.held: asyncio.Event | None = None
         self.held_from = 0
@@ -59,7 +60,9 @@ class AgentLoops:
         if index in self.failing:
             self.failing.discard(index)
             raise ValueError(f"prompt {index} failed")
-        return DataProto.from_dict(tensors={"responses": torch.full((N, 1), index)}, non_tensors={})
+        self.answers += 1  # as sampled responses, no two are the same
+        tensors = {"responses": torch.full((N, 1), index), "log_probs": torch.full((N, 1), self.answers)}
+        return DataProto.from_dict(tensors=tensors, non_tensors={})
 
 
 @functools.cache

@@ -226,7 +226,8 @@ class Rollouter:
         samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
         first = index * self._config.actor_rollout_ref.rollout.n
         generated = await next(self._workers).generate_sequences.remote(samples, first)
-        return rows.union(generated)
+        # Not into `rows` themselves, which may have to be generated again.
+        return DataProto(None, dict(rows.non_tensor_batch), dict(rows.meta_info)).union(generated)
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:

@@ -454,6 +454,20 @@ async def test_cancelling_before_the_boundary_drops_what_was_staged(tmp_path: Pa
         assert fleet.replicas[0].version == 3
 
 
+async def test_a_boundary_that_must_not_be_passed_drops_what_was_staged(tmp_path: Path):
+    async def never():
+        raise TransportError("the trainer ranks died")
+
+    async with Fleet(weights(1), tmp_path) as fleet:
+        await fleet.manager.update_weights(1)
+        with pytest.raises(SyncAborted, match="the trainer ranks died"):
+            await fleet.manager.update_weights(2, boundary=never)
+        assert fleet.nodes[0].calls[-1] == "drop"
+        assert fleet.replicas[0].version == 1
+        assert not fleet.replicas[0].paused
+        assert (await fleet.manager.update_weights(3)).outcome == "committed"
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_a_commit_that_fails_on_one_node_is_undone_on_the_other(failing: int, tmp_path: Path):
     async with Fleet(weights(0), tmp_path, nodes=2, replicas=2) as fleet:

@@ -271,25 +271,51 @@ def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, m
     assert_ends_in_one_line(job, ctrl_c)
 
 
-@pytest.mark.parametrize("victim", ["Rollouter", "MessageQueue"])
-def test_a_fully_asynchronous_run_outlives_an_engine_but_not_its_rollouter_or_queue(start, victim, warm):
-    job = start(ONE_RANK, *LONG_RESPONSES, "data.max_response_length=32", module=FULLY_ASYNC, warm=warm)
-    metrics = job.output_dir / "metrics.jsonl"
-    restarts = 0
-    if victim == "Rollouter":
-        job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
-        job.find("ray::RolloutServer")[0].kill()
-        restarts = 1
-    job.wait_for(
-        lambda: metrics.exists() and any(step["rollout/restarts"] == restarts for step in read_metrics(metrics)),
-        f"a step after {restarts} restarts",
+def test_a_fully_asynchronous_run_outlives_an_engine_and_its_rollouter(start, warm):
+    job = start(
+        ONE_RANK,
+        *LONG_RESPONSES,
+        "data.max_response_length=32",
+        "trainer.total_training_steps=4",
+        module=FULLY_ASYNC,
+        warm=warm,
     )
+    metrics = job.output_dir / "metrics.jsonl"
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    job.find("ray::RolloutServer")[0].kill()
+    job.wait_for(
+        lambda: metrics.exists() and any(step["rollout/restarts"] == 1 for step in read_metrics(metrics)),
+        "a step after the engine was restarted",
+    )
+    job.find("ray::Rollouter")[0].kill()
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert "Traceback" not in job.stderr
+    told = [line for line in job.stderr.splitlines() if "the run goes on with step" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: rollouter (pid ")
+    assert len(read_metrics(metrics)) == 4
+
+
+def test_a_fully_asynchronous_run_whose_queue_may_not_be_started_again_ends_and_names_it(start, warm):
+    job = start(
+        ONE_RANK,
+        *LONG_RESPONSES,
+        "data.max_response_length=32",
+        "trainer.max_restarts=0",
+        module=FULLY_ASYNC,
+        warm=warm,
+    )
+    metrics = job.output_dir / "metrics.jsonl"
+    job.wait_for(lambda: metrics.exists() and read_metrics(metrics), "the first step")
     with within(ENDS_WITHIN_S * SHARED, "the end of the run"):
-        job.find(f"ray::{victim}")[0].kill()
+        before = job.stderr
+        job.find("ray::MessageQueue")[0].kill()
         code = job.wait()
         left = job.left(ENDS_WITHIN_S * SHARED)
     assert code == 1, job.stderr
     assert left == []
-    assert f"class_name: {victim}" in job.stderr
+    first = job.stderr.removeprefix(before).splitlines()[0]
+    assert re.match(r"error: queue \(pid .*\) died; trainer.max_restarts=0 within 3600 s allows no other start", first)
     reports = [json.loads(line) for line in (job.output_dir / "sync_reports.jsonl").read_text().splitlines()]
     assert reports[-1]["outcome"] == "committed"

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import uuid
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from verl.experimental.fully_async_policy.message_queue import MessageQueue
-from verl.experimental.fully_async_policy.rollouter import Rollouter, RollouterState
+from verl.experimental.fully_async_policy.rollouter import Rollouter
+from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.workers.config.async_training import AsyncTrainingConfig
 
 N = 2
 PROMPTS = 24
+RUN = uuid.uuid4().hex
 
 
 class Remote:
@@ -40,6 +44,7 @@ class AgentLoops:
 
     def __init__(self):
         self.started: list[int] = []
+        self.answers = 0
         self.failing: set[int] = set()
         self.held: asyncio.Event | None = None
         self.held_from = 0
@@ -55,13 +60,20 @@ class AgentLoops:
         if index in self.failing:
             self.failing.discard(index)
             raise ValueError(f"prompt {index} failed")
-        return DataProto.from_dict(tensors={"responses": torch.full((N, 1), index)}, non_tensors={})
+        self.answers += 1  # as sampled responses, no two are the same
+        tensors = {"responses": torch.full((N, 1), index), "log_probs": torch.full((N, 1), self.answers)}
+        return DataProto.from_dict(tensors=tensors, non_tensors={})
+
+
+@functools.cache
+def configured(chooses):
+    filters = f"algorithm.filter_groups={{enable: {str(chooses).lower()}, metric: acc}}"
+    return load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true", filters])
 
 
 class Job:
     def __init__(self, required=2, *, max_in_flight=100, chooses=False, asks_greedily=False, **settings):
-        filters = f"algorithm.filter_groups={{enable: {str(chooses).lower()}, metric: acc}}"
-        config = load_config([f"actor_rollout_ref.rollout.n={N}", "data.shuffle=true", filters])
+        config = configured(chooses)
         self.required, self.settings = required, AsyncTrainingConfig(**settings)
         self.limit = self.settings.max_outstanding(required)
         self.loops, self.queue = AgentLoops(), MessageQueue(self.limit)
@@ -72,6 +84,7 @@ class Job:
             total_prompts=PROMPTS,
             limit=self.limit,
             max_in_flight=max_in_flight,
+            run=RUN,
             asks_greedily=asks_greedily,
         )
 
@@ -140,7 +153,7 @@ async def test_without_staleness_a_step_is_trained_on_what_was_started_after_the
             assert await job.step() == [2 * step, 2 * step + 1]
             await asyncio.sleep(0.02)  # nothing shall happen
             assert len(job.loops.started) == 2 * (step + 1)
-            metrics = await job.rollouter.synced()
+            metrics, _ = await job.rollouter.synced()
             assert metrics["fully_async/count/staleness_samples"] == 0
             assert metrics["fully_async/rollouter/idle_ratio"] > 0
 
@@ -228,7 +241,9 @@ async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_the
         state = await until(first.some_in_flight_and_some_queued)
 
     second = Job(staleness_threshold=1, trigger_parameter_sync_step=2)
-    await second.rollouter.restore(state)
+    await second.queue.restore(state.queued)
+    there = frozenset(sample.index for sample in state.queued)
+    await second.rollouter.restore(Anchor.of(state), Since(there))
     prompts = {}
     async with second.running():
         for _ in range((PROMPTS - len(trained)) // second.required):

@@ -122,10 +122,11 @@ class CheckpointEngineManager:
     ) -> SyncReport:
         """Bring the trainer's present weights to every replica as version `global_steps`.
 
-        `boundary` returns when rollouts may get new weights; it ends by itself, and does not raise. What comes before
-        `commit` happens meanwhile. The trainer must keep its weights as they are until this method returns. With
-        `released`, which is called on this event loop as soon as every rank copies, each rank keeps them until its
-        `TrainerRank.await_copied` returns; from then on nothing that fails is tried again.
+        `boundary` returns when rollouts may get new weights; it ends by itself. What it raises, a
+        CheckpointEngineError, aborts the sync. What comes before `commit` happens meanwhile. The trainer must keep its
+        weights as they are until this method returns. With `released`, which is called on this event loop as soon as
+        every rank copies, each rank keeps them until its `TrainerRank.await_copied` returns; from then on nothing that
+        fails is tried again.
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
         and the next call plans and connects anew, so that members may have been replaced meanwhile.

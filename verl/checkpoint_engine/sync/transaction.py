@@ -4,7 +4,8 @@ What a failure leads to stands next to what failed:
 
     publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted.
                               Not tried again once the trainer has been told that it may change its weights
-    wait                      nothing fails here; a member that dies meanwhile is missed at commit
+    wait                      who is waited for may say that there shall be no such version: the spare slot is dropped;
+                              SyncAborted. A member that dies meanwhile is missed at commit
     commit                    nodes that committed roll back, the others drop; SyncAborted
     activate, some replicas   those are quarantined: paused, out of service; the version stands
     activate, every replica   the nodes roll back and the replicas load the previous version again; SyncAborted
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Boundary = Callable[[], Awaitable[object]]
-"""Returns when rollouts may get new weights."""
+"""Returns when rollouts may get new weights. Raises CheckpointEngineError if they must not get them."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,9 @@ class SyncTransaction:
         try:
             with self.clock.phase("wait"):
                 await boundary()
+        except CheckpointEngineError as exc:
+            await self._drop()
+            raise self._aborted(exc) from exc
         except asyncio.CancelledError:
             await self._drop()
             raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,36 +29,60 @@ class Sample:
     """The likeliest response to the prompt, generated beside the others, for who needs it."""
 
 
-class MessageQueue:
-    """A Ray actor. Bounded: when it is full, `put` waits, which is counted; nothing is ever dropped.
+@dataclass(frozen=True)
+class Places:
+    """Of samples: see `Sample.index`."""
 
-    One producer, the rollouter; one consumer, the trainer.
+    queued: tuple[int, ...]
+    handed_out: tuple[int, ...]
+    """By the last `take`: until the next one it is not known whether they have arrived."""
+
+
+class MessageQueue:
+    """A Ray actor. Bounded: when it is full, `put` waits, which is counted; nothing of its producer is ever dropped.
+
+    One producer at a time, a rollouter, known by its number; one consumer, the trainer.
     """
 
     def __init__(self, capacity: int) -> None:
         begin_actor()
         self._capacity = capacity
         self._samples: deque[Sample] = deque()
+        self._handed_out: tuple[int, ...] = ()
+        self._producer = 0
         self._changed = asyncio.Condition()
         self._waits = 0
 
-    async def put(self, sample: Sample) -> None:
+    async def where(self) -> str:
+        """The process. Answered at once, so that one that is stopped is known by its silence."""
+        return where()
+
+    async def accept(self, producer: int) -> Places:
+        """From now on only what `producer` puts is taken in: calls of one before it, which is dead, may arrive late."""
+        async with self._changed:
+            self._producer = producer
+            self._changed.notify_all()
+        return await self.places()
+
+    async def put(self, sample: Sample, producer: int = 0) -> None:
         async with self._changed:
             if len(self._samples) >= self._capacity:
                 self._waits += 1
                 await self._changed.wait_for(lambda: len(self._samples) < self._capacity)
-            self._samples.append(sample)
-            self._changed.notify_all()
+            if producer == self._producer:
+                self._samples.append(sample)
+                self._changed.notify_all()
 
     async def take(self, count: int) -> list[Sample]:
         """Wait for `count` samples, the oldest first; all or none."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._samples) >= count)
             taken = [self._samples.popleft() for _ in range(count)]
+            self._handed_out = tuple(sample.index for sample in taken)
             self._changed.notify_all()
             return taken
 
-    async def restore(self, samples: list[Sample]) -> None:
+    async def restore(self, samples: Sequence[Sample]) -> None:
         """Begin with the content of an earlier queue."""
         async with self._changed:
             self._samples = deque(samples)
@@ -66,8 +92,8 @@ class MessageQueue:
         """A copy; the samples stay."""
         return list(self._samples)
 
-    async def indices(self) -> list[int]:
-        return [sample.index for sample in self._samples]
+    async def places(self) -> Places:
+        return Places(tuple(sample.index for sample in self._samples), self._handed_out)
 
     async def metrics(self) -> dict[str, float]:
         return {
@@ -75,6 +101,11 @@ class MessageQueue:
             "fully_async/count/full_queue_waits": float(self._waits),
             "fully_async/count/dropped_stale_samples": 0.0,
         }
+
+
+def where() -> str:
+    """This process, in words."""
+    return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
 
 
 def options_of_actor() -> dict[str, Any]:

@@ -5,66 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from verl.experimental.fully_async_policy.budget import StalenessBudget
-from verl.experimental.fully_async_policy.message_queue import Sample
+from verl.experimental.fully_async_policy.message_queue import Places, Sample, where
+from verl.experimental.fully_async_policy.state import Anchor, Prompt, RollouterState, Since, uid_of
 from verl.protocol import DataProto
-from verl.trainer.plain_state import from_plain, to_plain
-from verl.utils.config import ConfigError
 from verl.utils.dataset import build_dataloader
 from verl.utils.lifetime import begin_actor
 from verl.utils.timing import marked_timer
 from verl.workers.config import PPOConfig
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt, `rollout.n` times under one uid."""
-
-    index: int
-    rows: DataProto
-
-
-@dataclass(frozen=True)
-class RollouterState:
-    """Everything that a later rollouter needs to generate what this one would have."""
-
-    dataloader: dict[str, Any]
-    drawn: int
-    in_flight: tuple[Prompt, ...]
-    queued: tuple[Sample, ...]
-    replaced: int = 0
-    """Of the prompts that were drawn, those that others were drawn for."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint, all but the position in the data."""
-        return {
-            "drawn": self.drawn,
-            "in_flight": [to_plain((prompt.index, prompt.rows)) for prompt in self.in_flight],
-            "queued": [to_plain((sample.index, sample.batch, sample.seconds, sample.greedy)) for sample in self.queued],
-            "replaced": self.replaced,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], dataloader: dict[str, Any]) -> RollouterState:
-        """Raises ConfigError for what `to_plain` does not make."""
-        try:
-            return cls(
-                dataloader,
-                int(plain["drawn"]),
-                tuple(Prompt(*from_plain(prompt)) for prompt in plain["in_flight"]),
-                tuple(Sample(*from_plain(sample)) for sample in plain["queued"]),
-                int(plain.get("replaced", 0)),
-            )
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ConfigError(f"the checkpoint holds no state of a rollouter: {exc!r}") from exc
 
 
 class Rollouter:
@@ -79,16 +33,20 @@ class Rollouter:
         total_prompts: int,
         limit: int,
         max_in_flight: int,
+        run: str,
+        number: int = 0,
         source: str = "",
         asks_greedily: bool = False,
     ) -> None:
         """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`.
 
+        `run`: see `uid_of`; `number`: of the rollouters of this run, as the queue knows this one.
         `asks_greedily`: samples have a `greedy` response, too.
         """
         self._replaces = config.algorithm.filter_groups.enable
         """Whether the trainer may ask for others in the place of some."""
         self._asks_greedily = asks_greedily
+        self._uid_run, self._number = run, number
         begin_actor()
         self._config = config
         self._dataloader = build_dataloader(
@@ -102,9 +60,15 @@ class Rollouter:
         self._budget = StalenessBudget(limit)
         self._in_flight: dict[int, Prompt] = {}
         """Drawn, and not in the queue yet."""
+        self._handed_over: dict[int, Prompt] = {}
+        """What has gone to the queue, of which it is not known that the trainer has it."""
+        self._given: dict[int, Sample] = {}
+        """What the queue was given at the beginning, likewise; whose prompts alone are not known."""
         self._drawn = 0
         self._replaced = 0
         self._draining = False
+        self._held = False
+        """Draining since before there was this rollouter: also what is in flight is not begun."""
         self._running = False
         self._handing_over = asyncio.Lock()
         """Held while a sample goes from `_in_flight` to the queue: it is in one of them at any other time."""
@@ -114,14 +78,24 @@ class Rollouter:
         self._idle_since_s: float | None = None
         """When nothing was in flight any more, and nothing might be started."""
 
-    async def restore(self, state: RollouterState) -> None:
-        """Go on where another one was. Called before `run`."""
-        await self._queue.restore.remote(list(state.queued))
+    async def where(self) -> str:
+        """The process. Answered at once, so that one that is stopped is known by its silence."""
+        return where()
+
+    async def restore(self, anchor: Anchor, since: Since) -> None:
+        """Go on where another one was. Called before `run`; `anchor.state.queued` is the queue's."""
+        state = anchor.state
         self._dataloader.load_state_dict(state.dataloader)
         self._rows = self._epochs()
-        self._drawn, self._replaced = state.drawn, state.replaced
-        self._in_flight = {prompt.index: prompt for prompt in state.in_flight}
-        self._budget.synced({*self._in_flight, *(sample.index for sample in state.queued)})
+        self._drawn, self._replaced = state.drawn, since.replaced
+        again = [self._draw() for _ in range(state.drawn, max(since.there, default=-1) + 1)]
+        prompts = {prompt.index: prompt for prompt in (*state.in_flight, *again)}
+        self._in_flight = {index: prompt for index, prompt in prompts.items() if index not in since.there}
+        self._handed_over = {index: prompt for index, prompt in prompts.items() if index in since.there}
+        self._given = {sample.index: sample for sample in state.queued}
+        counted = {*anchor.counted, *self._in_flight, *(prompt.index for prompt in again)}
+        self._budget.synced(counted - since.given_back)
+        self._draining = self._held = since.is_draining
 
     async def state(self) -> RollouterState:
         """A consistent copy, while generation goes on. Nobody may take from the queue meanwhile."""
@@ -151,6 +125,8 @@ class Rollouter:
         async with self._handing_over:
             unfinished = list(self._in_flight.values())
         self._running = True
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._held)
         try:
             async with asyncio.TaskGroup() as samples:
                 for prompt in unfinished:
@@ -181,11 +157,15 @@ class Rollouter:
         async with self._changed:
             await self._changed.wait_for(lambda: not (self._in_flight and self._running))
 
-    async def synced(self) -> dict[str, float]:
-        """The engines have a new version. What happened since the last time, as metrics."""
+    async def synced(self) -> tuple[dict[str, float], Anchor]:
+        """The engines have a new version. What happened since the last time, as metrics; where we are."""
         async with self._handing_over:
             queue: dict[str, float] = await self._queue.metrics.remote()
-            outstanding = {*self._in_flight, *await self._queue.indices.remote()}
+            places: Places = await self._queue.places.remote()
+            # From here on nothing is awaited: what is started meanwhile would be counted neither before nor after.
+            outstanding = {*self._in_flight, *places.queued}
+            self._budget.synced(outstanding)
+            anchor = self._anchor(places, outstanding)
         now = time.monotonic()
         if self._idle_since_s is not None:
             self._idle_s += now - self._idle_since_s
@@ -199,11 +179,20 @@ class Rollouter:
             "fully_async/count/staleness_samples": float(len(outstanding)),
         }
         self._began_s, self._idle_s = now, 0.0
-        self._budget.synced(outstanding)
-        self._draining = False
+        self._draining = self._held = False
         async with self._changed:
             self._changed.notify_all()
-        return queue | metrics
+        return queue | metrics, anchor
+
+    def _anchor(self, places: Places, counted: set[int]) -> Anchor:
+        perhaps = {*places.queued, *places.handed_out}
+        self._handed_over = {index: prompt for index, prompt in self._handed_over.items() if index in perhaps}
+        self._given = {index: sample for index, sample in self._given.items() if index in perhaps}
+        prompts = (*self._in_flight.values(), *self._handed_over.values())
+        state = RollouterState(
+            self._dataloader.state_dict(), self._drawn, prompts, tuple(self._given.values()), self._replaced
+        )
+        return Anchor(state, frozenset(counted))
 
     @property
     def _all_drawn(self) -> bool:
@@ -237,18 +226,19 @@ class Rollouter:
         samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
         first = index * self._config.actor_rollout_ref.rollout.n
         generated = await next(self._workers).generate_sequences.remote(samples, first)
-        return rows.union(generated)
+        # Not into `rows` themselves, which may have to be generated again.
+        return DataProto(None, dict(rows.non_tensor_batch), dict(rows.meta_info)).union(generated)
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:
-            await self._queue.put.remote(sample)
-            del self._in_flight[sample.index]
+            await self._queue.put.remote(sample, self._number)
+            self._handed_over[sample.index] = self._in_flight.pop(sample.index)
         async with self._changed:
             self._changed.notify_all()
 
     def _draw(self) -> Prompt:
         rows = DataProto.from_dict(non_tensors=next(self._rows))
-        rows.non_tensor_batch["uid"] = np.array([uuid.uuid4().hex], dtype=object)
+        rows.non_tensor_batch["uid"] = np.array([uid_of(self._uid_run, self._drawn)], dtype=object)
         self._drawn += 1
         return Prompt(self._drawn - 1, rows.repeat(self._config.actor_rollout_ref.rollout.n, interleave=True))
 

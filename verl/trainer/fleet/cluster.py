@@ -25,6 +25,7 @@ from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.transaction import Boundary
 from verl.single_controller import RayWorkerGroup
+from verl.trainer.fleet.memory_checkpoint import until_kept
 from verl.trainer.fleet.nodes import RolloutNodes
 from verl.trainer.fleet.placement import (
     Machine,
@@ -33,7 +34,7 @@ from verl.trainer.fleet.placement import (
     place_rollouts,
     require_machines,
 )
-from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, TRAINER_RANKS, Recovery
+from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, TRAINER_RANKS, Recovery, RestartLimit
 from verl.trainer.fleet.replicas import ReplicaPool
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
@@ -78,13 +79,15 @@ class Cluster:
         """
         self._config = config
         self._device = device
-        self._loop = LoopThread("cluster")
+        self.loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._trainer: TrainerRanks | None = None
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
         self._on_sync = on_sync
         self.manager: CheckpointEngineManager | None = None
+        self.restart_limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
+        """Of trainer ranks, and of what else a loop runs."""
         self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
         self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
         self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
@@ -105,7 +108,8 @@ class Cluster:
                 model_path=model_path,
                 with_reference=with_reference,
                 critic=critic,
-                loop=self._loop,
+                loop=self.loop,
+                limit=self.restart_limit,
             )
             self._placement = self._place_rollouts()
             self._node_machines = dict(enumerate(self._placement.nodes))
@@ -176,16 +180,25 @@ class Cluster:
         return await self._manager.update_weights(version, boundary=_end_of(generating))
 
     def begin_update(
-        self, version: int, generating: Future[Any] | None, then: Callable[[], Awaitable[T]]
+        self,
+        version: int,
+        generating: Future[Any] | None,
+        then: Callable[[], Awaitable[T]],
+        kept: Future[None] | None = None,
     ) -> Future[tuple[SyncReport, T]]:
         """Like `update_weights`, but return as soon as the trainer may change its weights; `end_update` it later.
 
-        `then` follows when the engines have the version.
+        `then` follows when the engines have the version. They do not get it if the trainer ranks die before `kept`.
         """
         released: Future[None] = Future()
 
         async def update() -> tuple[SyncReport, T]:
-            boundary = None if generating is None else _end_of(generating)
+            async def boundary() -> None:
+                if generating is not None:
+                    await _end_of(generating)()
+                if kept is not None:
+                    await until_kept(kept, version)
+
             try:
                 report = await self._manager.update_weights(
                     version, boundary=boundary, released=lambda: released.set_result(None)
@@ -195,7 +208,7 @@ class Cluster:
                     released.set_result(None)
             return report, await then()
 
-        updating = self._loop.start(update())
+        updating = self.loop.start(update())
         released.result()
         return updating
 
@@ -279,7 +292,7 @@ class Cluster:
             answers = await asyncio.gather(*(replica.take_spans() for replica in self.replicas), return_exceptions=True)
             return [span for spans in answers if not isinstance(spans, BaseException) for span in spans]
 
-        return self._loop.start(take())
+        return self.loop.start(take())
 
     def begin_measure_engines(self) -> Future[list[MemoryUse]]:
         """Ask the rollout engines how much memory they hold; as `begin_take_spans`."""
@@ -288,11 +301,11 @@ class Cluster:
             answers = await asyncio.gather(*(replica.memory() for replica in self.replicas), return_exceptions=True)
             return [use for use in answers if not isinstance(use, BaseException)]
 
-        return self._loop.start(measure())
+        return self.loop.start(measure())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the cluster's event loop, and wait for it."""
-        return self._loop.run(work)
+        return self.loop.run(work)
 
     def close(self, *, in_order: bool = True) -> None:
         """End every process; Ctrl-C waits until that is done. Idempotent.
@@ -306,7 +319,7 @@ class Cluster:
                 self.run(self._pool.shutdown())
             if in_order or not self._ray.owned:
                 self._kill_all(grace_s=5.0 if in_order else 0.0)
-            self._loop.close()
+            self.loop.close()
             self.manager, self._trainer, self._nodes = None, None, None
             self._ray.close()
 

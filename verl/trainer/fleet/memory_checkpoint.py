@@ -7,6 +7,7 @@ new ranks   digest what is there once more, and take it
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayWorkerGroup
@@ -87,6 +88,11 @@ class MemoryCheckpoint:
             return
         began = self._ranks().submit("copy_state", _by_rank(slots))
         self._copying = self._loop.start(self._commit(step, began))
+
+    @property
+    def copying(self) -> Future[None] | None:
+        """Done when what is being kept is there; None if nothing is being kept."""
+        return self._copying
 
     def end_copying(self) -> None:
         """The ranks are gone: what they had not left yet is not there. Returns when that is settled."""
@@ -186,6 +192,24 @@ class MemoryCheckpoint:
         except RayTaskError as exc:
             raise (exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc) from None
         return {rank: path for answer in answers for rank, path in answer.items()}
+
+
+async def until_kept(kept: Future[None], version: int) -> None:
+    """Return when the state that makes `version` is kept, or when it cannot be, though the ranks are there.
+
+    Raises TransportError if they died before, and if they take too long, as one that is stopped does.
+    """
+    try:
+        async with asyncio.timeout(KEEPS_WITHIN_S):
+            await asyncio.shield(asyncio.wrap_future(kept))
+    except TimeoutError as exc:
+        raise TransportTimeout(
+            f"the trainer ranks have not left their state in memory within {KEEPS_WITHIN_S:g} s", version=version
+        ) from exc
+    except WorkerGroupError as exc:
+        raise TransportError("the trainer ranks died before their state was in memory", version=version) from exc
+    except Exception:
+        logger.debug("version %d has no state in memory", version, exc_info=True)
 
 
 def _by_rank(paths: Mapping[int, str]) -> list[str]:

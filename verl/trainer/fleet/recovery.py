@@ -39,6 +39,9 @@ class RestartLimit:
         self._most, self._window_s, self._now_s = most, window_s, now_s
         self._taken: deque[float] = deque()
 
+    def __str__(self) -> str:
+        return f"trainer.max_restarts={self._most} within {self._window_s:g} s"
+
     def take(self) -> bool:
         """Whether it may be, now; if so it counts."""
         now_s = self._now_s()

@@ -53,6 +53,7 @@ class TrainerRanks:
         with_reference: bool,
         critic: CriticConfig | None,
         loop: LoopThread,
+        limit: RestartLimit,
     ) -> None:
         """Starts the processes; `build` follows. Raises what `RayWorkerGroup` raises, and ConfigError for files that
         the driver has and another host lacks."""
@@ -60,7 +61,7 @@ class TrainerRanks:
         self._model_path = model_path
         self._with_reference = with_reference
         self._kept_wide: list[str] = []
-        self._limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
+        self._limit = limit
         self.memory = MemoryCheckpoint(lambda: self.group, loop, enabled=config.trainer.memory_checkpoint == "auto")
         self.restarts = 0
         """How often they were started again."""
@@ -120,13 +121,7 @@ class TrainerRanks:
             self.restarts += 1
             self.loss = Loss(what, remembered, began_s)
             return self._config.trainer.world_size
-        trainer = self._config.trainer
-        logger.error(
-            "%s; trainer.max_restarts=%d within %g s allows no other start",
-            what,
-            trainer.max_restarts,
-            trainer.restart_window_s,
-        )
+        logger.error("%s; %s allows no other start", what, self._limit)
         return 0
 
     def close(self, grace_s: float) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.ray_trainer import Step
 
 
 class StateLost(Exception):
@@ -19,4 +23,13 @@ class Beginning:
     """That it was resumed from."""
     prompts: dict[str, Any]
     """State of the data loader."""
+    kl_coef: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A step, as it was before it was learned."""
+
+    now: Step
+    batch: DataProto
     kl_coef: float

@@ -36,7 +36,7 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
-from verl.trainer.ppo.going_back import Beginning, StateLost
+from verl.trainer.ppo.going_back import Beginning, Learned, StateLost
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_staleness_metrics,
@@ -111,6 +111,9 @@ class RayPPOTrainer:
     Everything it needs is given to it, started; it ends nothing.
     """
 
+    KEPT = "engines, agent loops and reward workers"
+    """What goes on when trainer ranks are lost."""
+
     def __init__(
         self,
         *,
@@ -145,6 +148,10 @@ class RayPPOTrainer:
         self._measured_engines: Future[list[MemoryUse]] | None = None
         self._unsaved: DiskFull | None = None
         """Why the last checkpoint that was due is not there."""
+        self._learned: Learned | None = None
+        """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
+        self._caught_up = 0
+        """The restart of trainer ranks that was made good last."""
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
@@ -172,7 +179,7 @@ class RayPPOTrainer:
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
         step = self.resume(resume_from) if resume_from else 0
-        self._beginning = Beginning(resume_from, self.train_dataloader.state_dict(), self.kl_ctrl.value)
+        self._beginning = Beginning(resume_from, self.prompts_at_beginning(), self.kl_ctrl.value)
         while True:
             try:
                 return self.train_after(step)
@@ -226,24 +233,47 @@ class RayPPOTrainer:
                 self._samples.forget_after(now.number - 1)
                 learned = self.learn(batch[:], now)
                 self.memory.keep(now.number)
+                self._learned = Learned(now, batch, kl_coef)
             if not now.is_synced:
-                with now.timed("update_weights"):
-                    self.update_weights(now, generating)
+                self.pass_on(now, generating)
                 now.is_synced = True
             self.test_and_save(now, prompts_state or self.train_dataloader.state_dict)
             return learned
 
         def again(failure: Exception) -> DataProto:
             nonlocal learned
-            remembered = self.loss.remembered
-            if remembered is None or not now.number - 1 <= remembered <= now.number:
-                raise StateLost from failure
-            if remembered < now.number:
+            if self.catch_up(now.number - 1, failure) < now.number:
                 learned, now.is_synced = None, False
-            self.tell_restart(remembered, "from memory")
             return work()
 
         return self.cluster.recovery.attempt(STEP, work, failures=(Exception,), again=again)
+
+    def catch_up(self, step: int, failure: Exception) -> int:
+        """Have trainer ranks that were started again the state after `step` or a later one: which.
+
+        If they died before that of `step` was in memory, they learn it once more from its batch. Raises StateLost if
+        they cannot, and `failure` if they have not been lost anew: then it is not for that reason.
+        """
+        restarts, last = self.cluster.trainer_ranks.restarts, self._learned
+        if restarts == self._caught_up:
+            raise failure
+        remembered = self.loss.remembered
+        learns_again = last is not None and last.now.number == step and remembered == step - 1
+        if remembered is None or (remembered < step and not learns_again):
+            raise StateLost from failure
+        self.tell_restart(remembered, "from memory")
+        if last is not None and learns_again:
+            self.kl_ctrl.value = last.kl_coef
+            self._samples.forget_after(step - 1)
+            self.learn(last.batch[:], last.now)
+            self.memory.keep(step)
+        self._caught_up = restarts
+        return max(remembered, step)
+
+    def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
+        """Give the rollout engines what the trainer has learned."""
+        with now.timed("update_weights"):
+            self.update_weights(now, generating)
 
     @property
     def memory(self) -> MemoryCheckpoint:
@@ -271,13 +301,15 @@ class RayPPOTrainer:
             step = self.load_checkpoint(checkpoint)
         self.tracking.go_back(step)
         self.tell_restart(step, f"from {checkpoint or 'the beginning'}")
+        self._learned, self._caught_up = None, self.cluster.trainer_ranks.restarts
         return step
 
     def tell_restart(self, step: int, source: str) -> None:
         """Say what was lost, and where the run goes on."""
         logger.warning(
-            "%s; engines, agent loops and reward workers are kept; the trainer goes on after step %d, %s, after %.1f s",
+            "%s; %s are kept; the trainer goes on after step %d, %s, after %.1f s",
             self.loss.what,
+            self.KEPT,
             step,
             source,
             time.monotonic() - self.loss.began_s,
@@ -588,6 +620,10 @@ class RayPPOTrainer:
         if "rollouter" in state:
             raise ConfigError("the checkpoint is one of a fully asynchronous run: go on with fully_async_main")
         return state
+
+    def prompts_at_beginning(self) -> dict[str, Any]:
+        """For `restore_prompts`, where there is no checkpoint."""
+        return self.train_dataloader.state_dict()
 
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """Go on with the prompts that come after those of a checkpoint."""

@@ -1,0 +1,294 @@
+"""A real run whose processes are killed and stopped at random, again and again: what it survives, and how soon.
+
+    make soak                                       # five minutes
+    python -m benchmarks.soak --minutes 60 --seed 7 --mode hybrid trainer.save_freq=10
+
+A fault comes some seconds after the run has completed the step that follows the one before. The seed decides whom it
+hits, how, and when. A run that ends is told as not survived, and another one begins. Whatever is given at the end
+overrides keys of the run, as on its command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from types import TracebackType
+
+import psutil
+
+from benchmarks.machine import describe_machine
+from benchmarks.modes import MODES
+from verl import envs
+from verl.utils.builtin import make_tiny_model
+from verl.utils.tracking import read_metrics
+
+STARTS_WITHIN_S = 240.0
+STEP_WITHIN_S = 180.0
+"""After a fault; a run that takes longer has not survived it."""
+ENDS_WITHIN_S = 30.0
+MOST_WAIT_S = 3.0
+"""From a completed step to the next fault."""
+STOPPED = 0.15
+"""Share of the faults that stop a process instead of killing it, where that is found by its silence within seconds."""
+VICTIMS = {
+    "trainer rank": (r"ray::(ActorRollo|trainer\.)", True),
+    "rollouter": ("ray::Rollouter", True),
+    "queue": ("ray::MessageQueue", True),
+    "server": ("ray::RolloutServer", False),
+    "rollout node": ("ray::CheckpointEngineWorker", False),
+    "agent loop": ("ray::AgentLoopWorker", False),
+}
+"""By the titles that Ray gives them, and whether they are stopped, too."""
+QUICK = (
+    "trainer.device=cpu",
+    "trainer.val_before_train=false",
+    "trainer.n_gpus_per_node=2",
+    "trainer.placement=separate",
+    "trainer.total_training_steps=100000",
+    "trainer.max_restarts=100000",
+    "actor_rollout_ref.nccl_timeout=10",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.max_restarts=100000",
+    "actor_rollout_ref.rollout.agent.num_workers=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=4",
+    "data.val_max_samples=4",
+    "data.max_response_length=32",
+    "checkpoint_engine.backend=gloo",
+    "checkpoint_engine.deadlines.publish_s=10",
+    "checkpoint_engine.deadlines.stage_s=10",
+    "checkpoint_engine.deadlines.commit_s=10",
+)
+GOES_ON = re.compile(r"the trainer goes on after step (\d+), from")
+
+
+@dataclass
+class Tally:
+    faults: Counter[str] = field(default_factory=Counter)
+    survived: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """From a fault to the record of the next step."""
+    steps_lost: int = 0
+    samples_twice: int = 0
+    staleness_below_zero: int = 0
+    leaks: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[str]:
+        """A Markdown table."""
+        told = ["| hit | faults | survived | seconds to the next completed step: p50 | p95 |", "|---|---|---|---|---|"]
+        for what in [*sorted(self.faults), "all"]:
+            of_all = what == "all"
+            faults = sum(self.faults.values()) if of_all else self.faults[what]
+            survived = sum(self.survived.values()) if of_all else self.survived[what]
+            seconds = [one for each in self.seconds.values() for one in each] if of_all else self.seconds.get(what, [])
+            p50 = f"{median(seconds):.1f}" if seconds else "-"
+            p95 = f"{quantiles(seconds, n=20, method='inclusive')[-1]:.1f}" if len(seconds) > 1 else "-"
+            told.append(f"| {what} | {faults} | {survived} | {p50} | {p95} |")
+        return [
+            *told,
+            "",
+            f"steps lost: {self.steps_lost}; prompts trained on twice: {self.samples_twice}; steps with a negative "
+            f"staleness: {self.staleness_below_zero}; left behind: {len(self.leaks)} {' '.join(self.leaks)}".rstrip(),
+        ]
+
+
+class Run:
+    """A context manager; leaving it ends the run."""
+
+    def __init__(self, directory: Path, mode: str, overrides: Sequence[str]) -> None:
+        self.directory, self._metrics = directory, directory / "out/metrics.jsonl"
+        directory.mkdir(parents=True)
+        model = make_tiny_model(directory / "model")
+        arguments = [
+            f"trainer.default_local_dir={directory / 'out'}",
+            f"trainer.rollout_data_dir={directory / 'samples'}",
+            f"actor_rollout_ref.model.path={model}",
+        ]
+        with (directory / "log").open("w") as log:
+            self.driver = subprocess.Popen(
+                [sys.executable, "-m", MODES[mode], *arguments, *QUICK, *overrides],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._seen: dict[int, float] = {}
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def steps(self) -> int:
+        """The last that is recorded."""
+        if not self._metrics.exists():
+            return 0
+        return max((int(record["step"]) for record in read_metrics(self._metrics)), default=0)
+
+    def next_step(self, timeout_s: float) -> bool:
+        """Wait for one more step. Whether it came."""
+        steps, deadline = self.steps(), time.monotonic() + timeout_s
+        while self.steps() <= steps:
+            if self.driver.poll() is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def processes(self) -> dict[int, str]:
+        """Titles of what the driver has started."""
+        found = {}
+        for process in _descendants(self.driver.pid):
+            try:
+                found[process.pid] = " ".join(process.cmdline())
+                self._seen[process.pid] = process.create_time()
+            except psutil.Error:  # it has just ended
+                pass
+        return found
+
+    def end(self) -> list[str]:
+        """As Ctrl-C does; what is left afterwards."""
+        self.processes()
+        if self.driver.poll() is None:
+            self.driver.send_signal(signal.SIGINT)
+            try:
+                self.driver.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.driver.kill()
+                self.driver.wait()
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pid in self._alive():
+            psutil.Process(pid).kill()
+        return left
+
+    def _alive(self) -> list[int]:
+        """Of whatever it has ever been seen to start."""
+        alive = []
+        for pid, created in self._seen.items():
+            try:
+                process = psutil.Process(pid)
+                if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(pid)
+            except psutil.NoSuchProcess:
+                pass
+        return alive
+
+    def _left(self) -> list[str]:
+        memory = [str(path) for path in envs.shm_dir().glob(f"verl-{self.driver.pid}-*")]
+        return [f"process {pid}" for pid in self._alive()] + memory
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def hit(run: Run, chance: random.Random) -> tuple[str, int] | None:
+    """Kill or stop one process: which kind, and how. None if there is none at the moment."""
+    titles = run.processes()
+    present = {
+        name: pids
+        for name, (title, _) in VICTIMS.items()
+        if (pids := sorted(pid for pid, command in titles.items() if re.match(title, command)))
+    }
+    if not present:
+        return None
+    name = chance.choice(sorted(present))
+    how = signal.SIGSTOP if VICTIMS[name][1] and chance.random() < STOPPED else signal.SIGKILL
+    try:
+        psutil.Process(chance.choice(present[name])).send_signal(how)
+    except psutil.NoSuchProcess:
+        return None
+    return f"{name}, {'stopped' if how == signal.SIGSTOP else 'killed'}", run.steps()
+
+
+def soak(run: Run, until_s: float, chance: random.Random, tally: Tally) -> bool:
+    """Faults until then. Whether the run lives."""
+    if not run.next_step(STARTS_WITHIN_S):
+        return False
+    while time.monotonic() < until_s:
+        time.sleep(chance.uniform(0.0, MOST_WAIT_S))
+        if (fault := hit(run, chance)) is None:
+            continue
+        (what, step), began_s, told = fault, time.monotonic(), len(run.log)
+        tally.faults[what] += 1
+        # The step under way may be complete without what was hit; the one after it is not.
+        if not (run.next_step(STEP_WITHIN_S) and run.next_step(STEP_WITHIN_S)):
+            return False
+        tally.survived[what] += 1
+        tally.seconds.setdefault(what, []).append(time.monotonic() - began_s)
+        for went_on in GOES_ON.findall(run.log[told:]):
+            tally.steps_lost += max(step - int(went_on), 0)
+        print(f"{what}: {tally.seconds[what][-1]:.1f} s", flush=True)
+    return True
+
+
+def account(run: Run, tally: Tally) -> None:
+    """Who was trained on twice, by uid; what was newer than its trainer."""
+    steps: dict[str, set[str]] = {}
+    for path in (run.directory / "samples").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            steps.setdefault(json.loads(line)["uid"], set()).add(path.stem)
+    tally.samples_twice += sum(len(of_uid) > 1 for of_uid in steps.values())
+    metrics = run.directory / "out/metrics.jsonl"
+    records = read_metrics(metrics) if metrics.exists() else []
+    tally.staleness_below_zero += sum(record["training/staleness/min"] < 0 for record in records)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every fault was survived, no step lost, no prompt trained on twice, and nothing left behind."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=sorted(MODES), default="fully_async_policy")
+    parser.add_argument("overrides", nargs="*")
+    asked = parser.parse_args(argv)
+    chance, tally = random.Random(asked.seed), Tally()
+    until_s = time.monotonic() + 60 * asked.minutes
+    with tempfile.TemporaryDirectory(prefix="verl-soak-") as root:
+        number = 0
+        while time.monotonic() < until_s:
+            number += 1
+            with Run(Path(root) / str(number), asked.mode, asked.overrides) as run:
+                lives = soak(run, until_s, chance, tally)
+                tally.leaks += run.end()
+                account(run, tally)
+                if not lives:
+                    print(f"the run ended:\n{run.log[-4000:]}", flush=True)
+    machine = describe_machine()
+    where = f"{machine['cores']} cores of {machine['processor']}, load average {os.getloadavg()[2]:.0f}"
+    print(f"\n{where}; {asked.mode}, seed {asked.seed}, {asked.minutes:g} minutes\n")
+    print("\n".join(tally.rows()))
+    clean = tally.survived == tally.faults and not (tally.steps_lost or tally.samples_twice or tally.leaks)
+    return 0 if clean and not tally.staleness_below_zero else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

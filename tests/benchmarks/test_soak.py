@@ -1,0 +1,78 @@
+"""What `make soak` counts, on files and processes that are made up; the run itself takes minutes."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.soak import VICTIMS, Tally, account, hit
+
+
+class Run:
+    """Whatever of a run is looked at."""
+
+    def __init__(self, directory, processes=None):
+        self.directory = directory
+        self._processes = processes or {}
+
+    def processes(self):
+        return self._processes
+
+    def steps(self):
+        return 7
+
+
+def test_the_table_has_a_row_for_every_kind_of_fault_and_one_for_all():
+    tally = Tally()
+    for what, seconds in (("queue, killed", 2.0), ("queue, killed", 4.0), ("rollouter, stopped", 12.0)):
+        tally.faults[what] += 1
+        tally.survived[what] += 1
+        tally.seconds.setdefault(what, []).append(seconds)
+    tally.faults["server, killed"] += 1
+    rows = tally.rows()
+    assert rows[2:6] == [
+        "| queue, killed | 2 | 2 | 3.0 | 3.9 |",
+        "| rollouter, stopped | 1 | 1 | 12.0 | - |",
+        "| server, killed | 1 | 0 | - | - |",
+        "| all | 4 | 3 | 4.0 | 11.2 |",
+    ]
+
+
+def test_a_prompt_of_two_steps_and_a_sample_newer_than_its_trainer_are_counted(tmp_path):
+    (tmp_path / "samples").mkdir()
+    for step, uids in ((1, "aab"), (2, "bc")):
+        lines = [json.dumps({"uid": uid}) + "\n" for uid in uids]
+        (tmp_path / f"samples/{step}.jsonl").write_text("".join(lines))
+    (tmp_path / "out").mkdir()
+    records = [json.dumps({"step": step, "training/staleness/min": 1 - step}) + "\n" for step in (1, 2)]
+    (tmp_path / "out/metrics.jsonl").write_text("".join(records))
+    tally = Tally()
+    account(Run(tmp_path), tally)
+    assert (tally.samples_twice, tally.staleness_below_zero) == (1, 1)
+
+
+def test_the_seed_decides_who_is_hit_and_processes_of_other_kinds_are_left_alone(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    try:
+        titles = {processes[0].pid: "ray::Rollouter.run", processes[1].pid: "raylet"}
+        what, step = hit(Run(tmp_path, titles), random.Random(3))
+        assert step == 7
+        assert what == "rollouter, killed"
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_nobody_is_hit_while_nobody_is_there(tmp_path):
+    assert hit(Run(tmp_path, {1: "raylet"}), random.Random(0)) is None
+
+
+@pytest.mark.parametrize("name", ["rollouter", "queue"])
+def test_what_is_found_by_its_silence_is_stopped_too(name):
+    assert VICTIMS[name][1]

@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.machine import describe_machine
 from benchmarks.modes import MODES
-from verl import envs
+from verl.checkpoint_engine.support import envs
 from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 

@@ -22,12 +22,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch.utils.data import Dataset
 
+from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, Places, Sample, options_of_actor
 from verl.experimental.fully_async_policy.rollouter import Rollouter
 from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since
 from verl.trainer.fleet.recovery import RestartLimit
 from verl.trainer.ppo.generation import HealingRollouts
-from verl.utils.loop_thread import LoopThread
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger(__name__)

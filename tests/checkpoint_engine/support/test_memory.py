@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from verl.checkpoint_engine.support.memory import MemoryUse, MemoryWatch, memory_watch, most, resident, tree_use
+from verl.checkpoint_engine.support.memory import (
+    MemoryUse,
+    MemoryWatch,
+    cuda_nbytes_of,
+    memory_watch,
+    most,
+    resident,
+    tree_use,
+)
 
 MB = 10**6
 
@@ -111,6 +120,46 @@ def test_a_tree_of_processes_counts_what_each_holds():
             child.communicate(b"\n", timeout=60)
     assert both.host_nbytes - alone.host_nbytes > 90 * MB
     assert resident(child.pid) == {}
+
+
+class Nvml(ModuleType):
+    """The part of NVML's Python module that is asked for, with two devices."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *held: dict[int, int | None]) -> None:
+        super().__init__("pynvml")
+        self._held, self.open = held, 0
+
+    def nvmlInit(self) -> None:
+        if not self._held:
+            raise self.NVMLError("no driver")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._held)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in self._held[handle].items()]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [([{7: 100, 8: 50}, {7: 20, 9: 1000}], 120), ([{7: None}], 0), ([{9: 1000}], 0), ([], 0)],
+)
+def test_memory_on_devices_is_that_of_the_processes_asked_for(
+    monkeypatch: pytest.MonkeyPatch, held: list[dict[int, int | None]], expected: int
+):
+    nvml = Nvml(*held)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert (cuda_nbytes_of({7}), nvml.open) == (expected, 0)
 
 
 def test_the_most_of_a_role_is_the_largest_of_each_kind():

@@ -8,9 +8,10 @@ memory_watch().uses()
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,7 +38,7 @@ class MemoryUse:
     shared_nbytes: int = 0
     """Of `host_nbytes`: in shared memory."""
     device_nbytes: int = 0
-    """Allocated by torch on the accelerator."""
+    """On the accelerator: allocated by torch; of a tree of processes, all that the driver of the device counts."""
     device_peak_nbytes: int = 0
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
@@ -84,9 +85,10 @@ def resident(pid: int | str = "self") -> Mapping[str, int]:
 
 def tree_use(process: str) -> MemoryUse:
     """This process and all below it. Memory that several of them share counts once, as much as the largest holds; the
-    peak is the sum of their peaks, which may be of different moments."""
-    pids = ["self", *(child.pid for child in psutil.Process().children(recursive=True))]
+    peak is the sum of their peaks, which may be of different moments. On a device it is what they hold now."""
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
     found = [held for held in map(resident, pids) if held]
+    on_devices = cuda_nbytes_of(pids)
     shared = [held.get("RssShmem", 0) for held in found]
     twice = sum(shared) - max(shared, default=0)
     return MemoryUse(
@@ -94,7 +96,31 @@ def tree_use(process: str) -> MemoryUse:
         host_nbytes=sum(held.get("VmRSS", 0) for held in found) - twice,
         host_peak_nbytes=sum(held.get("VmHWM", 0) for held in found) - twice,
         shared_nbytes=max(shared, default=0),
+        device_nbytes=on_devices,
+        device_peak_nbytes=on_devices,
     )
+
+
+def cuda_nbytes_of(pids: Collection[int]) -> int:
+    """What the processes hold on all CUDA devices of this host, as NVML counts it: with contexts and caches.
+
+    0 where there is no NVML (`nvidia-ml-py`, which CUDA engines bring), no device, or where a container keeps NVML from
+    seeing processes by the numbers that they have here.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            held = [process for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return 0
+    return sum(process.usedGpuMemory or 0 for process in held if process.pid in pids)
 
 
 DeviceMemory = Callable[[], tuple[int, int]]

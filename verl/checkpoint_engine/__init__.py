@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TransportTimeout,
     )
     from .plan.types import SyncReport, TensorMeta
-    from .publisher import WeightPublisher
+    from .publisher import TRLWeightTransfer, WeightPublisher
     from .registry import CheckpointEngineRegistry
     from .sync.manager import CheckpointEngineManager
     from .sync.participants import RolloutNode, TrainerRank
@@ -57,7 +57,7 @@ _MODULES = {
     ),
     "sync.manager": ("CheckpointEngineManager",),
     "sync.participants": ("RolloutNode", "TrainerRank"),
-    "publisher": ("WeightPublisher",),
+    "publisher": ("TRLWeightTransfer", "WeightPublisher"),
     "registry": ("CheckpointEngineRegistry",),
     "plan.types": ("SyncReport", "TensorMeta"),
 }
@@ -82,6 +82,7 @@ __all__ = [
     "TrainerRank",
     "TransportError",
     "TransportTimeout",
+    "TRLWeightTransfer",
     "WeightPublisher",
 ]
 

@@ -18,7 +18,7 @@ from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vl
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
-from verl.checkpoint_engine import ActivationError, WeightPublisher
+from verl.checkpoint_engine import ActivationError, ConfigError, TRLWeightTransfer, WeightPublisher
 from verl.utils.builtin import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +65,39 @@ def served_version(server: ServedVLLM) -> str:
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
 class TestAgainstVLLM:
+    def test_trl_pushes_through_the_adapter(self, server: ServedVLLM, directory: Path, shm: Path):
+        """In the order of `AsyncGRPOTrainer`; each tensor is gone when the next one is asked for."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+
+        def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in model.named_parameters():
+                whole = parameter.detach().clone()
+                yield name, whole
+                whole.fill_(torch.nan)
+
+        transfer = TRLWeightTransfer([server.url], config={"pause_mode": "keep"})
+        transfer.init_weight_transfer()
+        try:
+            for version in range(2):
+                nudge(model, version)
+                transfer.pause()
+                transfer.send_weights(gathered())
+                transfer.resume()
+                assert (transfer.version, served_version(server)) == (version, str(version))
+                assert_serves(server, model, directory)
+            name, first = next(gathered())
+            with pytest.raises(ConfigError, match=r"TRL sent \d+ tensors fewer than before"):
+                transfer.send_weights([(name, first)])
+            with pytest.raises(ConfigError, match="with another shape or dtype than before"):
+                transfer.send_weights([(name, first[:1])])
+            with pytest.raises(ConfigError, match="has not sent before: another"):
+                transfer.send_weights([("another", first)])
+            assert served_version(server) == "1"
+        finally:
+            transfer.destroy()
+        transfer.destroy()
+        assert arenas_in(shm) == []
+
     def test_every_push_is_what_the_server_then_computes_with(self, server: ServedVLLM, directory: Path, shm: Path):
         model = AutoModelForCausalLM.from_pretrained(directory)
         with WeightPublisher(model, [server.url + "/"], report_path=shm / "reports.jsonl") as publisher:

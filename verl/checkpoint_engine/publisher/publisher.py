@@ -64,6 +64,7 @@ class WeightPublisher:
         dtype: str | None = None,
         config: Mapping[str, Any] | None = None,
         report_path: Path | None = None,
+        alone: bool = False,
     ) -> None:
         """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
 
@@ -71,19 +72,20 @@ class WeightPublisher:
         floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
         `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON.
 
-        Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's.
+        Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's. With `alone` this
+        rank alone does: it has every tensor whole.
 
         Raises ConfigError, BackendUnavailable. Nothing is reserved, and no server asked, before the first push.
         """
         settings = CheckpointEngineConfig.from_mapping(dict(config or {}))
         self._source = ModelSource(model, dtype)
-        self._member = _Rank(rank_and_size()[0], self._source, settings)
+        self._member = _Rank(0 if alone else rank_and_size()[0], self._source, settings)
         self._timeout_s = sum(vars(settings.deadlines).values())
-        self._ranks = Ranks(self._member, timeout_s=self._timeout_s)
+        self._ranks = Ranks(self._member, timeout_s=self._timeout_s, alone=alone)
         self._endpoints, self._known = endpoints, dict[str, EndpointReplica]()
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
-            _urls(endpoints)
+            urls_of(endpoints)
             node = RolloutNode(0, settings, job=f"publisher-{os.getpid()}", shm_dir=envs.shm_dir())
             self._manager = CheckpointEngineManager(
                 config=settings, trainers=self._ranks.ports(), nodes=[node], report_path=report_path
@@ -153,7 +155,7 @@ class WeightPublisher:
     async def _transact(
         self, manager: CheckpointEngineManager, version: int, released: Callable[[], None] | None
     ) -> SyncReport:
-        urls = _urls(self._endpoints)
+        urls = urls_of(self._endpoints)
         await self._take_in(manager, urls)
         report = await manager.update_weights(version, released=released)
         failed = [url for url in urls if url not in report.replicas_updated]
@@ -207,7 +209,7 @@ class _Rank(TrainerRank):
         self.has_begun.set()
 
 
-def _urls(endpoints: Sequence[str] | Path) -> list[str]:
+def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
     """Each once, without a slash at its end. Raises ConfigError if there is none."""
     if isinstance(endpoints, str):
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")

@@ -55,9 +55,9 @@ def rank_and_size() -> tuple[int, int]:
 class Ranks:
     """All ranks of the default process group, this one included. Made by all of them at once."""
 
-    def __init__(self, member: TrainerRank, *, timeout_s: float) -> None:
-        """`timeout_s`: for each round. Without a process group this rank is the only one."""
-        self.rank, self.world_size = rank_and_size()
+    def __init__(self, member: TrainerRank, *, timeout_s: float, alone: bool = False) -> None:
+        """`timeout_s`: for each round. Without a process group, and if it is `alone`, this rank is the only one."""
+        self.rank, self.world_size = (0, 1) if alone else rank_and_size()
         self._member = member
         self._group: Any = None
         if self.world_size > 1:

@@ -1,0 +1,115 @@
+"""TRL's trainers push through a `WeightPublisher`: `AsyncGRPOTrainer(weight_transfer=TRLWeightTransfer([...]))`.
+
+TRL gathers the weights, tensor by tensor, and hands them to its main process, which alone uses this. The protocol is
+that of TRL 1.16, `trl.experimental.async_grpo`; nothing of TRL is imported.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .publisher import WeightPublisher, urls_of
+
+LOOK_S = 0.5
+ANSWERS_WITHIN_S = 5.0
+
+
+class TRLWeightTransfer:
+    """TRL's `WeightTransferProtocol`. Used by one process, from one thread.
+
+    A push is a transaction that pauses the servers itself, and only while they load; so `pause` and `resume` do
+    nothing, and servers generate while weights are gathered. Versions count from 0, that with which training begins.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str] | Path,
+        *,
+        dtype: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        report_path: Path | None = None,
+        server_timeout_s: float = 240.0,
+    ) -> None:
+        """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers that still start.
+
+        Raises ConfigError if no endpoint is named.
+        """
+        urls_of(endpoints)
+        self._endpoints, self._server_timeout_s = endpoints, server_timeout_s
+        self._options: dict[str, Any] = {"dtype": dtype, "config": config, "report_path": report_path}
+        self._held: dict[str, torch.Tensor] = {}
+        """On the host, of the last push: what TRL yields is gone when the next tensor is gathered."""
+        self._publisher: WeightPublisher | None = None
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """Which every server serves; -1 before the first push."""
+        return self._version
+
+    def init_weight_transfer(self) -> None:
+        """Wait until every server answers. Raises ConfigError naming one that does not in time."""
+        deadline = time.monotonic() + self._server_timeout_s
+        for url in urls_of(self._endpoints):
+            while not _is_healthy(url):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"{url} does not answer within {self._server_timeout_s:g} s: is vLLM serving there?"
+                    )
+                time.sleep(LOOK_S)
+
+    def pause(self) -> None:
+        """Nothing: the push pauses."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Push what `iterator` yields: whole tensors under the names that the server knows, each of them once.
+
+        Raises as `WeightPublisher.push`; ConfigError for names or shapes other than those of the first push.
+        """
+        seen = set()
+        for name, tensor in iterator:
+            self._hold(name, tensor)
+            seen.add(name)
+        if missing := sorted(self._held.keys() - seen):
+            raise ConfigError(f"TRL sent {len(missing)} tensors fewer than before: {', '.join(missing[:5])}")
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._held, self._endpoints, alone=True, **self._options)
+        self._publisher.push(self._version + 1)
+        self._version += 1
+
+    def resume(self) -> None:
+        """Nothing: the push has resumed."""
+
+    def destroy(self) -> None:
+        """Let go of the memory; servers keep the weights that they have. Idempotent."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+        self._held = {}
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        held = self._held.get(name)
+        if held is None:
+            if self._publisher is not None:
+                raise ConfigError(f"TRL sent a tensor that it has not sent before: {name}")
+            held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            raise ConfigError(f"TRL sent {name} with another shape or dtype than before")
+        held.copy_(tensor)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=ANSWERS_WITHIN_S) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -91,7 +91,8 @@ def test_train_composes_the_configuration_that_its_module_composes():
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["update", "--help"], 0, "--inference-parallel-size"),
+        (["update", "--help"], 0, "usage: verl-sync update [-h]"),
+        (["certify", "--help"], 0, "usage: verl-sync certify [-h]"),
         (["update", "--endpoint", "http://127.0.0.1:1"], 1, "give either --checkpoint-path"),
         (["certify", "--help"], 0, "--tensor-parallel-size"),
         (["certify", "--model", "/nowhere"], 2, "/nowhere"),

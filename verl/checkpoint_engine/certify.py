@@ -283,9 +283,9 @@ def table(certificate: Certificate) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PACKAGE}.certify",
+        prog=program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -301,9 +301,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. The table is printed; what cannot be tried is said on stderr."""
-    options = _parser().parse_args(arguments)
+PROGRAM = f"python -m {PACKAGE}.certify"
+
+
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """The exit code. `program`: what help calls it. The table is printed; what cannot be tried is said on stderr."""
+    options = _parser(program).parse_args(arguments)
     try:
         if options.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {options.tensor_parallel_size}")

@@ -26,7 +26,7 @@ from .parameter_server.records import RankMetas
 from .parameter_server.safetensors_files import read_checkpoint, split_files
 from .parameter_server.update_options import Options, parse
 from .support.console import is_live, log_to_console
-from .support.package import extra
+from .support.package import PACKAGE, extra
 from .support.signals import end_when_told
 
 if TYPE_CHECKING:
@@ -147,10 +147,13 @@ def _bar(what: str, num_loaded: Callable[[], int], *, shown: bool) -> Iterator[N
         yield
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. What happened is said on stderr."""
+PROGRAM = f"python -m {PACKAGE}.update"
+
+
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """The exit code. `program`: what help calls it. What happened is said on stderr."""
     try:
-        run(parse(arguments, __doc__))
+        run(parse(arguments, __doc__, program))
     except CheckpointEngineError as exc:
         _say(f"error: {exc}")
         return 1

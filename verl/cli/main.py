@@ -32,6 +32,8 @@ class Module:
     name: str
     about: str
     """One line."""
+    is_told_its_name: bool = False
+    """Its `main` takes `program`: run by itself it is called otherwise."""
     starts: bool = False
     """It sets up logging and signals itself."""
     completes: Callable[[str], list[str]] | None = None
@@ -52,9 +54,15 @@ MODULES = {
         completes=_keys,
     ),
     "update": Module(
-        name="verl.checkpoint_engine.update", about="Push a checkpoint directory into running inference engines."
+        name="verl.checkpoint_engine.update",
+        about="Push a checkpoint directory into running inference engines.",
+        is_told_its_name=True,
     ),
-    "certify": Module(name="verl.checkpoint_engine.certify", about="Prove that a model's weights reach vLLM whole."),
+    "certify": Module(
+        name="verl.checkpoint_engine.certify",
+        about="Prove that a model's weights reach vLLM whole.",
+        is_told_its_name=True,
+    ),
     "doctor": Module(name="verl.doctor.command", about="Look whether this host, or a Ray cluster, can run a job."),
     "plan": Module(
         name="verl.planning.command",
@@ -109,7 +117,8 @@ def _passed_on(name: str, module: Module) -> click.Command:
             log_to_console()
             end_when_told()
         main = importlib.import_module(module.name).main
-        click.get_current_context().exit(main(list(arguments)) or 0)
+        named = {"program": f"{PROGRAM} {name}"} if module.is_told_its_name else {}
+        click.get_current_context().exit(main(list(arguments), **named) or 0)
 
     def complete(_context: click.Context, _param: click.Parameter, begun: str) -> list[CompletionItem]:
         return [CompletionItem(word) for word in (module.completes(begun) if module.completes else ())]

@@ -32,8 +32,9 @@ exit code: 0 all is well, or slow; 1 something is wrong; 2 the command line
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verl-sync doctor",
-        description="Looks whether this host, or every host of a Ray cluster, can run a job, and measures what a sync "
-        "of weights needs of it. One line for each check: ok, slow or wrong, and the remedy.",
+        description="Looks whether this host, or every host of a Ray cluster, can run a job, and\n"
+        "measures what a sync of weights needs of it. One line for each check: ok, slow\n"
+        "or wrong, and the remedy.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -40,9 +40,9 @@ class Options:
         return len(self.endpoints) * self.parallel_size
 
 
-def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
-    """Raises ConfigError for what cannot work, SystemExit for what cannot be read."""
-    parser = _parser(description)
+def parse(arguments: Sequence[str] | None, description: str | None, program: str) -> Options:
+    """`program`: what help calls it. Raises ConfigError for what cannot work, SystemExit for what cannot be read."""
+    parser = _parser(description, program)
     given = parser.parse_args(arguments)
     try:
         rank, world_size = envs.rank() or 0, envs.world_size() or 1
@@ -94,9 +94,9 @@ def _check(options: Options) -> None:
         Endpoint(url, timeout_s=options.timeout_s)
 
 
-def _parser(description: str | None) -> argparse.ArgumentParser:
+def _parser(description: str | None, program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PACKAGE}.update",
+        prog=program,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -122,6 +122,7 @@ class SGLangEngine:
                 "sampling_backend": "pytorch",
                 "grammar_backend": "none",
                 "disable_overlap_schedule": True,
+                "sleep_on_idle": True,  # it would look for requests as fast as it can, on a core that others need
             }
         else:
             arguments["mem_fraction_static"] = config.gpu_memory_utilization

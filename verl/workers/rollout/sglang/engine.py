@@ -65,6 +65,8 @@ class SGLangEngine:
         """Requests may be given to SGLang. While they may not they wait here, where nothing has to be told of them."""
         self._running: dict[str, asyncio.Event] = {}
         """Requests that SGLang has, by id; each event is set when its request has ended."""
+        self._keeps = False
+        """SGLang has been told to pause, with requests in its queue."""
         self._has_checked = False
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -209,23 +211,35 @@ class SGLangEngine:
         return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans)
 
     async def pause(self, mode: str) -> None:
-        """SGLang takes requests back to its queue (`retract`), and computes them again from their tokens later."""
+        """SGLang takes requests that are kept back to its queue, and computes them again from their tokens later.
+
+        Without any it is not told to pause: nothing comes to it, and while it is paused its scheduler never sleeps.
+        """
         self._open.clear()
         if mode == "abort":
             while self._running:
                 self._manager.abort_request(abort_all=True)
                 await self._ended(AGAIN_S)
         elif mode == "wait":
-            await self._manager.continue_generation(ContinueGenerationReqInput())  # for those that were kept
+            await self._go_on()
             while self._running:
                 await self._ended(LIVENESS_S)
                 self._require_alive()
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        if self._running:
+            self._keeps = True
+            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        else:
+            await self._go_on()
         await self._flush()  # answered when the scheduler has stopped
 
     async def resume(self) -> None:
-        await self._manager.continue_generation(ContinueGenerationReqInput())
+        await self._go_on()
         self._open.set()
+
+    async def _go_on(self) -> None:
+        if self._keeps:
+            self._keeps = False
+            await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def clear_cache(self) -> None:
         if not self._open.is_set():

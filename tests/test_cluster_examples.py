@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.checkpoint_engine.fakes import soon
 from verl.trainer.config.loader import load_config
 from verl.utils.device import any_device
 
@@ -57,9 +58,10 @@ def overrides_of(command: str) -> list[str]:
 def test_slurm_starts_ray_on_all_nodes_and_the_driver_beside_the_head(cluster: tuple[Path, dict[str, str]]):
     log, environment = cluster
     subprocess.run(["bash", SBATCH, "trainer.seed=7"], env=environment, check=True, timeout=60)
+    workers = {"n2: ray start --address=n1:6379 --block", "n3: ray start --address=n1:6379 --block"}
+    assert soon(lambda: workers <= set(log.read_text().splitlines()))  # in the background, as the driver is not
     lines = log.read_text().splitlines()
     assert "n1: ray start --head --port=6379 --block" in lines
-    assert {"n2: ray start --address=n1:6379 --block", "n3: ray start --address=n1:6379 --block"} <= set(lines)
     (driver,) = [line.removeprefix("n1: ") for line in lines if line.startswith("n1: python")]
     with any_device():
         config = load_config(overrides_of(driver))

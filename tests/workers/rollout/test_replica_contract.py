@@ -185,6 +185,23 @@ async def test_kept_requests_go_on_with_the_new_version_and_say_where_it_begins(
         assert output.log_probs[new.start :] == pytest.approx(second[new.start :], abs=2e-4)
 
 
+async def test_kept_requests_can_be_aborted(served: Served):
+    for _ in range(ATTEMPTS):
+        running = [served.submit(max_tokens=LONG, ignore_eos=True) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        await served.replica.pause("keep")
+        await served.replica.pause("abort")
+        outputs = await asyncio.wait_for(asyncio.gather(*running), 20)
+        await served.replica.resume()
+        if "aborted" in {output.stop_reason for output in outputs}:
+            break
+    assert "aborted" in {output.stop_reason for output in outputs}
+    for output in outputs:
+        assert len(output.log_probs) == len(output.token_ids)
+        assert sum(span.stop - span.start for span in output.weight_versions) == len(output.token_ids)
+    assert len((await served.generate(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
 async def test_requests_that_come_while_weights_change_wait_and_get_the_new_version(served: Served):
     await served.replica.pause("abort")
     served.trainer.commit(2)

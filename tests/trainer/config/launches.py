@@ -440,6 +440,13 @@ LAUNCHES = (
         refused="reward_model.enable=true needs reward_model.model.path",
     ),
     Launch(
+        "stages in which embedding and loss count as layers",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.account_for_embedding_in_pipeline_split=True "
+        f"+{M}.override_transformer_config.account_for_loss_in_pipeline_split=True",
+        said="TP 2, PP 2",
+    ),
+    Launch(
         "a field that Megatron has not",
         "hybrid",
         f"{MEGATRON} +{M}.override_transformer_config.recompute_granularty=full",

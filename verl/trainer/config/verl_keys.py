@@ -57,6 +57,12 @@ _ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 _OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
 
 
+_OF_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _FUSED = (
     "apply_rope_fusion",
     "bias_activation_fusion",
@@ -131,12 +137,6 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         f"{section}.override_transformer_config.attention_backend": NoEffect(
             why="attention is Megatron's own: the same numbers", costs=_is("flash", "fused")
         ),
-        f"{section}.override_transformer_config.account_for_embedding_in_pipeline_split": _off(
-            "set num_layers_in_first_pipeline_stage"
-        ),
-        f"{section}.override_transformer_config.account_for_loss_in_pipeline_split": _off(
-            "set num_layers_in_last_pipeline_stage"
-        ),
         f"{section}.override_transformer_config.pipeline_model_parallel_layout": Refused(
             why="set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         ),
@@ -162,6 +162,12 @@ def _as_actor(section: str, why: str) -> dict[str, Rule]:
     same: dict[str, Rule] = {
         f"{section}.{name}": NoEffect(why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}")
         for name in names
+    }
+    same |= {
+        f"{section}.override_transformer_config.{name}": NoEffect(
+            why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}"
+        )
+        for name in _OF_STAGES
     }
     return {**same, f"{section}.*": Refused(why=f"{why}; see {_MEGATRON}")}
 
@@ -407,12 +413,7 @@ RULES: dict[str, Rule] = {
         to=(f"{_ACTOR}.use_rollout_log_probs", f"{_ROLLOUT}.calculate_log_probs"),
         convert=lambda value, _: True if value else None,
     ),
-    f"{_MEGATRON}.override_transformer_config.num_layers_in_first_pipeline_stage": Moved(
-        to=(f"{_MEGATRON}.num_layers_in_first_pipeline_stage",)
-    ),
-    f"{_MEGATRON}.override_transformer_config.num_layers_in_last_pipeline_stage": Moved(
-        to=(f"{_MEGATRON}.num_layers_in_last_pipeline_stage",)
-    ),
+    **{f"{_MEGATRON}.override_transformer_config.{name}": Moved(to=(f"{_MEGATRON}.{name}",)) for name in _OF_STAGES},
     "trainer.profile_steps": Moved(to=("global_profiler.steps",)),
     f"{_ACTOR}.tau_pos": Moved(to=(f"{_ACTOR}.policy_loss.tau_pos",)),
     f"{_ACTOR}.tau_neg": Moved(to=(f"{_ACTOR}.policy_loss.tau_neg",)),

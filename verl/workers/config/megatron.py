@@ -24,6 +24,12 @@ class MegatronConfig:
     )
     num_layers_in_first_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
     num_layers_in_last_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "the embedding counts as a layer: the first stage has one layer less than the others"
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "head and loss count as a layer: the last stage has one layer less than the others"
+    )
     make_vocab_size_divisible_by: int = option(
         128, "rows of the embedding are padded to a multiple of this, times tensor_model_parallel_size", least=1
     )

@@ -277,6 +277,18 @@ LAUNCHES = (
         refused="reward_model.rollout.name=sglang is not possible, only vllm",
     ),
     Launch(
+        "policy filtration",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=gae algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=pow "
+        "algorithm.pf_ppo.weight_pow=2.0",
+    ),
+    Launch(
+        "policy filtration by a method that is not known",
+        "hybrid",
+        f"{GRPO} algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=min",
+        refused="algorithm.pf_ppo.reweight_method=min",
+    ),
+    Launch(
         "distributed checkpoints whose place is not said",
         "hybrid",
         f"{MEGATRON} {M}.use_dist_checkpointing=True {F}.megatron.use_dist_checkpointing=True",

@@ -566,8 +566,6 @@ RULES: dict[str, Rule] = {
     },
     "trainer.use_v1": _off("there is one trainer for each mode"),
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
-    "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
-    "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
     f"{_ACTOR}.use_prefix_grouper": NoEffect(
         why="prompts are computed with each of their responses: the same numbers, slower", costs=_true
     ),

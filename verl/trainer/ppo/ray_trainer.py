@@ -43,6 +43,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughput_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
@@ -330,12 +331,13 @@ class RayPPOTrainer:
                     batch = batch.union(self.cluster.actor.compute_values(batch))
             with now.timed("adv"):
                 batch = self.add_advantages(batch, now)
+                learned_from = self.filtered(batch, now)
             if self.has_critic:
                 with now.timed("update_critic"):
-                    self.update_critic(batch, now)
+                    self.update_critic(learned_from, now)
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
-                    self.update_actor(batch, now)
+                    self.update_actor(learned_from, now)
         return without_padding(batch)
 
     @contextmanager
@@ -555,6 +557,14 @@ class RayPPOTrainer:
             tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
         )
         now.metrics |= metrics
+
+    def filtered(self, batch: DataProto, now: Step) -> DataProto:
+        """What updates see of `batch`: all of it, or with policy filtration what is drawn from it."""
+        if not self.config.algorithm.use_pf_ppo:
+            return batch
+        drawn, metrics = filtered(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed + now.number)
+        now.metrics |= metrics
+        return self._balanced(padded(drawn, self.config.trainer.world_size))
 
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]

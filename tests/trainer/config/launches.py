@@ -286,7 +286,7 @@ LAUNCHES = (
         "policy filtration by a method that is not known",
         "hybrid",
         f"{GRPO} algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=min",
-        refused="algorithm.pf_ppo.reweight_method=min",
+        refused="algorithm.pf_ppo.reweight_method='min'",
     ),
     Launch(
         "distributed checkpoints whose place is not said",
@@ -457,6 +457,24 @@ LAUNCHES = (
         f"{MEGATRON} +{M}.override_transformer_config.account_for_embedding_in_pipeline_split=True "
         f"+{M}.override_transformer_config.account_for_loss_in_pipeline_split=True",
         said="TP 2, PP 2",
+    ),
+    Launch(
+        "experts that are chosen once for a step",
+        "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R2",
+        said="router_replay.mode=R2, but the model has no experts",
+    ),
+    Launch(
+        "experts that the rollout engine chose",
+        "hybrid",
+        f"{MEGATRON} {A}.router_replay.mode=R3",
+        refused="router_replay.mode='R3' is not one of: disabled, R2",
+    ),
+    Launch(
+        "experts that are chosen once, on FSDP",
+        "hybrid",
+        f"{GRPO} {A}.router_replay.mode=R2",
+        refused="needs actor_rollout_ref.actor.strategy=megatron",
     ),
     Launch(
         "a field that Megatron has not",

@@ -148,16 +148,21 @@ def _of_megatron(section: str) -> dict[str, Rule]:
             costs=_true,
         ),
         f"{section}.seed": Refused(why="the nearest is trainer.seed"),
-        **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
-        f"{section}.router_replay.mode": NoEffect(
-            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
-        ),
+    }
+
+
+def _of_routes(section: str, why: str) -> dict[str, Rule]:
+    """Router replay of what has one pass over a batch."""
+    return {
+        f"{section}.mode": NoEffect(why="it is off", only=_is("disabled"), otherwise=why),
+        f"{section}.record_file": NoEffect(why="it is null", only=_is(None), otherwise="experts are not kept in files"),
+        f"{section}.replay_file": NoEffect(why="it is null", only=_is(None), otherwise="experts are not kept in files"),
     }
 
 
 def _as_actor(section: str, why: str) -> dict[str, Rule]:
     ours = {field.name for field in fields(RefMegatronConfig)} if section == f"{_REF}.megatron" else set()
-    ours.add("override_transformer_config")  # single fields of it have rules
+    ours |= {"override_transformer_config", "router_replay"}  # single fields of them have rules
     names = [field.name for field in fields(MegatronConfig) if field.name not in ours]
     same: dict[str, Rule] = {
         f"{section}.{name}": NoEffect(why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}")
@@ -169,6 +174,7 @@ def _as_actor(section: str, why: str) -> dict[str, Rule]:
         )
         for name in _OF_STAGES
     }
+    same |= _of_routes(f"{section}.router_replay", "only the actor has more than one pass over a batch")
     return {**same, f"{section}.*": Refused(why=f"{why}; see {_MEGATRON}")}
 
 
@@ -217,9 +223,7 @@ def _of_ranks(section: str, fsdp: str, budget: str) -> dict[str, Rule]:
         f"{section}.entropy_from_logits_chunk_size": NoEffect(why="entropies are computed per micro-batch"),
         f"{section}.use_remove_padding": Moved(to=(f"{_POLICY}.model.use_remove_padding",)),
         f"{section}.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
-        f"{section}.router_replay.mode": NoEffect(
-            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
-        ),
+        **_of_routes(f"{section}.router_replay", f"the nearest is {_MEGATRON}.router_replay.mode"),
         f"{section}.rollout_n": NoEffect(
             why=f"it is {_ROLLOUT}.n",
             only=lambda value, at: value == at(f"{_ROLLOUT}.n"),
@@ -429,6 +433,15 @@ RULES: dict[str, Rule] = {
     **_of_ranks(_ACTOR, f"{_ACTOR}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
     **_of_ranks(_REF, f"{_REF}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
     **_of_ranks("critic", "critic.fsdp", "ppo_infer_max_token_len_per_gpu"),
+    f"{_ACTOR}.router_replay.mode": Moved(
+        to=(f"{_MEGATRON}.router_replay.mode",), convert=lambda value, _: None if value == "disabled" else value
+    ),
+    f"{_MEGATRON}.router_replay.record_file": NoEffect(
+        why="it is null", only=_is(None), otherwise="experts are not kept in files"
+    ),
+    f"{_MEGATRON}.router_replay.replay_file": NoEffect(
+        why="it is null", only=_is(None), otherwise="experts are not kept in files"
+    ),
     **_of_fsdp(f"{_ACTOR}.fsdp_config"),
     **_of_fsdp(f"{_REF}.fsdp_config"),
     **_of_fsdp("critic.fsdp"),

@@ -56,6 +56,7 @@ from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, m
 from verl.utils.tracking import Tracking
 from verl.utils.tracking_services import Histogram
 from verl.workers.config import PPOConfig
+from verl.workers.engine.base import ROUTES
 from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
 Metrics = dict[str, float]
@@ -490,6 +491,8 @@ class RayPPOTrainer:
             return batch
         computed = tensors_of(self.cluster.actor.compute_log_prob(batch))
         tensors["old_log_probs"], entropys = computed["old_log_probs"], computed["entropys"]
+        if ROUTES in computed:
+            tensors[ROUTES] = computed[ROUTES]
         if core_algos.SUM_PI_SQUARED in self._needed:
             tensors[core_algos.SUM_PI_SQUARED] = self.sum_pi_squared(batch)
         totals = core_algos.LossTotals.of(mask)

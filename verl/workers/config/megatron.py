@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl.utils.config import option
+from verl.utils.config import option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterReplayConfig:
+    """Whether the experts of a token are chosen once for a training step."""
+
+    mode: str = option(
+        "disabled",
+        "R2: updates use the experts that were chosen when old log-probs were computed; disabled: every pass chooses",
+        choices=("disabled", "R2"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,7 @@ class MegatronConfig:
     override_transformer_config: dict[str, Any] = option(
         {}, "fields of Megatron's TransformerConfig, such as recompute_granularity or moe_router_dtype"
     )
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     model_dtype: str = option("fp32", "dtype of the weights that the optimizer keeps", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
 

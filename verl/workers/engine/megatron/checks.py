@@ -171,6 +171,8 @@ def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[
     if not dims.experts:
         if expert > 1:
             yield f"{KEY}.expert_model_parallel_size={expert}, but the model has no experts; 1 is for dense models"
+        if config.router_replay.mode != "disabled":
+            yield f"{KEY}.router_replay.mode={config.router_replay.mode}, but the model has no experts"
         return
     if dims.experts % expert:
         yield f"{KEY}.expert_model_parallel_size={expert} does not divide the model's num_experts={dims.experts}"

@@ -467,8 +467,20 @@ LAUNCHES = (
     Launch(
         "experts that the rollout engine chose",
         "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True",
+        said="on cuda, megatron",
+    ),
+    Launch(
+        "experts of a rollout engine that does not tell them here",
+        "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True trainer.device=cpu",
+        refused="on cpu the engine of actor_rollout_ref.rollout.name=vllm does not tell which experts it chose",
+    ),
+    Launch(
+        "experts that nobody asks the rollout engine for",
+        "hybrid",
         f"{MEGATRON} {A}.router_replay.mode=R3",
-        refused="router_replay.mode='R3' is not one of: disabled, R2",
+        refused="R3 takes the experts that the rollout engine returns",
     ),
     Launch(
         "experts that are chosen once, on FSDP",

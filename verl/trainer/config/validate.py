@@ -125,6 +125,12 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} needs actor_rollout_ref.actor.strategy="
             f"megatron, not {actor.strategy}, whose engine chooses experts anew in every pass"
         )
+    if (replay == "R3") != rollout.enable_rollout_routing_replay:
+        yield (
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} with actor_rollout_ref.rollout."
+            f"enable_rollout_routing_replay={str(rollout.enable_rollout_routing_replay).lower()}: R3 takes the experts "
+            "that the rollout engine returns, and nothing else does"
+        )
     if replay == "R2" and actor.use_rollout_log_probs:
         yield (
             "actor_rollout_ref.actor.megatron.router_replay.mode=R2 takes the experts from the pass of old log-probs, "

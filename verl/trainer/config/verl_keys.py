@@ -523,7 +523,6 @@ RULES: dict[str, Rule] = {
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
     ),
     f"{_ROLLOUT}.quantization": _off("rollout engines compute in rollout.dtype"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": _off("experts are chosen anew in the trainer"),
     f"{_ROLLOUT}.trace.*": NoEffect(
         why="samples are not traced; trainer.rollout_data_dir has every one",
         only=lambda value, at: at(f"{_ROLLOUT}.trace.backend") is None,

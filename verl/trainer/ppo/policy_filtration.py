@@ -41,4 +41,5 @@ def filtered(batch: DataProto, settings: PolicyFiltrationConfig, seed: int) -> t
     weights = filtration_weights(tensors_of(batch)["token_level_scores"].sum(-1), settings)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
-    return batch[drawn.tolist()], {"pf_ppo/distinct_samples": float(drawn.unique().numel())}
+    rows: list[int] = drawn.tolist()
+    return batch[rows], {"pf_ppo/distinct_samples": float(len(set(rows)))}

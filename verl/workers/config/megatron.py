@@ -14,8 +14,9 @@ class RouterReplayConfig:
 
     mode: str = option(
         "disabled",
-        "R2: updates use the experts that were chosen when old log-probs were computed; disabled: every pass chooses",
-        choices=("disabled", "R2"),
+        "R2: updates use the experts that were chosen when old log-probs were computed; R3: both use those that the "
+        "rollout engine chose; disabled: every pass chooses",
+        choices=("disabled", "R2", "R3"),
     )
 
 

@@ -103,6 +103,9 @@ class RolloutConfig(Section):
     calculate_log_probs: bool = option(
         True, "return the engine's log-probs and compare them with the trainer's (verl: false)"
     )
+    enable_rollout_routing_replay: bool = option(
+        False, "return the experts of every token, for actor.megatron.router_replay.mode=R3 (vllm on cuda, hf)"
+    )
     ignore_eos: bool = option(False, "generate up to response_length")
     num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu", least=0)
     startup_timeout_s: float = option(300.0, "deadline for an engine to come up", above=0)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 ROUTES = "routed_experts"
-"""Tensor of a batch: the experts of its tokens, as `RecordsRoutes` tells them; -1: the router chooses."""
+"""Tensor of a batch: the experts of its tokens, as `RecordsRoutes` tells them."""
+UNKNOWN_EXPERT = -1
+"""In the place of an expert there: the router chooses."""
 
 
 class LossFunction(Protocol):

@@ -182,6 +182,13 @@ class MegatronEngine:
         """Neither reference policies nor critics do: their passes are the only ones of a step."""
         return self._config.router_replay.mode != "disabled" and self._optim_config is not None and not self.labels
 
+    def _require_routes(self, data: DataProto) -> None:
+        if self._replay is not None and self._config.router_replay.mode == "R3" and ROUTES not in tensors_of(data):
+            raise ConfigError(
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R3, but no sample has routed_experts: agent loops "
+                "hand on what generate() returned, as routed_experts of their AgentLoopOutput"
+            )
+
     def _router_replay(self, model: torch.nn.Module) -> RouterReplay:
         stages = self._sizes.stages(self._dims.layers)
         assert stages is not None  # checked before any process started
@@ -215,6 +222,7 @@ class MegatronEngine:
     def compute_log_prob(
         self, data: DataProto, *, temperature: float, limits: MicroBatchLimits, calculate_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._require_routes(data)
         data, own = groups.gather_from_model_parallel(data)
         micro_batches = self._micro_batches(data, limits)
         self._built().train(False)
@@ -254,6 +262,7 @@ class MegatronEngine:
         """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
         if self._optimizer is None:
             raise ConfigError("a frozen engine cannot be trained")
+        self._require_routes(data)
         totals = global_totals(data)
         data, _ = groups.gather_from_model_parallel(data)
 

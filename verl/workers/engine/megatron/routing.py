@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.workers.engine.base import UNKNOWN_EXPERT
 from verl.workers.engine.megatron import groups
 from verl.workers.engine.megatron.forward import PackedBatch
 
-UNKNOWN = -1
-"""In the place of an expert: the router chooses."""
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -47,7 +46,7 @@ class LayerRoutes:
         if given is None and self._passes:  # micro-batches go back in the order in which they came
             given = self._passes.popleft()
         if given is not None:
-            chosen = torch.where(given == UNKNOWN, chosen, given.to(chosen.dtype))
+            chosen = torch.where(given == UNKNOWN_EXPERT, chosen, given.to(chosen.dtype))
             values = scores.gather(1, chosen)
         self.chosen = chosen
         return values, chosen
@@ -95,7 +94,7 @@ class RouterReplay:
             layer.end_pass()
 
     def recorded(self, micro_batches: list[list[int]], num_rows: int, num_columns: int) -> torch.Tensor:
-        """int16 [rows, columns, layers, k] of all stages; `UNKNOWN` on padding. A collective of the pipeline."""
+        """int16 [rows, columns, layers, k] of all stages; `UNKNOWN_EXPERT` on padding. A collective of the pipeline."""
         width = max((found.shape[-1] for found in self._recorded), default=0)
         width = int(groups.largest_of_stages(torch.tensor(width)))
         found = torch.zeros(num_rows, num_columns, self._num_layers, width, dtype=torch.int32)
@@ -109,7 +108,7 @@ class RouterReplay:
         columns = packed.columns
         rows = torch.arange(len(columns), device=columns.device).unsqueeze(-1)
         found = routes.to(torch.int64)[rows, columns.clamp(min=0)]
-        found = found.masked_fill((columns < 0).unsqueeze(-1), UNKNOWN).transpose(0, 1)
+        found = found.masked_fill((columns < 0).unsqueeze(-1), UNKNOWN_EXPERT).transpose(0, 1)
         if self._shared_by is not None:
             found = found.chunk(dist.get_world_size(self._shared_by))[dist.get_rank(self._shared_by)]
         return found.reshape(-1, found.shape[-1])
@@ -131,6 +130,6 @@ class RouterReplay:
         chosen = torch.stack(layers, dim=2).to("cpu", torch.int32)
         columns = packed.columns.cpu()
         rows, places = (columns >= 0).nonzero(as_tuple=True)
-        found = torch.full((num_sequences, packed.num_columns, *chosen.shape[2:]), UNKNOWN, dtype=torch.int32)
+        found = torch.full((num_sequences, packed.num_columns, *chosen.shape[2:]), UNKNOWN_EXPERT, dtype=torch.int32)
         found[rows, columns[rows, places]] = chosen[rows, places]
         return found

@@ -267,3 +267,55 @@ def test_a_padded_batch_may_be_cut_into_parts_that_differ():
     assert data.is_padding_enabled()
     assert [len(part) for part in data.chunk(2)] == [3, 2]
     assert not make().is_padding_enabled()
+
+
+def test_columns_unfold_into_samples_and_the_rest_is_repeated():
+    data = DataProto.from_dict(
+        tensors={"pair": torch.arange(12).reshape(2, 2, 3), "label": torch.tensor([7, 8])},
+        non_tensors={"texts": [["a", "b", "c", "d"], ["e", "f"]], "uid": ["u0", "u1"]},
+        meta_info={"step": 1},
+    )
+    unfolded = data.unfold_column_chunks(2, split_keys=["pair", "texts"])
+    assert torch.equal(unfolded.batch["pair"], torch.arange(12).reshape(4, 1, 3))
+    assert unfolded.batch["label"].tolist() == [7, 7, 8, 8]
+    assert unfolded.non_tensor_batch["texts"].tolist() == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    assert unfolded.non_tensor_batch["uid"].tolist() == ["u0", "u0", "u1", "u1"]
+    assert unfolded.meta_info == {"step": 1}
+    assert data.unfold_column_chunks(3).batch["label"].tolist() == [7, 7, 7, 8, 8, 8]
+    assert len(data) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        ("b", ValueError, r"'b' \[4, 3\] cannot be cut into 2 parts"),
+        ("a", ValueError, r"'a' \[4\] cannot be cut"),
+        ("raw_prompt", ValueError, "'raw_prompt' has an object of 1 elements"),
+        ("c", KeyError, r"there is no \['c'\] to unfold"),
+    ],
+)
+def test_what_does_not_unfold_is_named(key, error, message):
+    with pytest.raises(error, match=message):
+        make().unfold_column_chunks(2, [key])
+
+
+def test_a_batch_that_was_changed_directly_can_be_checked():
+    data = make()
+    data.check_consistency()
+    data.non_tensor_batch["late"] = np.array(["x"], dtype=object)
+    with pytest.raises(ValueError, match=r"non_tensor_batch\['late'\] has 1 entries, the batch has 4"):
+        data.check_consistency()
+
+
+def test_a_batch_says_what_is_in_it(capsys):
+    data = make(step=1)
+    assert data.get_data_info().splitlines() == [
+        "batch['a']: Tensor [4] torch.int64",
+        "batch['b']: Tensor [4, 3] torch.float32",
+        "non_tensor_batch['uid']: ndarray of 4: str",
+        "non_tensor_batch['raw_prompt']: ndarray of 4: list of 1: dict {role: str}",
+        "meta_info['step']: int",
+    ]
+    large = DataProto.from_dict({"a": torch.zeros(2, 2**19)})
+    large.print_size("before")
+    assert capsys.readouterr().out == "before, size of batch: 0.003906 GiB, size of non_tensor_batch: 0.000000 GiB\n"

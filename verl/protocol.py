@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,14 @@ from torch.utils.data import DataLoader
 
 from verl.utils.batch_parts import (
     collect_metrics,
+    described,
     from_bytes,
     merge,
     object_array,
+    object_nbytes,
     positions,
     to_bytes,
+    unfolded,
     without,
 )
 
@@ -66,9 +70,30 @@ class DataProto:
             if nested:
                 raise ValueError(f"batch holds something else than tensors under {nested}: use non_tensor_batch")
         self.non_tensor_batch = {key: object_array(values) for key, values in self.non_tensor_batch.items()}
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raises ValueError unless there is one entry of everything for every sample.
+
+        Whoever has changed `batch` or `non_tensor_batch` directly may ask.
+        """
         for key, values in self.non_tensor_batch.items():
             if len(values) != len(self):
                 raise ValueError(f"non_tensor_batch[{key!r}] has {len(values)} entries, the batch has {len(self)}")
+
+    def get_data_info(self) -> str:
+        """A line for each tensor, column of objects and fact, with what it is."""
+        kinds = {"batch": self._tensors(), "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        return "\n".join(
+            f"{kind}[{key!r}]: {described(value)}" for kind, values in kinds.items() for key, value in values.items()
+        )
+
+    def print_size(self, prefix: str = "") -> None:
+        """Write the size of tensors and objects to stdout, in GiB, behind `prefix`."""
+        tensors = sum(value.nbytes for value in self._tensors().values()) / 2**30
+        objects = sum(map(object_nbytes, self.non_tensor_batch.values())) / 2**30
+        words = f"size of batch: {tensors:.6f} GiB, size of non_tensor_batch: {objects:.6f} GiB"
+        sys.stdout.write(f"{prefix}{', ' if prefix else ''}{words}\n")
 
     @classmethod
     def from_dict(
@@ -270,6 +295,19 @@ class DataProto:
         if len(times) != len(self) or min(times, default=0) < 0:
             raise ValueError(f"sample_level_repeat needs one count for each of {len(self)} samples, not {times[:16]}")
         return self[np.repeat(np.arange(len(self)), times)]
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """`n_split` samples of each: of what `split_keys` name, tensors [B, n_split * m, ...] or objects of as many
+        elements, each has its m; everything else is repeated. Raises ValueError for what does not divide."""
+        keys, tensors, objects = split_keys or (), self._tensors(), self.non_tensor_batch
+        if unknown := [key for key in keys if key not in tensors and key not in objects]:
+            raise KeyError(f"there is no {unknown} to unfold; there are {sorted(self._signature())}")
+        repeated = self.repeat(n_split)
+        split_tensors = {key: unfolded(key, tensors[key], n_split) for key in keys if key in tensors}
+        split_objects = {key: unfolded(key, objects[key], n_split) for key in keys if key in objects}
+        return DataProto.from_dict(
+            repeated._tensors() | split_tensors, repeated.non_tensor_batch | split_objects, repeated.meta_info
+        )
 
     def split(self, split_size: int) -> list[DataProto]:
         """Consecutive parts of `split_size` samples; the last may be shorter."""

@@ -165,3 +165,25 @@ def test_a_component_that_the_reward_function_does_not_return_is_named(ray_clust
 def test_a_data_set_smaller_than_what_is_drawn_is_refused_before_anything_starts(tmp_path, base):
     with pytest.raises(ConfigError, match=r"data.gen_batch_size=17 exceeds the 16 training samples"):
         in_process(tmp_path, *base, *FILTER, "data.gen_batch_size=17")
+
+
+def test_the_trainer_follows_the_experts_that_the_rollout_engine_chose(ray_cluster, tmp_path):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
+            "actor_rollout_ref.actor.strategy=megatron",
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+            "actor_rollout_ref.actor.megatron.dtype=float32",
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+            "trainer.n_gpus_per_node=2",
+            "trainer.total_training_steps=2",
+        ),
+    )
+    assert len(run.metrics) == 2
+    for metrics in run.metrics.values():
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,43 @@ def positions(index: Any, size: int) -> np.ndarray:
     if array.size and not (-size <= array.min() and array.max() < size):
         raise IndexError(f"positions {array.min()}..{array.max()} for {size} samples")
     return array
+
+
+def unfolded(key: str, values: Any, parts: int) -> Any:
+    """`values` [B, parts * m, ...] as [B * parts, m, ...]; objects are sequences of `parts` * m. Raises ValueError."""
+    if isinstance(values, torch.Tensor):
+        if values.ndim < 2 or values.shape[1] % parts:
+            raise ValueError(
+                f"{key!r} {list(values.shape)} cannot be cut into {parts} parts along its second dimension"
+            )
+        return values.reshape(values.shape[0] * parts, values.shape[1] // parts, *values.shape[2:])
+    if odd := [len(value) for value in values if len(value) % parts]:
+        raise ValueError(f"{key!r} has an object of {odd[0]} elements, which cannot be cut into {parts} parts")
+    sizes = [len(value) // parts for value in values]
+    return object_array(
+        [
+            value[part * size : (part + 1) * size]
+            for value, size in zip(values, sizes, strict=True)
+            for part in range(parts)
+        ]
+    )
+
+
+def described(value: Any) -> str:
+    """The type of a value, and of what is in it."""
+    if isinstance(value, torch.Tensor | np.ndarray) and value.dtype != object:
+        return f"{type(value).__name__} {list(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} {{{', '.join(f'{key}: {described(of)}' for key, of in value.items())}}}"
+    if isinstance(value, list | tuple | np.ndarray):
+        kinds = ", ".join(dict.fromkeys(map(described, value)))
+        return f"{type(value).__name__} of {len(value)}{': ' if kinds else ''}{kinds}"
+    return type(value).__name__
+
+
+def object_nbytes(values: Any) -> int:
+    """About what an array of objects takes: what it is pickled."""
+    return len(pickle.dumps(values))
 
 
 def without(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

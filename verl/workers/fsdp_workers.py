@@ -36,7 +36,7 @@ from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
-from verl.workers.engine.base import LossFunction, TrainEngine
+from verl.workers.engine.base import ROUTES, LossFunction, RecordsRoutes, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Rememberable, State, under
@@ -161,7 +161,10 @@ class ActorRolloutRefWorker(WeightPublisher):
     @record_function("compute_log_prob")
     @memory_watch().during("log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's."""
+        """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's.
+
+        With router replay also `ROUTES`, unless `data` has them.
+        """
         rollout = self.config.rollout
         log_probs, entropies = self.actor.compute_log_prob(
             data,
@@ -174,6 +177,8 @@ class ActorRolloutRefWorker(WeightPublisher):
             calculate_entropy=True,
         )
         tensors = {"old_log_probs": log_probs} | ({} if entropies is None else {"entropys": entropies})
+        if isinstance(self.actor, RecordsRoutes) and (routes := self.actor.take_routes()) is not None:
+            tensors[ROUTES] = routes
         return DataProto.from_dict(tensors=tensors)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +113,38 @@ def test_a_long_prompt_is_cut_as_configured(truncation, expected):
 def test_a_long_prompt_is_an_error_where_that_is_configured():
     with pytest.raises(PromptTooLong, match="5 tokens exceeds data.max_prompt_length=3"):
         fit_prompt([1, 2, 3, 4, 5], 3, "error")
+
+
+def routes(*experts):
+    """Of tokens, for one layer that takes two experts."""
+    return np.array([[[expert, expert + 10]] for expert in experts], dtype=np.uint8)
+
+
+def spoken(tokens, experts=None):
+    return TokenOutput(tokens, None, "completed", (WeightVersionSpan(0, len(tokens), 1),), experts)
+
+
+def test_experts_stand_at_their_tokens_and_no_token_has_those_of_another():
+    first = AgentLoopOutput(
+        prompt_ids=[1, 2], response_ids=[5, 6], response_mask=[1, 1], routed_experts=routes(1, 2, 3)
+    )
+    data = batch_of(first, output([1, 2, 3], [4]))
+    found = data.batch["routed_experts"]
+    assert (found.dtype, found.shape) == (torch.int16, (2, 7, 1, 2))
+    assert found[0, :, 0].tolist() == [[-1, -1], [1, 11], [2, 12], [3, 13], [-1, -1], [-1, -1], [-1, -1]]
+    assert found[1].unique().tolist() == [-1]
+    assert "routed_experts" not in batch_of(output([1], [2])).batch.keys()  # noqa: SIM118
+
+
+def test_a_token_keeps_the_experts_that_it_had_when_it_was_read_first():
+    response = Response(8)
+    response.add_generated(spoken([5, 6], routes(1, 2, 3)))  # a prompt of two, and the first of the response
+    response.add_inserted([7])
+    response.add_generated(spoken([8], routes(91, 92, 93, 4, 5)))  # all read once more, and two others
+    found = response.output([1, 2], num_turns=4, stop_reason="completed", metrics={})
+    assert np.array_equal(found.routed_experts, routes(1, 2, 3, 4, 5))
+
+
+def test_experts_of_more_tokens_than_there_are_are_an_error():
+    with pytest.raises(ValueError, match=r"routed_experts of the shape \(3, 1, 2\) for 2 tokens"):
+        AgentLoopOutput(prompt_ids=[1], response_ids=[5], response_mask=[1], routed_experts=routes(1, 2, 3))

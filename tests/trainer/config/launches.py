@@ -277,6 +277,18 @@ LAUNCHES = (
         refused="reward_model.rollout.name=sglang is not possible, only vllm",
     ),
     Launch(
+        "policy filtration",
+        "hybrid",
+        f"{GRPO} algorithm.adv_estimator=gae algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=pow "
+        "algorithm.pf_ppo.weight_pow=2.0",
+    ),
+    Launch(
+        "policy filtration by a method that is not known",
+        "hybrid",
+        f"{GRPO} algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=min",
+        refused="algorithm.pf_ppo.reweight_method='min'",
+    ),
+    Launch(
         "distributed checkpoints whose place is not said",
         "hybrid",
         f"{MEGATRON} {M}.use_dist_checkpointing=True {F}.megatron.use_dist_checkpointing=True",
@@ -438,6 +450,43 @@ LAUNCHES = (
         "hybrid",
         f"{GRPO} reward.reward_model.enable=True reward.reward_model.rollout.name=vllm",
         refused="reward_model.enable=true needs reward_model.model.path",
+    ),
+    Launch(
+        "stages in which embedding and loss count as layers",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.account_for_embedding_in_pipeline_split=True "
+        f"+{M}.override_transformer_config.account_for_loss_in_pipeline_split=True",
+        said="TP 2, PP 2",
+    ),
+    Launch(
+        "experts that are chosen once for a step",
+        "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R2",
+        said="router_replay.mode=R2, but the model has no experts",
+    ),
+    Launch(
+        "experts that the rollout engine chose",
+        "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True",
+        said="on cuda, megatron",
+    ),
+    Launch(
+        "experts of a rollout engine that does not tell them here",
+        "hybrid",
+        f"{MEGATRON} {M}.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True trainer.device=cpu",
+        refused="on cpu the engine of actor_rollout_ref.rollout.name=vllm does not tell which experts it chose",
+    ),
+    Launch(
+        "experts that nobody asks the rollout engine for",
+        "hybrid",
+        f"{MEGATRON} {A}.router_replay.mode=R3",
+        refused="R3 takes the experts that the rollout engine returns",
+    ),
+    Launch(
+        "experts that are chosen once, on FSDP",
+        "hybrid",
+        f"{GRPO} {A}.router_replay.mode=R2",
+        refused="needs actor_rollout_ref.actor.strategy=megatron",
     ),
     Launch(
         "a field that Megatron has not",

@@ -44,9 +44,15 @@ from verl.workers.engine.megatron.layout import divide
 from verl.workers.losses import get_policy_loss_fn
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EMBEDDING = {"account_for_embedding_in_pipeline_split": True}
+LOSS = {"account_for_loss_in_pipeline_split": True}
 LAYOUTS = [
     pytest.param("qwen2", True, 2, TP2, id="two tensor-parallel ranks"),
     pytest.param("qwen3", True, 2, PP2, id="two stages with tied embeddings"),
+    pytest.param("llama", False, 3, {"pipeline_model_parallel_size": 3} | EMBEDDING, id="the first stage has no layer"),
+    pytest.param(
+        "qwen3", True, 4, {"pipeline_model_parallel_size": 4} | EMBEDDING | LOSS, id="both ends have no layer"
+    ),
     pytest.param(
         "llama", False, 4, TP2 | PP2 | SEQUENCE | {"recompute": True}, id="two stages of two ranks, recomputed"
     ),

@@ -155,3 +155,29 @@ def test_layers_are_dealt_out_to_the_stages_or_refused(layers, pipeline, first, 
     assert (stages and [len(stage) for stage in stages]) == expected
     if stages:
         assert [layer for stage in stages for layer in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "embedding", "loss", "expected"),
+    [
+        (94, 8, True, True, [11, 12, 12, 12, 12, 12, 12, 11]),
+        (3, 2, True, False, [1, 2]),
+        (3, 2, False, True, [2, 1]),
+        (2, 2, True, True, [1, 1]),
+        (5, 1, True, True, [5]),
+        (1, 2, True, False, [0, 1]),
+        (4, 2, True, False, None),
+        (1, 2, False, True, [1, 0]),
+        (1, 3, True, True, [0, 1, 0]),
+        (1, 4, True, True, None),
+    ],
+)
+def test_embedding_and_loss_take_the_place_of_a_layer_where_they_count(layers, pipeline, embedding, loss, expected):
+    sizes = ParallelSizes(world=pipeline, pipeline=pipeline, counts_embedding=embedding, counts_loss=loss)
+    stages = sizes.stages(layers)
+    assert (stages and [len(stage) for stage in stages]) == expected
+    if stages:
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+    assert not ParallelSizes(
+        world=pipeline, pipeline=pipeline, counts_embedding=True, first_stage_layers=layers // 2
+    ).stages(layers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,7 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from verl.checkpoint_engine.errors import ActivationError
 from verl.utils.builtin.tiny import make_tiny_model
+from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.engine import EngineSpec
 from verl.workers.rollout.hf.batch import DecodeBatch
+from verl.workers.rollout.hf.engine import HFEngine
+from verl.workers.rollout.hf.routes import RouteWatch
 from verl.workers.rollout.hf.sampling import process, sample
 from verl.workers.rollout.hf.weights import load_weights
 from verl.workers.rollout.records import SamplingOptions
@@ -99,3 +107,53 @@ def test_stacked_experts_are_loaded_one_by_one(tmp_path):
         ActivationError, match=r"1 tensors .*missing model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"
     ):
         load_weights(model, tensors)
+
+
+def chosen_by(path, tokens):
+    """The experts of every token of a sequence [tokens, layers, k], by its model in one pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2]))
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+    return torch.stack(found, dim=1).numpy()
+
+
+async def test_the_engine_tells_the_experts_of_every_token_that_it_read(tmp_path):
+    path = make_tiny_model(tmp_path / "moe", "qwen3_moe")
+    config = RolloutConfig(
+        name="hf",
+        dtype="float32",
+        load_format="auto",
+        max_num_seqs=2,  # so that requests join, and what others have read is read once more
+        enable_rollout_routing_replay=True,
+        ignore_eos=True,
+    )
+    spec = EngineSpec(
+        name="replica-0",
+        engine="verl.workers.rollout.hf.engine:HFEngine",
+        config=config,
+        model=HFModelConfig(path=str(path)),
+        device="cpu",
+        max_model_len=64,
+        seed=1,
+    )
+    engine = HFEngine(spec)
+    await engine.start()
+    prompts = [[5, 6, 7, 8, 9], [11], [12, 13, 14]]
+    outputs = await asyncio.gather(
+        *(
+            engine.generate(prompt, SamplingOptions(max_tokens=3 + 2 * row, ignore_eos=True), str(row))
+            for row, prompt in enumerate(prompts)
+        )
+    )
+    await engine.shutdown()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = chosen_by(path, [*prompt, *output.token_ids])[:-1]  # the last token was not read
+        assert np.array_equal(np.sort(output.routed_experts), np.sort(expected))
+
+
+def test_a_model_without_routers_is_told(model):
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers"):
+        RouteWatch(model)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # One thread: a fast tokenizer must not be used from two at once, and the event loop must not wait for templates.
-_tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class AgentLoopBase(ABC):
         return await self.in_tokenizer_thread(lambda: turns.between(replies, said))
 
     async def in_tokenizer_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(_tokenizer_thread, work)
+        return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, work)
 
 
 def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.protocol import DataProto
+from verl.workers.engine.base import ROUTES, UNKNOWN_EXPERT
 from verl.workers.rollout.records import NO_VERSION
 
 
@@ -17,7 +18,8 @@ def to_batch(
     """`outputs` (B of them) as a batch with P = `prompt_length` and R = `response_length`.
 
     int64: `prompts` [B, P] padded on the left, `responses`, `response_mask`, `rollout_versions` [B, R] padded on the
-    right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R] if there are any.
+    right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R] if there are any;
+    int16: `routed_experts` [B, P+R, layers, experts per token] likewise.
     Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
 
     Raises ValueError for a trajectory that is too long, and when only some have log-probs.
@@ -48,6 +50,8 @@ def to_batch(
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
     }
+    if any(output.routed_experts is not None for output in outputs):
+        tensors[ROUTES] = _routes(outputs, prompt_length, response_length)
     if outputs and not without:
         log_probs = [output.response_logprobs or [] for output in outputs]
         tensors["rollout_log_probs"] = _rows(log_probs, response_length, 0.0, dtype=torch.float32)
@@ -61,6 +65,17 @@ def to_batch(
             "__extra_fields__": [dict(output.extra_fields) for output in outputs],
         },
     )
+
+
+def _routes(outputs: Sequence[AgentLoopOutput], prompt_length: int, response_length: int) -> torch.Tensor:
+    """Of samples that have none, and of tokens that no engine has read, the trainer's routers choose."""
+    (kind,) = {output.routed_experts.shape[1:] for output in outputs if output.routed_experts is not None}
+    found = torch.full((len(outputs), prompt_length + response_length, *kind), UNKNOWN_EXPERT, dtype=torch.int16)
+    for row, output in zip(found, outputs, strict=True):
+        if output.routed_experts is not None:
+            first = prompt_length - len(output.prompt_ids)
+            row[first : first + len(output.routed_experts)] = torch.from_numpy(output.routed_experts.astype("int16"))
+    return found
 
 
 def _rows(

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.tools import load_tools
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
@@ -57,6 +58,7 @@ class AgentLoopManager:
         """Raise ConfigError for a loop or tool that cannot be loaded. Trainers call it before they start anything."""
         rollout = config.actor_rollout_ref.rollout
         loop_factory(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
+        ToolParser.parser_class(rollout.multi_turn.format)
         if rollout.multi_turn.tool_config_path is not None:
             load_tools(rollout.multi_turn.tool_config_path)
 

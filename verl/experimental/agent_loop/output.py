@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
 
 
@@ -45,9 +47,10 @@ class AgentLoopOutput:
     """The reward, where the loop knows it: the reward function is not asked."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """What the reward function finds in `extra_info`, too."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """Of the tokens of prompt and response, from the first on: see `TokenOutput`."""
     multi_modal_data: None = None
-    routed_experts: None = None
-    """verl's two others, which are not supported: None."""
+    """verl's other, which is not supported: None."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -59,9 +62,14 @@ class AgentLoopOutput:
                 lengths[name] = len(getattr(self, name))
         if len(set(lengths.values())) > 1:
             raise ValueError(f"an agent loop returned lists of different lengths: {lengths}")
-        for name in ("multi_modal_data", "routed_experts"):
-            if getattr(self, name):
-                raise ValueError(f"an agent loop returned {name}, which is not supported")
+        if self.multi_modal_data:
+            raise ValueError("an agent loop returned multi_modal_data, which is not supported")
+        routes, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
+        if routes is not None and (routes.ndim != 3 or len(routes) > num_tokens):
+            raise ValueError(
+                f"an agent loop returned routed_experts of the shape {tuple(routes.shape)} for {num_tokens} tokens; "
+                "it is [tokens, layers, experts per token]"
+            )
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -90,6 +98,7 @@ class Response:
         self._versions: list[int] = []
         self._log_probs: list[float] | None = []
         self._replicas: list[tuple[str, int, int]] = []
+        self._routes: np.ndarray | None = None
 
     @property
     def room(self) -> int:
@@ -98,6 +107,7 @@ class Response:
 
     def add_generated(self, output: TokenOutput) -> None:
         self._add_replicas(output, len(self.token_ids))
+        self._routes = with_later(self._routes, output.routed_experts)
         self.token_ids += output.token_ids
         self._mask += [1] * len(output.token_ids)
         self._versions += token_versions(output)
@@ -131,10 +141,19 @@ class Response:
             response_logprobs=self._log_probs,
             response_versions=self._versions,
             replicas=tuple(self._replicas),
+            routed_experts=self._routes,
             num_turns=num_turns,
             stop_reason=stop_reason,
             metrics=metrics,
         )
+
+
+def with_later(routes: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Experts of a sequence, where `later` are those of one that it has grown to: a token keeps what it had first."""
+    if routes is None or later is None:
+        return later if routes is None else routes
+    whole: np.ndarray = np.concatenate([routes, later[len(routes) :]])
+    return whole
 
 
 def token_versions(output: TokenOutput) -> list[int]:

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from verl.experimental.agent_loop.output import with_later
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
 
@@ -169,6 +171,7 @@ class _Partial:
         self.token_ids: list[int] = []
         self._log_probs: list[float] | None = []
         self._spans: list[WeightVersionSpan] = []
+        self._routes: np.ndarray | None = None
 
     @property
     def room(self) -> int:
@@ -183,13 +186,14 @@ class _Partial:
                 start = self._spans.pop().start
             self._spans.append(WeightVersionSpan(start, stop, span.version, span.replica))
         self.token_ids += piece.token_ids
+        self._routes = with_later(self._routes, piece.routed_experts)
         if piece.log_probs is None:
             self._log_probs = self._log_probs if not piece.token_ids else None
         elif self._log_probs is not None:
             self._log_probs += piece.log_probs
 
     def output(self, stop_reason: StopReason) -> TokenOutput:
-        return TokenOutput(self.token_ids, self._log_probs, stop_reason, tuple(self._spans))
+        return TokenOutput(self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes)
 
 
 def _first_line(exc: Exception) -> str:

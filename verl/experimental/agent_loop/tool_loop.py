@@ -14,7 +14,8 @@ from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
-from verl.experimental.agent_loop.tools import PARSERS, AgentData, BaseTool, ToolCall, load_tools
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall, load_tools
 from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
@@ -38,7 +39,7 @@ class ToolAgentLoop(AgentLoopBase):
         super().__init__(**kwargs)
         self.multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         self.tools = _tools(self.config)
-        self.parse = PARSERS[self.multi_turn.format]
+        self.parser = ToolParser.get_tool_parser(self.multi_turn.format, self.tokenizer)
 
     @classmethod
     def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
@@ -53,6 +54,7 @@ class ToolAgentLoop(AgentLoopBase):
         prompt_ids = await self.prompt_tokens(kwargs, shown)
         sampling = SamplingOptions.of(sampling_params)
         ends = () if sampling.ignore_eos else (await self.turns(shown)).stop_token_ids
+        ends = (*ends, *self.parser.stop_token_ids)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         request_id = uuid4().hex
         agent_data = _agent_data(request_id, kwargs)
@@ -72,7 +74,7 @@ class ToolAgentLoop(AgentLoopBase):
             num_turns, assistant_turns, stop_reason = num_turns + 1, assistant_turns + 1, output.stop_reason
             if stop_reason != "completed" or assistant_turns == self.multi_turn.max_assistant_turns:
                 break
-            calls = self.parse(await self.text(output.token_ids, keep_special_tokens=True))
+            calls = await self.parser.calls(output.token_ids, shown)
             if not calls:
                 break
             started = time.monotonic()

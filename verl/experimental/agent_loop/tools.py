@@ -85,7 +85,7 @@ class ToolCall:
     error: str | None = None
 
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|\Z)", re.DOTALL)
+HERMES = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|\Z)", re.DOTALL)
 DEEPEST = 64
 """Levels of lists and objects in a call: more could not be written again, or compared."""
 
@@ -95,11 +95,12 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
     Whatever the text is: what cannot be executed has an `error`. Takes time and memory in proportion to it.
     """
-    return [_parse_call(body, closed=bool(end)) for body, end in _HERMES.findall(text)]
+    return [_parse_call(body, closed=bool(end)) for body, end in HERMES.findall(text)]
 
 
-PARSERS = {"hermes": parse_hermes}
-"""`multi_turn.format` -> what finds the calls in the text of one assistant message."""
+def call_of(name: str, arguments: str) -> ToolCall:
+    """A call whose arguments are JSON, or should be."""
+    return _parse_call(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}', closed=True)
 
 
 def _parse_call(body: str, *, closed: bool) -> ToolCall:

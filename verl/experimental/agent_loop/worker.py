@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ class AgentLoopWorker:
     ) -> None:
         """`loops` are the loops that the driver knows. Raises ConfigError for a tokenizer that cannot be used."""
         begin_actor()
+        if module := config.actor_rollout_ref.model.external_lib:  # it may register loops, and formats of tool calls
+            importlib.import_module(module)
         self._config = config
         self._loops = loops
         self._rank = rank

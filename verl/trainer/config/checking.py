@@ -30,10 +30,13 @@ class Checked:
 
 
 def on_its_device(config: PPOConfig) -> PPOConfig:
-    """With the device that the launch means where it does not say it: that of its backend, or what is here."""
+    """With the device that the launch means where it does not say it: that of its backend, the one on which its engine
+    does what it is asked for, or what is here."""
     if config.trainer.device is not None:
         return config
-    device = resolve_device()
+    device, rollout = resolve_device(), config.actor_rollout_ref.rollout
+    if rollout.enable_rollout_routing_replay and rollout.name == "vllm":
+        device = "cuda" if device == "cpu" else device
     wanted = {backend: of for of, backend in COLLECTIVES.items()}.get(config.checkpoint_engine.backend, device)
     return replace(config, trainer=replace(config.trainer, device=wanted if device == "cpu" else device))
 

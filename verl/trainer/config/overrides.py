@@ -20,6 +20,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     problems: list[str] = []
     for text in overrides:
+        if not text.strip():
+            problems.append(
+                f"{text!r} is no key=value: a backslash with a blank behind it ends the command of a script"
+            )
+            continue
         if text.startswith("=") or ("=" not in text and not text.startswith("~")):
             problems.append(f"malformed override {text!r}: write key=value")
             continue

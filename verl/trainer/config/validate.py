@@ -119,6 +119,23 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
+    replay = actor.megatron.router_replay.mode
+    if replay != "disabled" and actor.strategy != "megatron":
+        yield (
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} needs actor_rollout_ref.actor.strategy="
+            f"megatron, not {actor.strategy}, whose engine chooses experts anew in every pass"
+        )
+    if (replay == "R3") != rollout.enable_rollout_routing_replay:
+        yield (
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} with actor_rollout_ref.rollout."
+            f"enable_rollout_routing_replay={str(rollout.enable_rollout_routing_replay).lower()}: R3 takes the experts "
+            "that the rollout engine returns, and nothing else does"
+        )
+    if replay == "R2" and actor.use_rollout_log_probs:
+        yield (
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R2 takes the experts from the pass of old log-probs, "
+            "which algorithm.rollout_correction.bypass_mode=true leaves out"
+        )
     if algorithm.rollout_correction.loss_type == "reinforce" and not actor.use_rollout_log_probs:
         yield (
             "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "

@@ -57,6 +57,12 @@ _ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 _OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
 
 
+_OF_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _FUSED = (
     "apply_rope_fusion",
     "bias_activation_fusion",
@@ -131,12 +137,6 @@ def _of_megatron(section: str) -> dict[str, Rule]:
         f"{section}.override_transformer_config.attention_backend": NoEffect(
             why="attention is Megatron's own: the same numbers", costs=_is("flash", "fused")
         ),
-        f"{section}.override_transformer_config.account_for_embedding_in_pipeline_split": _off(
-            "set num_layers_in_first_pipeline_stage"
-        ),
-        f"{section}.override_transformer_config.account_for_loss_in_pipeline_split": _off(
-            "set num_layers_in_last_pipeline_stage"
-        ),
         f"{section}.override_transformer_config.pipeline_model_parallel_layout": Refused(
             why="set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         ),
@@ -148,21 +148,33 @@ def _of_megatron(section: str) -> dict[str, Rule]:
             costs=_true,
         ),
         f"{section}.seed": Refused(why="the nearest is trainer.seed"),
-        **_disabled(f"{section}.router_replay", "experts are chosen anew in the trainer"),
-        f"{section}.router_replay.mode": NoEffect(
-            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
-        ),
+    }
+
+
+def _of_routes(section: str, why: str) -> dict[str, Rule]:
+    """Router replay of what has one pass over a batch."""
+    return {
+        f"{section}.mode": NoEffect(why="it is off", only=_is("disabled"), otherwise=why),
+        f"{section}.record_file": NoEffect(why="it is null", only=_is(None), otherwise="experts are not kept in files"),
+        f"{section}.replay_file": NoEffect(why="it is null", only=_is(None), otherwise="experts are not kept in files"),
     }
 
 
 def _as_actor(section: str, why: str) -> dict[str, Rule]:
     ours = {field.name for field in fields(RefMegatronConfig)} if section == f"{_REF}.megatron" else set()
-    ours.add("override_transformer_config")  # single fields of it have rules
+    ours |= {"override_transformer_config", "router_replay"}  # single fields of them have rules
     names = [field.name for field in fields(MegatronConfig) if field.name not in ours]
     same: dict[str, Rule] = {
         f"{section}.{name}": NoEffect(why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}")
         for name in names
     }
+    same |= {
+        f"{section}.override_transformer_config.{name}": NoEffect(
+            why=why, only=is_actors(name), otherwise=f"{why}; see {_MEGATRON}"
+        )
+        for name in _OF_STAGES
+    }
+    same |= _of_routes(f"{section}.router_replay", "only the actor has more than one pass over a batch")
     return {**same, f"{section}.*": Refused(why=f"{why}; see {_MEGATRON}")}
 
 
@@ -211,9 +223,7 @@ def _of_ranks(section: str, fsdp: str, budget: str) -> dict[str, Rule]:
         f"{section}.entropy_from_logits_chunk_size": NoEffect(why="entropies are computed per micro-batch"),
         f"{section}.use_remove_padding": Moved(to=(f"{_POLICY}.model.use_remove_padding",)),
         f"{section}.use_fused_kernels": NoEffect(why="the plain kernels compute the same numbers", costs=_true),
-        f"{section}.router_replay.mode": NoEffect(
-            why="it is off", only=_is("disabled"), otherwise="experts are chosen anew in the trainer"
-        ),
+        **_of_routes(f"{section}.router_replay", f"the nearest is {_MEGATRON}.router_replay.mode"),
         f"{section}.rollout_n": NoEffect(
             why=f"it is {_ROLLOUT}.n",
             only=lambda value, at: value == at(f"{_ROLLOUT}.n"),
@@ -407,12 +417,7 @@ RULES: dict[str, Rule] = {
         to=(f"{_ACTOR}.use_rollout_log_probs", f"{_ROLLOUT}.calculate_log_probs"),
         convert=lambda value, _: True if value else None,
     ),
-    f"{_MEGATRON}.override_transformer_config.num_layers_in_first_pipeline_stage": Moved(
-        to=(f"{_MEGATRON}.num_layers_in_first_pipeline_stage",)
-    ),
-    f"{_MEGATRON}.override_transformer_config.num_layers_in_last_pipeline_stage": Moved(
-        to=(f"{_MEGATRON}.num_layers_in_last_pipeline_stage",)
-    ),
+    **{f"{_MEGATRON}.override_transformer_config.{name}": Moved(to=(f"{_MEGATRON}.{name}",)) for name in _OF_STAGES},
     "trainer.profile_steps": Moved(to=("global_profiler.steps",)),
     f"{_ACTOR}.tau_pos": Moved(to=(f"{_ACTOR}.policy_loss.tau_pos",)),
     f"{_ACTOR}.tau_neg": Moved(to=(f"{_ACTOR}.policy_loss.tau_neg",)),
@@ -428,6 +433,15 @@ RULES: dict[str, Rule] = {
     **_of_ranks(_ACTOR, f"{_ACTOR}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
     **_of_ranks(_REF, f"{_REF}.fsdp_config", "ppo_infer_max_token_len_per_gpu"),
     **_of_ranks("critic", "critic.fsdp", "ppo_infer_max_token_len_per_gpu"),
+    f"{_ACTOR}.router_replay.mode": Moved(
+        to=(f"{_MEGATRON}.router_replay.mode",), convert=lambda value, _: None if value == "disabled" else value
+    ),
+    f"{_MEGATRON}.router_replay.record_file": NoEffect(
+        why="it is null", only=_is(None), otherwise="experts are not kept in files"
+    ),
+    f"{_MEGATRON}.router_replay.replay_file": NoEffect(
+        why="it is null", only=_is(None), otherwise="experts are not kept in files"
+    ),
     **_of_fsdp(f"{_ACTOR}.fsdp_config"),
     **_of_fsdp(f"{_REF}.fsdp_config"),
     **_of_fsdp("critic.fsdp"),
@@ -509,7 +523,6 @@ RULES: dict[str, Rule] = {
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
     ),
     f"{_ROLLOUT}.quantization": _off("rollout engines compute in rollout.dtype"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": _off("experts are chosen anew in the trainer"),
     f"{_ROLLOUT}.trace.*": NoEffect(
         why="samples are not traced; trainer.rollout_data_dir has every one",
         only=lambda value, at: at(f"{_ROLLOUT}.trace.backend") is None,
@@ -565,8 +578,6 @@ RULES: dict[str, Rule] = {
     },
     "trainer.use_v1": _off("there is one trainer for each mode"),
     "trainer.v1.*": NoEffect(why="only with trainer.use_v1=true, which is not possible here"),
-    "algorithm.use_pf_ppo": _off("samples of a batch are not weighted anew"),
-    "algorithm.pf_ppo.*": NoEffect(why="only with algorithm.use_pf_ppo=true, which is not possible here"),
     f"{_ACTOR}.use_prefix_grouper": NoEffect(
         why="prompts are computed with each of their responses: the same numbers, slower", costs=_true
     ),

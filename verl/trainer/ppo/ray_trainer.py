@@ -43,6 +43,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughput_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
@@ -55,6 +56,7 @@ from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, m
 from verl.utils.tracking import Tracking
 from verl.utils.tracking_services import Histogram
 from verl.workers.config import PPOConfig
+from verl.workers.engine.base import ROUTES
 from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
 Metrics = dict[str, float]
@@ -330,12 +332,13 @@ class RayPPOTrainer:
                     batch = batch.union(self.cluster.actor.compute_values(batch))
             with now.timed("adv"):
                 batch = self.add_advantages(batch, now)
+                learned_from = self.filtered(batch, now)
             if self.has_critic:
                 with now.timed("update_critic"):
-                    self.update_critic(batch, now)
+                    self.update_critic(learned_from, now)
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
-                    self.update_actor(batch, now)
+                    self.update_actor(learned_from, now)
         return without_padding(batch)
 
     @contextmanager
@@ -488,6 +491,8 @@ class RayPPOTrainer:
             return batch
         computed = tensors_of(self.cluster.actor.compute_log_prob(batch))
         tensors["old_log_probs"], entropys = computed["old_log_probs"], computed["entropys"]
+        if ROUTES in computed:
+            tensors[ROUTES] = computed[ROUTES]
         if core_algos.SUM_PI_SQUARED in self._needed:
             tensors[core_algos.SUM_PI_SQUARED] = self.sum_pi_squared(batch)
         totals = core_algos.LossTotals.of(mask)
@@ -555,6 +560,14 @@ class RayPPOTrainer:
             tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
         )
         now.metrics |= metrics
+
+    def filtered(self, batch: DataProto, now: Step) -> DataProto:
+        """What updates see of `batch`: all of it, or with policy filtration what is drawn from it."""
+        if not self.config.algorithm.use_pf_ppo:
+            return batch
+        drawn, metrics = filtered(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed + now.number)
+        now.metrics |= metrics
+        return self._balanced(padded(drawn, self.config.trainer.world_size))
 
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]

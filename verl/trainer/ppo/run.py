@@ -23,16 +23,16 @@ from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.fleet.cluster import Cluster, make_replicas
-from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels, reward_function
+from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels
 from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.telemetry import sync_spans
-from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import PromptLoader
@@ -44,15 +44,8 @@ from verl.workers.config import CriticConfig, FSDPConfig, HFModelConfig, PPOConf
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide
-from verl.workers.reward_manager import (
-    NaiveRewardManager,
-    OwnRewardManager,
-    RewardManager,
-    get_reward_manager_cls,
-    overlong_penalty,
-)
+from verl.workers.reward_manager import RewardManager
 from verl.workers.rollout import RolloutReplica
-from verl.workers.rollout.engine import eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,35 +159,10 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         agent_loop_manager_class=agent_loop_manager_class,
         critic=_local_critic(config, tokenizer, model_path, device),
         loaders=loaders,
-        reward_manager=_reward_manager(config, tokenizer, model_path),
+        reward_manager=load_reward_manager(config, tokenizer),
         reward_models=RewardModels(config, device) if config.reward_model.enable else None,
         total_steps=steps,
     )
-
-
-def _reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> RewardManager:
-    """The project's, or the user's own of that name. Raises ConfigError."""
-    settings, function = config.reward_model, reward_function(config)
-    if get_reward_manager_cls(settings.reward_manager) is not NaiveRewardManager:
-        return OwnRewardManager(settings.reward_manager, tokenizer, function, config.data.reward_fn_key, config)
-    return NaiveRewardManager(
-        tokenizer,
-        function,
-        num_workers=settings.num_workers,
-        reward_fn_key=config.data.reward_fn_key,
-        timeout_s=settings.timeout_s,
-        keep_special_tokens=settings.keep_special_tokens,
-        end_token_ids=_end_token_ids(config, tokenizer, model_path),
-        penalty=overlong_penalty(settings, config.data.max_response_length),
-        shows_prompts=settings.enable,
-    )
-
-
-def _end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, model_path: Path) -> set[int]:
-    """What may end a response: as the model's files say, and as the chat template ends a message."""
-    template = turns_of(tokenizer, None, config.data.apply_chat_template_kwargs)
-    model = config.actor_rollout_ref.model.at(model_path)
-    return {*eos_token_ids(model), *template.stop_token_ids}
 
 
 def _scoring(job: _Job) -> RewardManager:

@@ -138,6 +138,19 @@ class FilterGroupsConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyFiltrationConfig(Section):
+    """PF-PPO: updates see a batch that is drawn anew, by scores, from the one that was generated."""
+
+    reweight_method: str = option(
+        "pow",
+        "likely are: pow: high absolute scores; max_min: the highest and lowest score of the batch alone; max_random: "
+        "the highest, four times as likely as any other",
+        choices=("pow", "max_min", "max_random"),
+    )
+    weight_pow: float = option(2.0, "pow: the power of absolute scores", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
     """Advantages and KL."""
 
@@ -156,6 +169,8 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    use_pf_ppo: bool = option(False, "policy filtration, as pf_ppo says")
+    pf_ppo: PolicyFiltrationConfig = section(PolicyFiltrationConfig)
     gdpo_reward_keys: list[str] = option([], "gdpo: the numbers of the reward function's dict that are its components")
     gdpo_reward_weights: list[float] = option([], "gdpo: the weight of each of them; empty: 1")
 

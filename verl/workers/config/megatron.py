@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl.utils.config import option
+from verl.utils.config import option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterReplayConfig:
+    """Whether the experts of a token are chosen once for a training step."""
+
+    mode: str = option(
+        "disabled",
+        "R2: updates use the experts that were chosen when old log-probs were computed; R3: both use those that the "
+        "rollout engine chose; disabled: every pass chooses",
+        choices=("disabled", "R2", "R3"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +36,12 @@ class MegatronConfig:
     )
     num_layers_in_first_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
     num_layers_in_last_pipeline_stage: int | None = option(None, "null: as many as the other stages", least=1)
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "the embedding counts as a layer: the first stage has one layer less than the others"
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "head and loss count as a layer: the last stage has one layer less than the others"
+    )
     make_vocab_size_divisible_by: int = option(
         128, "rows of the embedding are padded to a multiple of this, times tensor_model_parallel_size", least=1
     )
@@ -41,6 +59,7 @@ class MegatronConfig:
     override_transformer_config: dict[str, Any] = option(
         {}, "fields of Megatron's TransformerConfig, such as recompute_granularity or moe_router_dtype"
     )
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     model_dtype: str = option("fp32", "dtype of the weights that the optimizer keeps", choices=("fp32", "bf16", "fp16"))
     dtype: str = option("bfloat16", "dtype of the computation", choices=("float32", "bfloat16", "float16"))
 

@@ -31,7 +31,11 @@ class MultiTurnConfig(Section):
     max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)
     tool_timeout_s: float = option(60.0, "deadline for one tool call; the model is told when it passes", above=0)
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
-    format: str = option("hermes", "how tool calls are written in the model's text", choices=("hermes",))
+    format: str = option(
+        "hermes",
+        "how tool calls are written in the model's text: hermes, or a name registered with ToolParser.register in "
+        "model.external_lib",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,9 @@ class RolloutConfig(Section):
     )
     calculate_log_probs: bool = option(
         True, "return the engine's log-probs and compare them with the trainer's (verl: false)"
+    )
+    enable_rollout_routing_replay: bool = option(
+        False, "return the experts of every token, for actor.megatron.router_replay.mode=R3 (vllm on cuda, hf)"
     )
     ignore_eos: bool = option(False, "generate up to response_length")
     num_cpus: float = option(0.2, "Ray CPUs of one replica on cpu", least=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
     from verl.workers.engine.micro_batches import MicroBatchLimits
     from verl.workers.losses import LossTotals
+
+
+ROUTES = "routed_experts"
+"""Tensor of a batch: the experts of its tokens, as `RecordsRoutes` tells them."""
+UNKNOWN_EXPERT = -1
+"""In the place of an expert there: the router chooses."""
 
 
 class LossFunction(Protocol):
@@ -77,6 +83,17 @@ class TrainEngine(Protocol):
         """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective.
 
         `rollout_dtype` is not for what the checkpoint or transformers keeps wider, nor for `kept_wide`.
+        """
+
+
+@runtime_checkable
+class RecordsRoutes(Protocol):
+    """An engine that takes `ROUTES` of a batch for the experts of its tokens, and tells them where a batch has none."""
+
+    def take_routes(self) -> torch.Tensor | None:
+        """Of the rows of the last `compute_log_prob`, once: int16 [B, P+R, layers, experts per token], -1 on padding.
+
+        None: they were given, or experts are chosen anew in every pass.
         """
 
 

@@ -27,7 +27,8 @@ def gather_rows(data: DataProto, group: dist.ProcessGroup | None) -> tuple[DataP
     for name in sorted(map(str, batch.keys())):
         tensor = batch[name].contiguous()
         parts = [torch.empty_like(tensor) for _ in range(num_ranks)]
-        dist.all_gather(parts, tensor, group=group)
+        # As bytes: gloo knows no short integers.
+        dist.all_gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), group=group)
         tensors[name] = torch.cat(parts)
     gathered = DataProto.from_dict(tensors=tensors, meta_info=data.meta_info)
     return gathered, slice(own * rows, (own + 1) * rows)

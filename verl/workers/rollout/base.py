@@ -89,6 +89,8 @@ class RolloutReplica(ABC):
     """Devices on which the engine can free its memory."""
     loads_adapters: ClassVar[bool] = False
     """The engine reads the model's weights from its directory, and a version may be adapters for them alone."""
+    tells_experts_on: ClassVar[tuple[str, ...]] = ()
+    """Devices on which the engine tells the experts of every token."""
     startup_hint: ClassVar[str] = ""
     """What to tell people who wait for it to start."""
 
@@ -116,6 +118,13 @@ class RolloutReplica(ABC):
             raise ConfigError(
                 f"actor_rollout_ref.model.lora.merge=false needs an engine that loads adapters, which "
                 f"actor_rollout_ref.rollout.name={config.name} does not: set lora.merge=true, or rollout.name=vllm"
+            )
+        if config.enable_rollout_routing_replay and device not in self.tells_experts_on:
+            where = " or ".join(self.tells_experts_on) or "no device"
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.enable_rollout_routing_replay=true: on {device} the engine of "
+                f"actor_rollout_ref.rollout.name={config.name} does not tell which experts it chose (on {where}); "
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R2 needs no engine that does"
             )
         self.check_config()
 

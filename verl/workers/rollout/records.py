@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.workers.config.rollout import RolloutConfig
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NO_VERSION = -1
 """Version of tokens sampled from weights that did not come through the checkpoint engine (`load_format=auto`)."""
@@ -126,6 +129,9 @@ class TokenOutput:
     stop_reason: StopReason
     weight_versions: tuple[WeightVersionSpan, ...]
     """Cover all tokens, in order, without gaps."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """Integers [tokens, layers, experts per token] of prompt and response, but for the last token, which the engine
+    has not read; None where they were not asked for."""
 
     def by(self, replica: str) -> TokenOutput:
         """The same, with who sampled it."""

@@ -88,6 +88,8 @@ def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
         expert_tensor=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        counts_embedding=config.account_for_embedding_in_pipeline_split,
+        counts_loss=config.account_for_loss_in_pipeline_split,
     )
 
 
@@ -138,7 +140,15 @@ def _cuts(config: MegatronConfig, dims: Dimensions, sizes: ParallelSizes) -> Ite
             yield f"{KEY}.tensor_model_parallel_size={sizes.tensor} does not divide the model's {what}={count}"
     if dims.heads % dims.groups:
         yield f"the model's num_key_value_heads={dims.groups} does not divide its num_attention_heads={dims.heads}"
-    if sizes.stages(dims.layers) is None:
+    if sizes.stages(dims.layers) is None and (sizes.counts_embedding or sizes.counts_loss):
+        counted = dims.layers + sizes.counts_embedding + sizes.counts_loss
+        yield (
+            f"{KEY}.pipeline_model_parallel_size={sizes.pipeline} cannot cut num_hidden_layers={dims.layers}, which "
+            f"account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split make {counted}, in equal "
+            "parts, of at least one and with no num_layers_in_first_pipeline_stage or "
+            "num_layers_in_last_pipeline_stage beside them"
+        )
+    elif sizes.stages(dims.layers) is None:
         yield (
             f"{KEY}.pipeline_model_parallel_size={sizes.pipeline} cannot cut num_hidden_layers={dims.layers} with "
             f"num_layers_in_first_pipeline_stage={config.num_layers_in_first_pipeline_stage} and "
@@ -161,6 +171,8 @@ def _experts(config: MegatronConfig, dims: Dimensions, device: str) -> Iterator[
     if not dims.experts:
         if expert > 1:
             yield f"{KEY}.expert_model_parallel_size={expert}, but the model has no experts; 1 is for dense models"
+        if config.router_replay.mode != "disabled":
+            yield f"{KEY}.router_replay.mode={config.router_replay.mode}, but the model has no experts"
         return
     if dims.experts % expert:
         yield f"{KEY}.expert_model_parallel_size={expert} does not divide the model's num_experts={dims.experts}"

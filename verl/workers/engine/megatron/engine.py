@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,7 @@ from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.engine.adapters import in_peft, initialize
+from verl.workers.engine.base import ROUTES
 from verl.workers.engine.copies import same_draws
 from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.mesh import DTYPES
@@ -40,6 +42,7 @@ from verl.workers.engine.megatron.library import (
 from verl.workers.engine.megatron.lora import attach, keep_gradients, merged
 from verl.workers.engine.megatron.model import make_model, require_same_tensors
 from verl.workers.engine.megatron.optimizer import Optimizer, Weights
+from verl.workers.engine.megatron.routing import RouterReplay
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import State, copy_into
@@ -90,6 +93,8 @@ class MegatronEngine:
         self._adapters: Mapping[str, tuple[int, ...]] = {}
         """The shapes of all of them, in the order of Hugging Face's model."""
         self._scale = model_config.lora_alpha / (model_config.lora_rank or 1)
+        self._replay: RouterReplay | None = None
+        self._routes: torch.Tensor | None = None
 
     def build(self) -> None:
         """Raises ConfigError for a model and layout that do not fit each other, PlanError as for every engine."""
@@ -138,6 +143,8 @@ class MegatronEngine:
                 if recompute:
                     keep_gradients(self.model)
             require_same_tensors(self.model, self._tensors)
+            if self._replays():
+                self._replay = self._router_replay(self.model)
             self._dtypes = self._dtypes_of(checkpoint)
             trained = [tensor for tensor in self._tensors if self._is_trained(tensor)]
             self._weights = Weights(
@@ -171,6 +178,27 @@ class MegatronEngine:
         if self._model_config.check_load and other is None:
             filled.require(f"Megatron's {self._hf_config.model_type} model")
 
+    def _replays(self) -> bool:
+        """Neither reference policies nor critics do: their passes are the only ones of a step."""
+        return self._config.router_replay.mode != "disabled" and self._optim_config is not None and not self.labels
+
+    def _require_routes(self, data: DataProto) -> None:
+        if self._replay is not None and self._config.router_replay.mode == "R3" and ROUTES not in tensors_of(data):
+            raise ConfigError(
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R3, but no sample has routed_experts: agent loops "
+                "hand on what generate() returned, as routed_experts of their AgentLoopOutput"
+            )
+
+    def _router_replay(self, model: torch.nn.Module) -> RouterReplay:
+        stages = self._sizes.stages(self._dims.layers)
+        assert stages is not None  # checked before any process started
+        return RouterReplay(
+            model,
+            stage=stages[self._sizes.of(dist.get_rank()).pipeline],
+            num_layers=self._dims.layers,
+            sequence_parallel=self._config.sequence_parallel,
+        )
+
     def _is_trained(self, tensor: LocalTensor) -> bool:
         return self._optim_config is not None and tensor.row.is_adapter == bool(self._adapters)
 
@@ -194,20 +222,31 @@ class MegatronEngine:
     def compute_log_prob(
         self, data: DataProto, *, temperature: float, limits: MicroBatchLimits, calculate_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._require_routes(data)
         data, own = groups.gather_from_model_parallel(data)
         micro_batches = self._micro_batches(data, limits)
         self._built().train(False)
+        records = self._replay is not None and ROUTES not in tensors_of(data)
         found = self._run(
             [data[indices] for indices in micro_batches],
             lambda log_prob, entropy, _: (log_prob, (log_prob.cpu(), entropy.cpu())),
             temperature=temperature,
             forward_only=True,
+            records=records,
         )
+        if self._replay is not None and records:
+            rows, columns = tensors_of(data)["input_ids"].shape
+            self._routes = self._replay.recorded(micro_batches, rows, columns)[own].clone()
         result = torch.zeros(2, *tensors_of(data)["responses"].shape)
         for indices, (log_prob, entropy) in zip(micro_batches, found, strict=False):  # none but on the last stage
             result[0, indices], result[1, indices] = log_prob, entropy
         groups.from_last_stage(result)
         return result[0, own].clone(), result[1, own].clone() if calculate_entropy else None
+
+    def take_routes(self) -> torch.Tensor | None:
+        """See `verl.workers.engine.base.RecordsRoutes`."""
+        routes, self._routes = self._routes, None
+        return routes
 
     # ---- training
 
@@ -223,6 +262,7 @@ class MegatronEngine:
         """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
         if self._optimizer is None:
             raise ConfigError("a frozen engine cannot be trained")
+        self._require_routes(data)
         totals = global_totals(data)
         data, _ = groups.gather_from_model_parallel(data)
 
@@ -263,9 +303,17 @@ class MegatronEngine:
 
     @library.quiet()
     def _run(
-        self, micro_batches: list[DataProto], compute: Compute, *, temperature: float, forward_only: bool
+        self,
+        micro_batches: list[DataProto],
+        compute: Compute,
+        *,
+        temperature: float,
+        forward_only: bool,
+        records: bool = False,
     ) -> list[Any]:
         """Megatron's schedule over `micro_batches`; what `compute` returned for each, on the last stage."""
+        if self._replay is not None:
+            self._replay.begin(records=records)
 
         def forward(batches: Iterator[DataProto], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             micro_batch = next(batches).to(self.device)
@@ -277,7 +325,8 @@ class MegatronEngine:
                 # Three values: Megatron then neither divides the loss nor counts tokens.
                 return loss, torch.zeros((), dtype=torch.int), result
 
-            return model(packed.input_ids, None, packed.attention_mask), finish
+            with self._along_routes(packed, micro_batch):
+                return model(packed.input_ids, None, packed.attention_mask), finish
 
         found: list[Any] = schedules.get_forward_backward_func()(
             forward_step_func=forward,
@@ -289,6 +338,11 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         return found
+
+    def _along_routes(self, packed: PackedBatch, micro_batch: DataProto) -> AbstractContextManager[None]:
+        if self._replay is None:
+            return nullcontext()
+        return self._replay.forward_pass(packed, tensors_of(micro_batch).get(ROUTES, None))
 
     def _of_responses(
         self, outputs: torch.Tensor, packed: PackedBatch, micro_batch: DataProto, temperature: float

@@ -30,6 +30,10 @@ class PackedBatch:
     """[b, R]: the column whose logits predict each token of the response; 0 on padding."""
     padding: torch.Tensor
     """[b, R]"""
+    columns: torch.Tensor
+    """[b, s]: where a token stood before; -1 on padding."""
+    num_columns: int
+    """P+R, before."""
 
     @classmethod
     def of(cls, micro_batch: DataProto, *, multiple: int = 1) -> PackedBatch:
@@ -41,12 +45,21 @@ class PackedBatch:
         width = -(-width // multiple) * multiple
         order = torch.argsort(mask, dim=1, descending=True, stable=True)
         packed = torch.gather(batch["input_ids"].masked_fill(~mask, 0), 1, order)
+        columns = order.masked_fill(~torch.gather(mask, 1, order), -1)
         if (missing := width - packed.shape[1]) > 0:
             packed = torch.nn.functional.pad(packed, (0, missing))
+            columns = torch.nn.functional.pad(columns, (0, missing), value=-1)
         ahead = torch.ones(width, width, dtype=torch.bool, device=mask.device).triu(1)
         padding = ~mask[:, -num_response:]
         source = (mask.cumsum(1)[:, -num_response:] - 2).clamp(min=0).masked_fill(padding, 0)
-        return cls(input_ids=packed[:, :width], attention_mask=ahead[None, None], source=source, padding=padding)
+        return cls(
+            input_ids=packed[:, :width],
+            attention_mask=ahead[None, None],
+            source=source,
+            padding=padding,
+            columns=columns[:, :width],
+            num_columns=mask.shape[1],
+        )
 
 
 def response_values(outputs: torch.Tensor, packed: PackedBatch) -> torch.Tensor:

@@ -51,6 +51,18 @@ def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sum_of_stages(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a CPU tensor that every stage has, in place. A collective of the pipeline's ranks."""
+    dist.all_reduce(tensor, group=_pipeline_group())
+    return tensor
+
+
+def largest_of_stages(tensor: torch.Tensor) -> torch.Tensor:
+    """As `sum_of_stages`."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_pipeline_group())
+    return tensor
+
+
 def record_from_last_stage(record: dict[str, Any] | None) -> dict[str, Any]:
     """The last stage's record of plain values on every stage; None on the others."""
     text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)

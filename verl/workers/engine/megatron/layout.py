@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from verl.checkpoint_engine.plan.types import Box
@@ -96,6 +96,9 @@ class ParallelSizes:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     """None: as many as the others."""
+    counts_embedding: bool = False
+    counts_loss: bool = False
+    """As a layer of the first stage, and of the last."""
 
     @property
     def data(self) -> int:
@@ -118,8 +121,12 @@ class ParallelSizes:
     def stages(self, layers: int) -> list[range] | None:
         """The layers of every stage; None if they cannot be dealt out."""
         stated = (self.first_stage_layers, self.last_stage_layers)
+        if (self.counts_embedding or self.counts_loss) and stated != (None, None):
+            return None
         if self.pipeline == 1:
             return [range(layers)] if stated == (None, None) else None
+        if self.counts_embedding or self.counts_loss:
+            return self._stages_that_count(layers)
         rest = layers - sum(size or 0 for size in stated)
         between = self.pipeline - sum(size is not None for size in stated)
         if rest < 0 or (rest % between if between else rest) or any(size is not None and size < 1 for size in stated):
@@ -130,6 +137,15 @@ class ParallelSizes:
         sizes[-1] = stated[1] or each
         starts = [sum(sizes[:stage]) for stage in range(self.pipeline)]
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)] if min(sizes) else None
+
+    def _stages_that_count(self, layers: int) -> list[range] | None:
+        """Equal stages of what counts, of which embedding and loss are no layers: a stage may have none."""
+        counted = layers + self.counts_embedding + self.counts_loss
+        each = counted // self.pipeline
+        if counted % self.pipeline or not each:
+            return None
+        starts = [0, *(stage * each - self.counts_embedding for stage in range(1, self.pipeline)), layers]
+        return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +170,7 @@ def tensor_shapes(architecture: Architecture, dims: Dimensions) -> dict[str, tup
         name.format(layer=layer, expert=expert): dims.shape(shape)
         for row in rows_of(architecture, dims)
         if row.place is not Place.LAST_COPY
-        for layer, expert in product(
+        for layer, expert in itertools.product(
             range(dims.layers if row.place is Place.LAYER else 1), range(dims.experts if row.is_expert else 1)
         )
         for name, shape in row.hugging_face.items()
@@ -196,7 +212,7 @@ def local_tensors(
         layers = stages[place.pipeline] if row.place is Place.LAYER else range(1)
         experts = own_experts if row.is_expert else range(1)
         cut, of = (place.expert_tensor, sizes.expert_tensor) if row.is_expert else (place.tensor, sizes.tensor)
-        for layer, expert in product(layers, experts):
+        for layer, expert in itertools.product(layers, experts):
             local = row.megatron.format(layer=layer - layers.start, expert=expert - experts.start)
             pieces = tuple(
                 Piece(name.format(layer=layer, expert=expert), box, local, local_box)

@@ -107,6 +107,8 @@ def _transformer_config(
         sequence_parallel=config.sequence_parallel,
         num_layers_in_first_pipeline_stage=sizes.first_stage_layers,
         num_layers_in_last_pipeline_stage=sizes.last_stage_layers,
+        account_for_embedding_in_pipeline_split=sizes.counts_embedding,
+        account_for_loss_in_pipeline_split=sizes.counts_loss,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         qk_layernorm=architecture.has("q_layernorm.weight"),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+from verl.workers.rollout.hf.routes import RouteWatch
 
 
 class DecodeBatch:
     """Left-padded sequences and their KV cache. Used from one thread at a time."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, watch: RouteWatch | None = None) -> None:
         self._model = model
+        self._watch = watch
+        self.routes: list[np.ndarray] = []
+        """Of the tokens of each sequence that the last step read, where they are watched."""
         self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)
 
@@ -44,6 +50,8 @@ class DecodeBatch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._watch is not None:
+            self.routes = self._watch.take(self._mask[:, -input_ids.shape[1] :])
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

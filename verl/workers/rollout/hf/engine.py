@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -21,6 +22,7 @@ from verl.checkpoint_engine.memory.arena import open_to_activate
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch
+from verl.workers.rollout.hf.routes import RouteWatch
 from verl.workers.rollout.hf.sampling import sample
 from verl.workers.rollout.hf.weights import load_weights
 from verl.workers.rollout.records import NO_VERSION, SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
@@ -42,6 +44,8 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(index of the first token, version) of each span."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Of its tokens, from the first on, where they are watched."""
 
     def add(self, token: int, log_prob: float, version: int) -> None:
         if not self.versions or self.versions[-1][1] != version:
@@ -64,7 +68,13 @@ class Request:
             for (start, version), stop in zip(self.versions, stops, strict=bool(self.versions))
         )
         log_probs = self.log_probs if self.sampling.logprobs else None
-        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans))
+        routes = np.concatenate(self.routes) if self.routes else None
+        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes))
+
+    def add_routes(self, read: np.ndarray) -> None:
+        """Those of what a step read: one more token, or all once more, which keep what they had first."""
+        known = sum(map(len, self.routes))
+        self.routes.append(read if len(read) == 1 else read[known:])
 
 
 class HFEngine:
@@ -84,7 +94,8 @@ class HFEngine:
         self._eos = frozenset(eos_token_ids(self._spec.model))
         self._generator = torch.Generator(self._spec.device).manual_seed(self._spec.seed)
         self._model = await self._in_model_thread(self._build)
-        self._batch = DecodeBatch(self._model)
+        watch = RouteWatch(self._model) if self._spec.config.enable_rollout_routing_replay else None
+        self._batch = DecodeBatch(self._model, watch)
         self._decoding = asyncio.create_task(self._decode())
 
     def _build(self) -> PreTrainedModel:
@@ -199,6 +210,8 @@ class HFEngine:
 
     def _step(self) -> tuple[list[int], list[float]]:
         logits = self._batch.next_logits([request.prompt + request.tokens for request in self._active])
+        for request, read in zip(self._active, self._batch.routes, strict=bool(self._batch.routes)):
+            request.add_routes(read)
         return sample(
             logits, [request.sampling for request in self._active], [request.generator for request in self._active]
         )

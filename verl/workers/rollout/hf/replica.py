@@ -10,6 +10,7 @@ class HFReplica(RolloutReplica):
     """One process, one model. Supports neither tensor parallelism nor sleep."""
 
     engine = "verl.workers.rollout.hf.engine:HFEngine"
+    tells_experts_on = ("cpu", "cuda", "npu")
 
     def check_config(self) -> None:
         if self.config.tensor_model_parallel_size != 1:

@@ -144,6 +144,8 @@ class VLLMEngine:
         if spec.model.sends_adapters:
             rank = engine_rank(spec.model.lora_rank)
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
+        if config.enable_rollout_routing_replay:
+            arguments["enable_return_routed_experts"] = True
         return arguments | (config.engine_kwargs.get("vllm") or {})
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
@@ -187,7 +189,7 @@ class VLLMEngine:
         spans = tuple(
             WeightVersionSpan(span.start, span.end, _version(span.version)) for span in output.weight_versions or ()
         )
-        return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans)
+        return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans, output.routed_experts)
 
     async def pause(self, mode: str) -> None:
         llm = self._running()

@@ -27,6 +27,7 @@ OWNED_ARGUMENTS = {
     "generation_config": "rollout's sampling keys",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "enable_lora": "actor_rollout_ref.model.lora.merge",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "max_loras": "actor_rollout_ref.model.lora.merge",
     "max_lora_rank": "actor_rollout_ref.model.lora_rank",
 }
@@ -45,6 +46,7 @@ class VLLMReplica(RolloutReplica):
     engine = "verl.workers.rollout.vllm.engine:VLLMEngine"
     can_sleep_on = ("cuda", "npu")
     loads_adapters = True
+    tells_experts_on = ("cuda",)
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:

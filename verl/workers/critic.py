@@ -115,8 +115,12 @@ class ActorCriticWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_critic_checkpoint(self, path: str) -> None:
-        """Write `critic.checkpoint.save_contents` to the directory `path`, which all ranks share."""
-        self.critic.save_checkpoint(Path(path), self.critic_config.checkpoint.save_contents)
+        """Write `critic.checkpoint.save_contents` to the directory `path`, as `save_checkpoint` does."""
+        self.save(self.critic, Path(path), self.critic_config.checkpoint)
+
+    @property
+    def checkpoints_saved_async(self) -> bool:
+        return super().checkpoints_saved_async or self.critic_config.checkpoint.async_save
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_critic_checkpoint(self, path: str) -> None:

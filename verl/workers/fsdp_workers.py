@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,15 +36,19 @@ from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
+from verl.workers.config import ActorRolloutRefConfig, CheckpointConfig, RolloutCorrectionConfig
+from verl.workers.engine.background import BackgroundWriter, Written
 from verl.workers.engine.base import LossFunction, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 MEASURED_PHASES = ("log_prob", "update_actor")
 """Of which the memory is told."""
@@ -99,6 +104,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
         self._memory = RankMemory(self.snapshot)
+        self._background: BackgroundWriter | None = None
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -139,6 +145,8 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
+        if self.checkpoints_saved_async:
+            self._background = BackgroundWriter(local_ranks=self.local_world_size, timeout_s=self.config.nccl_timeout)
         if self._doors is not None:
             self._doors.take_over(known)
         self._limit_collectives()
@@ -244,8 +252,31 @@ class ActorRolloutRefWorker(WeightPublisher):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share."""
-        self.actor.save_checkpoint(Path(path), self.config.actor.checkpoint.save_contents)
+        """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share.
+
+        With `async_save` that may have only begun: `checkpoint_written` tells when it is done.
+        """
+        self.save(self.actor, Path(path), self.config.actor.checkpoint)
+
+    def save(self, engine: TrainEngine, directory: Path, checkpoint: CheckpointConfig) -> None:
+        """A collective."""
+        if self._background is None or not checkpoint.async_save:
+            engine.save_checkpoint(directory, checkpoint.save_contents)
+        elif isinstance(engine, SavesInBackground):
+            engine.begin_checkpoint(directory, checkpoint.save_contents, self._background.write)
+        else:
+            logger.warning("checkpoint.async_save: %s has no `begin_checkpoint`: it waits", type(engine).__name__)
+            engine.save_checkpoint(directory, checkpoint.save_contents)
+
+    @property
+    def checkpoints_saved_async(self) -> bool:
+        """Whether any are."""
+        return self._has_actor and self.config.actor.checkpoint.async_save
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def checkpoint_written(self) -> Written:
+        """Once all that was begun is on disk. Raises what writing raised."""
+        return Written() if self._background is None else await self._background.written()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -267,6 +298,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         """Called by engines before anything that `snapshot` or the weight source shows changes."""
         self.await_copied()
         self._memory.await_copied()
+        if self._background is not None:
+            self._background.await_copied()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The state of this rank, under names that stay: see `Rememberable`."""

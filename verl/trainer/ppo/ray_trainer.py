@@ -44,11 +44,11 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.saves import Saves
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
-from verl.utils.disk import DiskFull
 from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
@@ -139,15 +139,20 @@ class RayPPOTrainer:
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.rewards_before: dict[str, float] = {}
         self.rewards_after: dict[str, float] = {}
-        self.has_critic = needs_critic(config)
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
         self._measured_engines: Future[list[MemoryUse]] | None = None
-        self._unsaved: DiskFull | None = None
-        """Why the last checkpoint that was due is not there."""
+        actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
+        self.has_critic = needs_critic(config)
+        self._saves = Saves(
+            checkpoints,
+            cluster.loop,
+            in_background=actor.async_save or (self.has_critic and critic.async_save),
+            stops_on_full_disk=config.trainer.on_full_disk == "stop",
+        )
         self._learned: Learned | None = None
         """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
         self._caught_up = 0
@@ -292,6 +297,7 @@ class RayPPOTrainer:
         The step to continue after.
         """
         self.memory.forget()
+        self._saves.end()
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
         if checkpoint is None:
             step = 0
@@ -363,8 +369,7 @@ class RayPPOTrainer:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(self.at(step))
         self.write_timeline(self.at(step), last=True)
-        if self._unsaved is not None:  # there is no next save
-            raise self._unsaved
+        self._saves.close()
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
@@ -583,17 +588,14 @@ class RayPPOTrainer:
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
-        self._unsaved = None
-        try:
-            with self.checkpoints.writing(state) as directory:
-                self.cluster.actor.save_checkpoint(str(directory / "actor"))
-                if self.has_critic:
-                    self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
-        except DiskFull as exc:
-            if self.config.trainer.on_full_disk == "stop":
-                raise
-            self._unsaved = exc
-            logger.error("step %d is not saved, the next save tries again: %s", step, exc)  # noqa: TRY400
+        ranks = self.cluster.actor
+
+        def begin(directory: Path) -> None:
+            ranks.save_checkpoint(str(directory / "actor"))
+            if self.has_critic:
+                ranks.save_critic_checkpoint(str(directory / "critic"))
+
+        self._saves.save(state, begin, lambda: ranks.submit("checkpoint_written"), wait=step == self.total_steps)
 
     def resume(self, path: Path) -> int:
         """The step to continue after."""
@@ -643,9 +645,10 @@ class RayPPOTrainer:
         now.metrics["training/attempt"] = self.cluster.trainer_ranks.restarts
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         now.metrics |= self.memory_metrics()
+        now.metrics |= self._saves.metrics()
         self.tracking.log(now.metrics, now.number, now.histograms)
         self.write_timeline(now)
-        self.checkpoints.publish()  # whoever resumes from it finds the records of its step
+        self._saves.publish()  # whoever resumes from it finds the records of its step
 
     def memory_metrics(self) -> dict[str, float]:
         """Of the driver, and the largest of the engines, as they were one step before."""

@@ -44,7 +44,13 @@ from verl.workers.engine.micro_batches import partition, sequence_widths, split_
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
-from verl.workers.engine.training_state import load_training_state, require_same_tensors_in, save_training_state
+from verl.workers.engine.training_state import (
+    StateWriter,
+    load_training_state,
+    require_same_tensors_in,
+    save_training_state,
+    write_now,
+)
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide, require_precision
 
@@ -300,7 +306,13 @@ class MegatronEngine:
     # ---- checkpoints and weights
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        save_training_state(directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type)
+        self.begin_checkpoint(directory, contents, write_now)
+
+    def begin_checkpoint(self, directory: Path, contents: Sequence[str], write: StateWriter) -> None:
+        """See `verl.workers.engine.training_state.SavesInBackground`."""
+        save_training_state(
+            directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type, write=write
+        )
         if "model" in contents and self._adapters:
             save_peft(directory / "lora_adapter", self._trained(), self._pieces_by_rank(), self._model_config)
         if "hf_model" in contents:

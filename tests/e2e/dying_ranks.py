@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.megatron.engine import MegatronEngine
 from verl.workers.memory_checkpoint.rank import RankMemory
 
+BEGUN_S = 0.2
+"""Until the call that has begun to write has returned."""
 LATER_S = 0.002
 """In the midst of what takes some milliseconds."""
 
@@ -85,6 +88,7 @@ def _remember(*_: Any) -> None:
 def _write_state(directory: Path, *arguments: Any, **named: Any) -> None:
     """In the background, when training may be at a later step: the critic's is the last that is begun."""
     if directory.name == "critic":
+        time.sleep(BEGUN_S)
         _die_if_planned(int(directory.parent.name.removeprefix(".global_step_").removesuffix(".partial")), WRITE)
     write_state(directory, *arguments, **named)
 

@@ -36,7 +36,7 @@ class Seeded(SingleTurnAgentLoop):
         seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
         return await super().run(sampling_params | {"seed": seed}, **sample)
 """
-MEASURED = re.compile(r"timing|perf/|checkpoint/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
+MEASURED = re.compile(r"timing|perf/|checkpoint/|trainer/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
 """Metrics that differ from run to run."""
 
 
@@ -203,6 +203,11 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_backgroun
     assert unsaved == [2], "the checkpoint that was being written; the one before it stays"
     saved = {path.name for path in (tmp_path / "died/out").glob("*global_step_*")}
     assert saved == {f"global_step_{step}" for step in (1, 3, 4, 5)}
+    last = list(read_metrics(tmp_path / "died/out/metrics.jsonl"))[-1]
+    assert {f"trainer/slowness/{phase}" for phase in ("old_log_prob", "values", "update_critic", "update_actor")} < set(
+        last
+    )
+    assert last["checkpoint/blocked_s"] > 0
 
 
 def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):

@@ -45,6 +45,7 @@ from verl.workers.engine.snapshots import Rememberable, State, under
 from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
+from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
@@ -105,6 +106,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._ref: TrainEngine | None = None
         self._memory = RankMemory(self.snapshot)
         self._background: BackgroundWriter | None = None
+        self.own_time = OwnTime(self.device_name)
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -136,6 +138,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 before_step=self.before_step,
             )
             self._actor.build()
+            self.watch(self._actor)
         if self._has_ref:
             self._ref = new_engine(
                 config.actor.strategy,
@@ -145,11 +148,22 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
+            self.watch(self._ref)
         if self.checkpoints_saved_async:
             self._background = BackgroundWriter(local_ranks=self.local_world_size, timeout_s=self.config.nccl_timeout)
         if self._doors is not None:
             self._doors.take_over(known)
         self._limit_collectives()
+
+    def watch(self, engine: TrainEngine) -> None:
+        """Tell what this rank computes by itself of what `engine` computes."""
+        if isinstance(engine, HasOwnBlocks):
+            self.own_time.watch(engine.own_blocks())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_own_time(self) -> Owns:
+        """By phase, since the last call. No collective."""
+        return self.own_time.take()
 
     def _limit_collectives(self) -> None:
         """Also those of groups that an engine made; whoever builds one calls this."""
@@ -171,16 +185,17 @@ class ActorRolloutRefWorker(WeightPublisher):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`, float32 [B, R], at `meta_info['temperature']` or the rollout's."""
         rollout = self.config.rollout
-        log_probs, entropies = self.actor.compute_log_prob(
-            data,
-            temperature=self._temperature(data),
-            limits=MicroBatchLimits.choose(
-                dynamic=rollout.log_prob_use_dynamic_bsz,
-                max_tokens=rollout.log_prob_max_token_len_per_gpu,
-                max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
-            ),
-            calculate_entropy=True,
-        )
+        with self.own_time.during("old_log_prob"):
+            log_probs, entropies = self.actor.compute_log_prob(
+                data,
+                temperature=self._temperature(data),
+                limits=MicroBatchLimits.choose(
+                    dynamic=rollout.log_prob_use_dynamic_bsz,
+                    max_tokens=rollout.log_prob_max_token_len_per_gpu,
+                    max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
+                ),
+                calculate_entropy=True,
+            )
         tensors = {"old_log_probs": log_probs} | ({} if entropies is None else {"entropys": entropies})
         return DataProto.from_dict(tensors=tensors)
 
@@ -189,15 +204,16 @@ class ActorRolloutRefWorker(WeightPublisher):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`, float32 [B, R]."""
         ref = self.config.ref
-        log_probs, _ = self.ref.compute_log_prob(
-            data,
-            temperature=self._temperature(data),
-            limits=MicroBatchLimits.choose(
-                dynamic=ref.log_prob_use_dynamic_bsz,
-                max_tokens=ref.log_prob_max_token_len_per_gpu,
-                max_sequences=ref.log_prob_micro_batch_size_per_gpu,
-            ),
-        )
+        with self.own_time.during("ref"):
+            log_probs, _ = self.ref.compute_log_prob(
+                data,
+                temperature=self._temperature(data),
+                limits=MicroBatchLimits.choose(
+                    dynamic=ref.log_prob_use_dynamic_bsz,
+                    max_tokens=ref.log_prob_max_token_len_per_gpu,
+                    max_sequences=ref.log_prob_micro_batch_size_per_gpu,
+                ),
+            )
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -212,7 +228,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
         start_s = time.perf_counter()
-        with memory_watch().during("update_actor"):
+        with memory_watch().during("update_actor"), self.own_time.during("update_actor"):
             steps = [
                 self.actor.train_mini_batch(
                     mini_batch,

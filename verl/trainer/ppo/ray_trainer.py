@@ -45,6 +45,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.saves import Saves
+from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
@@ -157,6 +158,7 @@ class RayPPOTrainer:
         """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
         self._caught_up = 0
         """The restart of trainer ranks that was made good last."""
+        self._slow_ranks = SlowRanks(self._process_of)
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
@@ -342,7 +344,12 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     self.update_actor(batch, now)
+        now.metrics |= self._slow_ranks.look(self.cluster.actor.take_own_time())
         return without_padding(batch)
+
+    def _process_of(self, rank: int) -> str:
+        process = self.cluster.actor.processes[rank]
+        return f"pid {process.pid} on {process.address}"
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:

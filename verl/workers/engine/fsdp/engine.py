@@ -33,6 +33,7 @@ from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.packing import keeps_sequences_apart
 from verl.workers.hf.sharers import Sharers
 from verl.workers.hf.splitting import KEY, computes_shared
+from verl.workers.own_time import named_blocks
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -260,6 +261,10 @@ class FSDPEngine:
         return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
+
+    def own_blocks(self) -> list[nn.Module]:
+        """See `verl.workers.own_time.HasOwnBlocks`. In a model without such names, none."""
+        return named_blocks(self._built(), "mlp")
 
     def _forward(
         self, micro_batch: DataProto, temperature: float, calculate_entropy: bool

@@ -53,6 +53,7 @@ from verl.workers.engine.training_state import (
 )
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide, require_precision
+from verl.workers.own_time import named_blocks
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -368,6 +369,11 @@ class MegatronEngine:
         return FSDPWeightSource(merged(self._held, self._scale), rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
+
+    def own_blocks(self) -> list[torch.nn.Module]:
+        """See `verl.workers.own_time.HasOwnBlocks`. Where ranks share a layer only its attention is a rank's own."""
+        alone = self._sizes.tensor == self._sizes.expert == 1
+        return named_blocks(self._built(), "mlp" if alone else "core_attention")
 
     def _load_hf_config(self) -> Any:
         return load_hf_config(self._model_config)

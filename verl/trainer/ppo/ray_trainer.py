@@ -489,7 +489,7 @@ class RayPPOTrainer:
             tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(padded(batch, self.config.trainer.world_size))
+        return self._balanced(padded(batch, self.cluster.actor.world_size))
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""
@@ -647,9 +647,10 @@ class RayPPOTrainer:
     def report(self, now: Step, batch: DataProto) -> None:
         now.metrics |= compute_data_metrics(batch)
         now.metrics |= compute_timing_metrics(batch, now.seconds)
-        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
+        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.cluster.actor.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics["training/attempt"] = self.cluster.trainer_ranks.restarts
+        now.metrics["training/ranks"] = self.cluster.actor.world_size
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         now.metrics |= self.memory_metrics()
         now.metrics |= self._saves.metrics()
@@ -683,7 +684,7 @@ class RayPPOTrainer:
         if not self.config.trainer.balance_batch:
             return batch
         lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
+        parts = get_seqlen_balanced_partitions(lengths, self.cluster.actor.world_size, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
 

@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.e2e.faults import DIRECTORY, LOG_PROBS, PUBLISH, REMEMBER, SAVE, UPDATE
+from tests.e2e.faults import DIRECTORY, LOG_PROBS, PUBLISH, REMEMBER, SAVE, UPDATE, WRITE
 from verl.checkpoint_engine.sync.participants import TrainerRank
+from verl.workers.engine import background
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.megatron.engine import MegatronEngine
 from verl.workers.memory_checkpoint.rank import RankMemory
 
+BEGUN_S = 0.2
+"""Until the call that has begun to write has returned."""
 LATER_S = 0.002
 """In the midst of what takes some milliseconds."""
 
@@ -81,6 +85,15 @@ def _remember(*_: Any) -> None:
         _die_if_planned(_engine._lr_step, REMEMBER, later=True)
 
 
+def _write_state(directory: Path, *arguments: Any, **named: Any) -> None:
+    """In the background, when training may be at a later step: the critic's is the last that is begun."""
+    if directory.name == "critic":
+        time.sleep(BEGUN_S)
+        _die_if_planned(int(directory.parent.name.removeprefix(".global_step_").removesuffix(".partial")), WRITE)
+    write_state(directory, *arguments, **named)
+
+
+write_state, background.write_state = background.write_state, _write_state
 for engine_class in (FSDPEngine, MegatronEngine):
     _before(engine_class, "build", _built)
     _before(engine_class, "compute_log_prob", _log_probs)

@@ -8,12 +8,13 @@ from pathlib import Path
 MODULE = "tests.e2e.dying_ranks"
 """For `actor_rollout_ref.model.external_lib`."""
 DIRECTORY = "faults"
-LOG_PROBS, UPDATE, PUBLISH, SAVE, REMEMBER = (
+LOG_PROBS, UPDATE, PUBLISH, SAVE, REMEMBER, WRITE = (
     "compute_log_prob",
     "train_mini_batch",
     "publish",
     "save_checkpoint",
     "copy",
+    "write",
 )
 
 

@@ -15,9 +15,13 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
 
 from tests.e2e.job import in_process
 from tests.warm_workers import lighten_ray
+from verl.protocol import DataProto
+from verl.single_controller.resource_pool import NODE_ID_LABEL
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
@@ -50,6 +54,17 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.save_freq=1",
             ),
             "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
+            "fewer": _run(
+                directory / "fewer",
+                *common,
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "trainer.total_training_steps=3",
+                "trainer.save_freq=1",
+                "trainer.min_ranks=1",
+                "trainer.restart_wait_s=5",
+                trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster}),
+            ),
             "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
         }
     finally:
@@ -57,9 +72,30 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
         cluster.shutdown()
 
 
-def _run(directory: Path, *overrides: str) -> dict[str, Any]:
+class LosesAHost(RayPPOTrainer):
+    """A host of a trainer rank is gone while the third step is learned, and there is no room on any that had none."""
+
+    ray_cluster: Cluster
+    is_lost = False
+
+    def learn(self, batch: DataProto, now: Step) -> DataProto:
+        if now.number == 3 and not self.is_lost:
+            self.is_lost = True
+            used = self.cluster.trainer_ranks.nodes
+            for node, free in _state().available_resources_per_node().items():
+                if node not in used:
+                    occupied = placement_group([{"CPU": free["CPU"]}], bundle_label_selector=[{NODE_ID_LABEL: node}])
+                    assert occupied.wait(60)
+            head = self.ray_cluster.head_node
+            nodes = self.ray_cluster.list_all_nodes()
+            lost = next(node for node in nodes if node.node_id in used and node is not head)
+            self.ray_cluster.remove_node(lost, allow_graceful=False)
+        return super().learn(batch, now)
+
+
+def _run(directory: Path, *overrides: str, **how: Any) -> dict[str, Any]:
     before = set(_actors())
-    result = in_process(directory, *overrides)
+    result = in_process(directory, *overrides, **how)
     nodes: dict[str, list[str]] = {}
     for name, actor in _actors().items():
         if name not in before:
@@ -84,8 +120,11 @@ def _refusal(directory: Path, *overrides: str) -> str:
 
 def _actors() -> dict[str, Any]:
     """Every actor that there is or was, by its id."""
-    state: Any = importlib.import_module("ray._private.state")
-    return state.actors()
+    return _state().actors()
+
+
+def _state() -> Any:
+    return importlib.import_module("ray._private.state")
 
 
 if __name__ == "__main__":

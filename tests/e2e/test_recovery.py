@@ -36,7 +36,7 @@ class Seeded(SingleTurnAgentLoop):
         seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
         return await super().run(sampling_params | {"seed": seed}, **sample)
 """
-MEASURED = re.compile(r"timing|perf/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
+MEASURED = re.compile(r"timing|perf/|checkpoint/|trainer/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
 """Metrics that differ from run to run."""
 
 
@@ -178,7 +178,7 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
     assert committed == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], "each version that counts is told once"
 
 
-def test_the_critic_comes_back_too_and_so_does_fsdp1(ray_cluster, files, tmp_path):
+def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_background(ray_cluster, files, tmp_path):
     overrides = (
         "actor_rollout_ref.actor.strategy=fsdp",
         "algorithm.adv_estimator=gae",
@@ -187,10 +187,27 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1(ray_cluster, files, tmp_pat
         "critic.optim.lr=1e-3",
     )
     whole = train(files, tmp_path / "whole", *overrides)
-    died = train(files, tmp_path / "died", *overrides, planned=[(3, 1, faults.REMEMBER)])
-    assert len(died.restarts) == 1
+    died = train(
+        files,
+        tmp_path / "died",
+        *overrides,
+        "actor_rollout_ref.actor.checkpoint.async_save=true",
+        "critic.checkpoint.async_save=true",
+        "trainer.save_freq=1",
+        planned=[(2, 0, faults.WRITE), (3, 1, faults.REMEMBER)],
+    )
+    assert len(died.restarts) == 2
     assert died.metrics == whole.metrics
     assert died.weights == whole.weights
+    unsaved = [int(told.split()[1]) for told in died.said if " is not saved: " in told]
+    assert unsaved == [2], "the checkpoint that was being written; the one before it stays"
+    saved = {path.name for path in (tmp_path / "died/out").glob("*global_step_*")}
+    assert saved == {f"global_step_{step}" for step in (1, 3, 4, 5)}
+    last = list(read_metrics(tmp_path / "died/out/metrics.jsonl"))[-1]
+    assert {f"trainer/slowness/{phase}" for phase in ("old_log_prob", "values", "update_critic", "update_actor")} < set(
+        last
+    )
+    assert last["checkpoint/blocked_s"] > 0
 
 
 def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):

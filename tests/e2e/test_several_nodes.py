@@ -57,6 +57,18 @@ def test_ranks_on_two_nodes_train_and_reach_the_rollouts(found, placement):
     assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
 
 
+def test_without_room_for_all_ranks_training_goes_on_with_fewer_from_the_last_checkpoint(found):
+    run = found["fewer"]
+    assert run["step"] == 3
+    assert [(record["training/ranks"], record["training/attempt"]) for record in run["metrics"]] == [
+        (2, 0),
+        (2, 0),
+        (1, 1),
+    ]
+    assert [report["version"] for report in run["reports"] if report["outcome"] == "committed"][-1] == 3
+    assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
+
+
 def test_every_rank_saves_its_part(found):
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(found["separate"]["saved"])
 

@@ -163,12 +163,12 @@ def _engine(config: Any, model: Any) -> Any:
 def _kept_wide(engine: Any, directory: Path) -> list[str]:
     """Asked for as a server does."""
     from verl.checkpoint_engine.engines.vllm.receiver import ArenaInitInfo
-    from verl.checkpoint_engine.engines.vllm.reports import take_names_kept_wide
+    from verl.checkpoint_engine.engines.vllm.reports import take_workers
 
     reports = directory / "reports"
     reports.mkdir(exist_ok=True)
     engine.init_transfer_engine(ArenaInitInfo(report_directory=str(reports)))
-    return list(take_names_kept_wide(reports))
+    return list(take_workers(reports).kept_wide)
 
 
 @contextlib.contextmanager

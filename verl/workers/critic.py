@@ -78,6 +78,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         else:
             self._critic = FSDP2ValueEngine(fsdp_config=critic.fsdp, **options)
         self._critic.build()
+        self.watch(self._critic)
         self._limit_collectives()
 
     @property
@@ -90,21 +91,25 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     @record_function("compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`, float32 [B, R]: what is expected before each token of the response."""
-        return DataProto.from_dict(tensors={"values": self.critic.compute_values(data, limits=self._critic_limits())})
+        with self.own_time.during("values"):
+            values = self.critic.compute_values(data, limits=self._critic_limits())
+        return DataProto.from_dict(tensors={"values": values})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     @record_function("update_critic")
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """One training step on the whole batch, as `update_actor` makes one. Metrics are equal on all ranks."""
-        steps = [
-            self.critic.train_mini_batch(mini_batch, self._critic_loss, temperature=1.0, limits=self._critic_limits())
-            for mini_batch in iterate_mini_batches(
-                data,
-                self.critic_config,
-                size=self._critic_mini_batch_size,
-                generator=shuffler(self.critic_config.data_loader_seed, self.rank, data),
-            )
-        ]
+        mini_batches = iterate_mini_batches(
+            data,
+            self.critic_config,
+            size=self._critic_mini_batch_size,
+            generator=shuffler(self.critic_config.data_loader_seed, self.rank, data),
+        )
+        with self.own_time.during("update_critic"):
+            steps = [
+                self.critic.train_mini_batch(each, self._critic_loss, temperature=1.0, limits=self._critic_limits())
+                for each in mini_batches
+            ]
         metrics = {
             name if "/" in name else f"critic/{name}": sum(step[name] for step in steps) / len(steps)
             for name in steps[0]
@@ -115,8 +120,12 @@ class ActorCriticWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_critic_checkpoint(self, path: str) -> None:
-        """Write `critic.checkpoint.save_contents` to the directory `path`, which all ranks share."""
-        self.critic.save_checkpoint(Path(path), self.critic_config.checkpoint.save_contents)
+        """Write `critic.checkpoint.save_contents` to the directory `path`, as `save_checkpoint` does."""
+        self.save(self.critic, Path(path), self.critic_config.checkpoint)
+
+    @property
+    def checkpoints_saved_async(self) -> bool:
+        return super().checkpoints_saved_async or self.critic_config.checkpoint.async_save
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_critic_checkpoint(self, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,15 +36,20 @@ from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorRolloutRefConfig, RolloutCorrectionConfig
+from verl.workers.config import ActorRolloutRefConfig, CheckpointConfig, RolloutCorrectionConfig
+from verl.workers.engine.background import BackgroundWriter, Written
 from verl.workers.engine.base import ROUTES, LossFunction, RecordsRoutes, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
+from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 MEASURED_PHASES = ("log_prob", "update_actor")
 """Of which the memory is told."""
@@ -99,6 +105,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
         self._memory = RankMemory(self.snapshot)
+        self._background: BackgroundWriter | None = None
+        self.own_time = OwnTime(self.device_name)
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -130,6 +138,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 before_step=self.before_step,
             )
             self._actor.build()
+            self.watch(self._actor)
         if self._has_ref:
             self._ref = new_engine(
                 config.actor.strategy,
@@ -139,9 +148,22 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
+            self.watch(self._ref)
+        if self.checkpoints_saved_async:
+            self._background = BackgroundWriter(local_ranks=self.local_world_size, timeout_s=self.config.nccl_timeout)
         if self._doors is not None:
             self._doors.take_over(known)
         self._limit_collectives()
+
+    def watch(self, engine: TrainEngine) -> None:
+        """Tell what this rank computes by itself of what `engine` computes."""
+        if isinstance(engine, HasOwnBlocks):
+            self.own_time.watch(engine.own_blocks())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_own_time(self) -> Owns:
+        """By phase, since the last call. No collective."""
+        return self.own_time.take()
 
     def _limit_collectives(self) -> None:
         """Also those of groups that an engine made; whoever builds one calls this."""
@@ -166,16 +188,17 @@ class ActorRolloutRefWorker(WeightPublisher):
         With router replay also `ROUTES`, unless `data` has them.
         """
         rollout = self.config.rollout
-        log_probs, entropies = self.actor.compute_log_prob(
-            data,
-            temperature=self._temperature(data),
-            limits=MicroBatchLimits.choose(
-                dynamic=rollout.log_prob_use_dynamic_bsz,
-                max_tokens=rollout.log_prob_max_token_len_per_gpu,
-                max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
-            ),
-            calculate_entropy=True,
-        )
+        with self.own_time.during("old_log_prob"):
+            log_probs, entropies = self.actor.compute_log_prob(
+                data,
+                temperature=self._temperature(data),
+                limits=MicroBatchLimits.choose(
+                    dynamic=rollout.log_prob_use_dynamic_bsz,
+                    max_tokens=rollout.log_prob_max_token_len_per_gpu,
+                    max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
+                ),
+                calculate_entropy=True,
+            )
         tensors = {"old_log_probs": log_probs} | ({} if entropies is None else {"entropys": entropies})
         if isinstance(self.actor, RecordsRoutes) and (routes := self.actor.take_routes()) is not None:
             tensors[ROUTES] = routes
@@ -186,15 +209,16 @@ class ActorRolloutRefWorker(WeightPublisher):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`, float32 [B, R]."""
         ref = self.config.ref
-        log_probs, _ = self.ref.compute_log_prob(
-            data,
-            temperature=self._temperature(data),
-            limits=MicroBatchLimits.choose(
-                dynamic=ref.log_prob_use_dynamic_bsz,
-                max_tokens=ref.log_prob_max_token_len_per_gpu,
-                max_sequences=ref.log_prob_micro_batch_size_per_gpu,
-            ),
-        )
+        with self.own_time.during("ref"):
+            log_probs, _ = self.ref.compute_log_prob(
+                data,
+                temperature=self._temperature(data),
+                limits=MicroBatchLimits.choose(
+                    dynamic=ref.log_prob_use_dynamic_bsz,
+                    max_tokens=ref.log_prob_max_token_len_per_gpu,
+                    max_sequences=ref.log_prob_micro_batch_size_per_gpu,
+                ),
+            )
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -209,7 +233,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
         start_s = time.perf_counter()
-        with memory_watch().during("update_actor"):
+        with memory_watch().during("update_actor"), self.own_time.during("update_actor"):
             steps = [
                 self.actor.train_mini_batch(
                     mini_batch,
@@ -249,8 +273,31 @@ class ActorRolloutRefWorker(WeightPublisher):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share."""
-        self.actor.save_checkpoint(Path(path), self.config.actor.checkpoint.save_contents)
+        """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share.
+
+        With `async_save` that may have only begun: `checkpoint_written` tells when it is done.
+        """
+        self.save(self.actor, Path(path), self.config.actor.checkpoint)
+
+    def save(self, engine: TrainEngine, directory: Path, checkpoint: CheckpointConfig) -> None:
+        """A collective."""
+        if self._background is None or not checkpoint.async_save:
+            engine.save_checkpoint(directory, checkpoint.save_contents)
+        elif isinstance(engine, SavesInBackground):
+            engine.begin_checkpoint(directory, checkpoint.save_contents, self._background.write)
+        else:
+            logger.warning("checkpoint.async_save: %s has no `begin_checkpoint`: it waits", type(engine).__name__)
+            engine.save_checkpoint(directory, checkpoint.save_contents)
+
+    @property
+    def checkpoints_saved_async(self) -> bool:
+        """Whether any are."""
+        return self._has_actor and self.config.actor.checkpoint.async_save
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def checkpoint_written(self) -> Written:
+        """Once all that was begun is on disk. Raises what writing raised."""
+        return Written() if self._background is None else await self._background.written()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -272,6 +319,8 @@ class ActorRolloutRefWorker(WeightPublisher):
         """Called by engines before anything that `snapshot` or the weight source shows changes."""
         self.await_copied()
         self._memory.await_copied()
+        if self._background is not None:
+            self._background.await_copied()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The state of this rank, under names that stay: see `Rememberable`."""

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from verl.trainer.config.loader import load_config
-from verl.trainer.config.validate import validate
+from verl.trainer.config.validate import possible_fewer_ranks, validate
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 
@@ -104,6 +106,12 @@ def test_the_defaults_fit_together():
             ["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
             ["fsdp_size=3 does not divide 4 trainer ranks"],
         ),
+        (["trainer.min_ranks=2"], ["trainer.min_ranks=2 is not less than 2 trainer ranks"]),
+        (["trainer.min_ranks=1", "trainer.max_restarts=0"], ["min_ranks=1 needs trainer.max_restarts of 1 or more"]),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=4", "trainer.min_ranks=3"],
+            ["trainer.min_ranks=3 allows no fewer ranks", "fsdp_size=2 does not divide 3 trainer ranks"],
+        ),
         (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path=/no/reward.py: no such file"]),
         (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
         (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
@@ -115,6 +123,29 @@ def test_the_defaults_fit_together():
 def test_a_combination_that_cannot_work_is_named_with_its_values(overrides, parts):
     (line,) = problems("trainer.device=cpu", *overrides)
     assert [part for part in parts if part not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each", "least", "possible"),
+    [
+        (1, 4, 2, [(1, 3), (1, 2)]),
+        (3, 2, 1, [(2, 2), (1, 2), (1, 1)]),
+        (2, 4, 6, []),
+        (2, 2, None, []),
+    ],
+)
+def test_whole_hosts_leave_first_and_then_ranks_of_the_last(hosts, each, least, possible):
+    trainer = PPOConfig().trainer
+    trainer = replace(trainer, nnodes=hosts, n_gpus_per_node=each, min_ranks=least)
+    assert trainer.fewer_ranks == possible
+
+
+def test_fewer_ranks_are_those_with_which_all_else_goes_together():
+    config = load_config(
+        ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=4", "trainer.min_ranks=1"]
+    )
+    validate(config)
+    assert possible_fewer_ranks(config) == [(1, 2)]
 
 
 def test_all_problems_are_reported_at_once():

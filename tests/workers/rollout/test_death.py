@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -56,8 +57,8 @@ async def server_process(replica: RolloutReplica) -> psutil.Process:
     return psutil.Process(await replica.server_handle.pid.remote())
 
 
-async def assert_dead_soon(replica: RolloutReplica) -> None:
-    """Within 20 s, and no call takes long."""
+async def assert_dead_soon(replica: RolloutReplica, words: str = "") -> None:
+    """Within 20 s, said with these words, and no call takes long."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         began = time.monotonic()
@@ -65,6 +66,7 @@ async def assert_dead_soon(replica: RolloutReplica) -> None:
             await replica.health()
         except ReplicaDied as exc:
             assert replica.name in str(exc)
+            assert words in str(exc)
             return
         finally:
             assert time.monotonic() - began < 5
@@ -138,11 +140,13 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         await asyncio.sleep(0.2)
         server = await server_process(two)
         names = {process: process.name() for process in server.children(recursive=True)}
-        workers = [process for process, name in names.items() if "Worker" in name]
+        workers = {name: process for process, name in names.items() if "Worker" in name}
         assert len(workers) == 2, names
-        workers[0].kill()
-        await assert_dead_soon(two)
-        with pytest.raises(ReplicaDied):
+        killed = workers[max(workers)]
+        killed.kill()
+        died = f"the engine died: its worker 1 (pid {killed.pid}) was ended by SIGKILL"
+        await assert_dead_soon(two, died)
+        with pytest.raises(ReplicaDied, match=re.escape(died)):
             await asyncio.wait_for(_wait(parked), 20)
         children = server.children(recursive=True)
     finally:

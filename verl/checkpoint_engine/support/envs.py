@@ -15,6 +15,12 @@ def shm_dir() -> Path:
     return Path(os.environ.get("VERL_SHM_DIR", "/dev/shm"))
 
 
+def engine_deaths() -> Path | None:
+    """`VERL_ENGINE_DEATHS`, which our own servers set: the file in which their vLLM tells which worker died."""
+    name = os.environ.get("VERL_ENGINE_DEATHS")
+    return Path(name) if name else None
+
+
 def place_on_host() -> tuple[int, int]:
     """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: which of a host's ranks this is, and of how many.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from verl.utils.config import ConfigError
@@ -43,6 +44,32 @@ def _batch_sizes(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={prompts}"
             " (both count prompts)"
         )
+
+
+def _min_ranks(config: PPOConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.min_ranks is None or any(next(check(config), None) for check in CHECKS if check is not _min_ranks):
+        return
+    key = f"trainer.min_ranks={trainer.min_ranks}"
+    if trainer.min_ranks >= trainer.world_size:
+        yield f"{key} is not less than {trainer.world_size} trainer ranks: leave it null"
+    elif trainer.max_restarts == 0:
+        yield f"{key} needs trainer.max_restarts of 1 or more"
+    elif not possible_fewer_ranks(config):
+        layouts = trainer.fewer_ranks
+        problems = problems_of(with_ranks(config, *layouts[0])) if layouts else ["hosts have the same number of them"]
+        yield f"{key} allows no fewer ranks: {'; '.join(problems)}"
+
+
+def possible_fewer_ranks(config: PPOConfig) -> list[tuple[int, int]]:
+    """Those of `TrainerConfig.fewer_ranks` with which all else in `config` goes together."""
+    return [layout for layout in config.trainer.fewer_ranks if not problems_of(with_ranks(config, *layout))]
+
+
+def with_ranks(config: PPOConfig, nnodes: int, n_gpus_per_node: int) -> PPOConfig:
+    """`config` with so many hosts, and ranks on each."""
+    trainer = replace(config.trainer, nnodes=nnodes, n_gpus_per_node=n_gpus_per_node, min_ranks=None)
+    return replace(config, trainer=trainer)
 
 
 def _micro_batch_sizes(config: PPOConfig) -> Iterator[str]:
@@ -451,4 +478,5 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _critic,
     _lora,
     _checkpoint_engine,
+    _min_ranks,
 )

@@ -505,8 +505,6 @@ RULES: dict[str, Rule] = {
         why="it is computed for the optimal token baseline, which alone reads it, by one more pass over the batch",
         costs=_true,
     ),
-    f"{_ACTOR}.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
-    "critic.checkpoint.async_save": NoEffect(why="checkpoints are written before the next step begins", costs=_true),
     f"{_ACTOR}.checkpoint.mbridge_config.*": NoEffect(why="Hugging Face directories are written as they are"),
     f"{_ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
     f"{_ROLLOUT}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),

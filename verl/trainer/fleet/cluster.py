@@ -70,11 +70,13 @@ class Cluster:
         critic: CriticConfig | None = None,
         reward_models: RewardModels | None = None,
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
+        fewer_ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
 
         `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
-        `critic` is for the trainer ranks, too. Each of `on_sync` gets the report of every sync.
+        `critic` is for the trainer ranks, too, and `fewer_ranks` as their `fewer`. Each of `on_sync` gets
+        the report of every sync.
         Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
         """
         self._config = config
@@ -110,6 +112,7 @@ class Cluster:
                 critic=critic,
                 loop=self.loop,
                 limit=self.restart_limit,
+                fewer=fewer_ranks,
             )
             self._placement = self._place_rollouts()
             self._node_machines = dict(enumerate(self._placement.nodes))

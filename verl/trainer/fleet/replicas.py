@@ -81,8 +81,13 @@ class ReplicaPool:
         Raises CheckpointEngineError if none is in service then.
         """
         quarantined = {replica.name for replica in self._manager().quarantined}
-        broken = [replica for replica in self.replicas if replica.name in quarantined or await _is_dead(replica)]
-        healed = sum(await asyncio.gather(*(self._restart(replica) for replica in broken)))
+        deaths = await asyncio.gather(*map(_death_of, self.replicas))
+        broken = [
+            (replica, death or f"{replica.name} does not serve the current weights")
+            for replica, death in zip(self.replicas, deaths, strict=True)
+            if death or replica.name in quarantined
+        ]
+        healed = sum(await asyncio.gather(*(self._restart(replica, why) for replica, why in broken)))
         self.restarts += healed
         if not self._manager().replicas:
             raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
@@ -148,8 +153,8 @@ class ReplicaPool:
             replica.kill()
             self._leaving.remove(replica)
 
-    async def _restart(self, replica: RolloutReplica) -> bool:
-        logger.warning("%s died or does not serve the current weights; restarting it", replica.name)
+    async def _restart(self, replica: RolloutReplica, why: str) -> bool:
+        logger.warning("%s; %s is started again", why, replica.name)
         await self._manager().remove_replicas([replica])
         try:
             await replica.launch_servers()
@@ -161,11 +166,12 @@ class ReplicaPool:
         return True
 
 
-async def _is_dead(replica: RolloutReplica) -> bool:
+async def _death_of(replica: RolloutReplica) -> str | None:
+    """What there is to say of it, in a line; None of one that lives."""
     try:
         await replica.health()
     except ReplicaTimeout:  # busy
-        return False
-    except RolloutError:
-        return True
-    return False
+        return None
+    except RolloutError as exc:
+        return (str(exc).splitlines() or [f"{replica.name} died"])[0]
+    return None

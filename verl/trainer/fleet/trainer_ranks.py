@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.checkpoint_engine.memory.publishing import publisher_environment
 from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.single_controller.errors import WorkerDied, WorkerGroupError
+from verl.single_controller.errors import PlacementError, WorkerDied, WorkerGroupError
 from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.placement import refuse_missing_files
@@ -23,6 +24,8 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker
 logger = logging.getLogger(__name__)
 
 ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
+FEWER_PLACED_WITHIN_S = 10.0
+"""Whatever was to come free has come free."""
 PLACED_WITHIN_S = 60.0
 """What they need was there a moment ago, when the run was checked."""
 ANSWERS_WITHIN_S = 10.0
@@ -54,14 +57,19 @@ class TrainerRanks:
         critic: CriticConfig | None,
         loop: LoopThread,
         limit: RestartLimit,
+        fewer: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Starts the processes; `build` follows. Raises what `RayWorkerGroup` raises, and ConfigError for files that
+        """`fewer`: hosts and ranks on each with which training may go on, the most first.
+
+        Starts the processes; `build` follows. Raises what `RayWorkerGroup` raises, and ConfigError for files that
         the driver has and another host lacks."""
         self._config, self._device, self._critic = config, device, critic
         self._model_path = model_path
         self._with_reference = with_reference
         self._kept_wide: list[str] = []
         self._limit = limit
+        self._layout = config.trainer.nnodes, config.trainer.n_gpus_per_node
+        self._fewer = list(fewer)
         self.memory = MemoryCheckpoint(lambda: self.group, loop, enabled=config.trainer.memory_checkpoint == "auto")
         self.restarts = 0
         """How often they were started again."""
@@ -105,13 +113,18 @@ class TrainerRanks:
             return 0
         what = f"trainer {'; '.join(lost)}"
         while self._limit.take():
+            before = self.group.world_size
             self.group.shutdown(grace_s=0.0)
             self.memory.end_copying()
             try:
-                self.group = self._start(wait_s=self._config.trainer.restart_wait_s)
+                self.group = self._start_again()
                 self.build()
                 self.group.keep_wide(self._kept_wide)
-                remembered = self.memory.restore()
+                if self.group.world_size == before:
+                    remembered = self.memory.restore()
+                else:
+                    remembered = None  # what each of so many ranks left fits no other number of them
+                    self.memory.close()
             except WorkerDied as exc:  # once more, if that may be
                 logger.warning("%s; started again, they died again: %s", what, _first_line(exc))
                 continue
@@ -120,7 +133,7 @@ class TrainerRanks:
                 return 0
             self.restarts += 1
             self.loss = Loss(what, remembered, began_s)
-            return self._config.trainer.world_size
+            return self.group.world_size
         logger.error("%s; %s allows no other start", what, self._limit)
         return 0
 
@@ -128,10 +141,37 @@ class TrainerRanks:
         self.memory.close()
         self.group.shutdown(grace_s=grace_s)
 
+    def _start_again(self) -> RayWorkerGroup:
+        """As many ranks as before, or if there is no room for them, as many as there is room for and may be."""
+        try:
+            return self._start(wait_s=self._config.trainer.restart_wait_s)
+        except PlacementError as exc:
+            shortage = exc
+        before = self._layout
+        for nnodes, each in self._fewer:
+            if nnodes * each >= before[0] * before[1]:
+                continue
+            self._layout = nnodes, each
+            try:
+                group = self._start(wait_s=FEWER_PLACED_WITHIN_S)
+            except PlacementError:
+                continue
+            logger.warning(
+                "%d of %d trainer ranks go on, without what was in memory (trainer.min_ranks=%d): %s",
+                group.world_size,
+                self._config.trainer.world_size,
+                self._config.trainer.min_ranks,
+                _first_line(shortage),
+            )
+            return group
+        self._layout = before
+        raise shortage
+
     def _start(self, wait_s: float = PLACED_WITHIN_S) -> RayWorkerGroup:
         config, trainer = self._config, self._config.trainer
+        nnodes, each = self._layout
         pool = RayResourcePool(
-            process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes,
+            process_on_nodes=[each] * nnodes,
             num_cpus_per_process=trainer.num_cpus_per_rank,
             distinct_nodes=True,
             use_accelerator=ACCELERATOR_RESOURCE[self._device],

@@ -45,11 +45,12 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.saves import Saves
+from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
-from verl.utils.disk import DiskFull
 from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
@@ -141,19 +142,25 @@ class RayPPOTrainer:
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.rewards_before: dict[str, float] = {}
         self.rewards_after: dict[str, float] = {}
-        self.has_critic = needs_critic(config)
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._patience = Patience()
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._asked_engines: Future[list[Span]] | None = None
         self._measured_engines: Future[list[MemoryUse]] | None = None
-        self._unsaved: DiskFull | None = None
-        """Why the last checkpoint that was due is not there."""
+        actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
+        self.has_critic = needs_critic(config)
+        self._saves = Saves(
+            checkpoints,
+            cluster.loop,
+            in_background=actor.async_save or (self.has_critic and critic.async_save),
+            stops_on_full_disk=config.trainer.on_full_disk == "stop",
+        )
         self._learned: Learned | None = None
         """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
         self._caught_up = 0
         """The restart of trainer ranks that was made good last."""
+        self._slow_ranks = SlowRanks(self._process_of)
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
@@ -294,6 +301,7 @@ class RayPPOTrainer:
         The step to continue after.
         """
         self.memory.forget()
+        self._saves.end()
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
         if checkpoint is None:
             step = 0
@@ -339,7 +347,12 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     self.update_actor(learned_from, now)
+        now.metrics |= self._slow_ranks.look(self.cluster.actor.take_own_time())
         return without_padding(batch)
+
+    def _process_of(self, rank: int) -> str:
+        process = self.cluster.actor.processes[rank]
+        return f"pid {process.pid} on {process.address}"
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -366,8 +379,7 @@ class RayPPOTrainer:
         if not self.rewards_after:  # nothing was left to train, or nothing was to be
             self.validate(self.at(step))
         self.write_timeline(self.at(step), last=True)
-        if self._unsaved is not None:  # there is no next save
-            raise self._unsaved
+        self._saves.close()
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def begin(self, start: int) -> None:
@@ -480,7 +492,7 @@ class RayPPOTrainer:
             tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(padded(batch, self.config.trainer.world_size))
+        return self._balanced(padded(batch, self.cluster.actor.world_size))
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""
@@ -596,17 +608,14 @@ class RayPPOTrainer:
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
-        self._unsaved = None
-        try:
-            with self.checkpoints.writing(state) as directory:
-                self.cluster.actor.save_checkpoint(str(directory / "actor"))
-                if self.has_critic:
-                    self.cluster.actor.save_critic_checkpoint(str(directory / "critic"))
-        except DiskFull as exc:
-            if self.config.trainer.on_full_disk == "stop":
-                raise
-            self._unsaved = exc
-            logger.error("step %d is not saved, the next save tries again: %s", step, exc)  # noqa: TRY400
+        ranks = self.cluster.actor
+
+        def begin(directory: Path) -> None:
+            ranks.save_checkpoint(str(directory / "actor"))
+            if self.has_critic:
+                ranks.save_critic_checkpoint(str(directory / "critic"))
+
+        self._saves.save(state, begin, lambda: ranks.submit("checkpoint_written"), wait=step == self.total_steps)
 
     def resume(self, path: Path) -> int:
         """The step to continue after."""
@@ -651,14 +660,16 @@ class RayPPOTrainer:
     def report(self, now: Step, batch: DataProto) -> None:
         now.metrics |= compute_data_metrics(batch)
         now.metrics |= compute_timing_metrics(batch, now.seconds)
-        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.config.trainer.world_size)
+        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.cluster.actor.world_size)
         now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
         now.metrics["training/attempt"] = self.cluster.trainer_ranks.restarts
+        now.metrics["training/ranks"] = self.cluster.actor.world_size
         now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
         now.metrics |= self.memory_metrics()
+        now.metrics |= self._saves.metrics()
         self.tracking.log(now.metrics, now.number, now.histograms)
         self.write_timeline(now)
-        self.checkpoints.publish()  # whoever resumes from it finds the records of its step
+        self._saves.publish()  # whoever resumes from it finds the records of its step
 
     def memory_metrics(self) -> dict[str, float]:
         """Of the driver, and the largest of the engines, as they were one step before."""
@@ -686,7 +697,7 @@ class RayPPOTrainer:
         if not self.config.trainer.balance_batch:
             return batch
         lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        parts = get_seqlen_balanced_partitions(lengths, self.config.trainer.world_size, equal_size=True)
+        parts = get_seqlen_balanced_partitions(lengths, self.cluster.actor.world_size, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
 

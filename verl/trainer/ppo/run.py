@@ -22,6 +22,7 @@ from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
+from verl.trainer.config.validate import possible_fewer_ranks, with_ranks
 from verl.trainer.fleet.cluster import Cluster, make_replicas
 from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels
 from verl.trainer.fleet.session import check_arguments, starts_locally
@@ -74,6 +75,8 @@ class _Job:
     reward_manager: RewardManager
     reward_models: RewardModels | None
     total_steps: int
+    fewer_ranks: list[tuple[int, int]]
+    """Hosts and ranks on each with which training may go on."""
 
 
 def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> TrainingResult:
@@ -162,7 +165,23 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         reward_manager=load_reward_manager(config, tokenizer),
         reward_models=RewardModels(config, device) if config.reward_model.enable else None,
         total_steps=steps,
+        fewer_ranks=_fewer_ranks(config, policy, device),
     )
+
+
+def _fewer_ranks(config: PPOConfig, policy: HFModelConfig, device: str) -> list[tuple[int, int]]:
+    """With which the policy's engines can hold it, too. Raises ConfigError if `trainer.min_ranks` leaves none."""
+    found: list[tuple[int, int]] = []
+    refusal: ConfigError | None = None
+    for layout in possible_fewer_ranks(config):
+        try:
+            _require_policy_engines(with_ranks(config, *layout), policy, device)
+            found.append(layout)
+        except ConfigError as exc:
+            refusal = refusal or exc
+    if refusal is not None and not found:
+        raise ConfigError(f"trainer.min_ranks={config.trainer.min_ranks} allows no fewer ranks: {refusal}") from refusal
+    return found
 
 
 def _scoring(job: _Job) -> RewardManager:
@@ -205,6 +224,7 @@ def _cluster(job: _Job, on_sync: Sequence[Callable[[SyncReport], None]]) -> Clus
         critic=job.critic,
         reward_models=job.reward_models,
         on_sync=on_sync,
+        fewer_ranks=job.fewer_ranks,
     )
 
 

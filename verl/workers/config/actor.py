@@ -59,6 +59,9 @@ class CheckpointConfig(Section):
 
     save_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
     load_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
+    async_save: bool = option(
+        False, "write model, optimizer and extra while training goes on, from a copy in host memory"
+    )
 
     def __post_init__(self) -> None:
         for key in ("save_contents", "load_contents"):

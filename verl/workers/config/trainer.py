@@ -97,6 +97,12 @@ class TrainerConfig:
     restart_wait_s: float = option(
         300.0, "how long ranks that are started again wait for their CPUs and devices, in s", above=0
     )
+    min_ranks: int | None = option(
+        None,
+        "with how many ranks at least the trainer goes on, from its last checkpoint on disk, when restart_wait_s has "
+        "passed and not all have a place; null: with all, or not at all",
+        least=1,
+    )
     memory_checkpoint: str = option(
         "auto",
         "keep the training state of the last step in host memory, for ranks that are started again: twice its size; "
@@ -122,6 +128,18 @@ class TrainerConfig:
     @property
     def world_size(self) -> int:
         return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def fewer_ranks(self) -> list[tuple[int, int]]:
+        """(hosts, ranks on each) with fewer ranks than there are, and no fewer than `min_ranks`; the most come first.
+
+        Whole hosts leave before ranks of the last one do.
+        """
+        if self.min_ranks is None:
+            return []
+        hosts = [(count, self.n_gpus_per_node) for count in range(self.nnodes - 1, 0, -1)]
+        alone = [(1, count) for count in range(self.n_gpus_per_node - 1, 0, -1)]
+        return [(count, each) for count, each in hosts + alone if count * each >= self.min_ranks]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,9 @@ import importlib
 import io
 import math
 import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -40,16 +43,32 @@ _DATA = {
 """What DCP's metadata are made of, beside torch's dtypes: classes that hold values and do nothing."""
 
 
-def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write and sync to disk.
+@dataclass(frozen=True)
+class Loan:
+    """A state that changes once it is given back."""
 
-    Every rank raises DiskFull if there is no room: before anything is written, or where a quota ends it.
+    may_copy: Callable[[int], bool]
+    """Whether host memory has room for so many bytes. If not, the state is given back when it is written."""
+    returned: threading.Event = field(default_factory=threading.Event)
+
+
+def write_state(
+    directory: Path, state: dict[str, Any], *, loan: Loan | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write and sync to disk. A collective of `group`, which has all ranks.
+
+    With `loan` the parts of `state` are emptied when they are copied. Every rank raises DiskFull if there is no room:
+    before anything is written, or where a quota ends it.
     """
-    planner = _SavePlanner(directory)
+    planner = _SavePlanner(directory, loan)
+    writer = FileSystemWriter(directory, sync_files=True, overwrite=False)
     try:
-        save(state, storage_writer=FileSystemWriter(directory, sync_files=True, overwrite=False), planner=planner)
+        save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as exc:  # no subclass of Exception, and the same on every rank
-        raise _of_save(exc, directory, planner.needed_nbytes) from exc
+        raise _of_save(exc, directory, planner.needed_nbytes, group) from exc
+    finally:
+        if loan is not None:
+            loan.returned.set()
 
 
 def read_state(directory: Path, state: dict[str, Any]) -> None:
@@ -70,7 +89,9 @@ def read_metadata(directory: Path) -> Metadata:
     return _Reader(directory).read_metadata()
 
 
-def _of_save(exc: CheckpointException, directory: Path, needed_nbytes: int | None) -> Exception:
+def _of_save(
+    exc: CheckpointException, directory: Path, needed_nbytes: int | None, group: dist.ProcessGroup | None
+) -> Exception:
     """What all ranks raise for it. Only rank 0 knows how many bytes the ranks wanted to write."""
     first = next(failure for failure, _ in exc.failures.values())
     if isinstance(first, DiskFull):
@@ -84,17 +105,25 @@ def _of_save(exc: CheckpointException, directory: Path, needed_nbytes: int | Non
                 raise next(failure for failure, _ in exc.failures.values() if is_of_full_disk(failure))
         except DiskFull as full:
             told = [full]
-    dist.broadcast_object_list(told, src=0)
+    dist.broadcast_object_list(told, src=0, group=group)
     return DiskFull(*told[0].args)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Looks, on rank 0, whether all of it fits, before any rank begins to write."""
+    """Looks, on rank 0, whether all of it fits, before any rank begins to write. Copies what is lent."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, loan: Loan | None) -> None:
         super().__init__()
-        self._directory = directory
+        self._directory, self._loan = directory, loan
+        self._lent: dict[str, Any] = {}
+        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self.needed_nbytes: int | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._lent = state_dict
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -105,6 +134,22 @@ class _SavePlanner(DefaultSavePlanner):
         )
         require_space(self._directory, self.needed_nbytes)
         return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        nbytes = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
+        if self._loan is not None and self._loan.may_copy(nbytes):
+            self._copies = {item.index: _copied(super(_SavePlanner, self).resolve_data(item)) for item in plan.items}
+            for part in (*self._lent.values(), self.state_dict):  # what was made for it may be in a device's memory
+                if isinstance(part, dict):
+                    part.clear()
+            self._loan.returned.set()
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        copied = self._copies.get(write_item.index)
+        return super().resolve_data(write_item) if copied is None else copied
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -144,6 +189,11 @@ class _DataUnpickler(PlainUnpickler):
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
+
+
+def _copied(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+    """`value` in host memory, independent of it."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _one_line(exc: BaseException) -> str:

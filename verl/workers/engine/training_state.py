@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,27 @@ RNG_KEY = "extra.rng"
 LR_STEP_KEY = "extra.lr_step"
 MAX_NAMES_IN_MESSAGE = 20
 
+StateWriter = Callable[[Path, dict[str, Any]], None]
+"""Writes a state to a directory, or begins to. A collective."""
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    """A training engine whose checkpoints can be written while it trains on."""
+
+    def begin_checkpoint(self, directory: Path, contents: Sequence[str], write: StateWriter) -> None:
+        """As `save_checkpoint`, but that `write` gets the state of model, optimizer and extra. A collective.
+
+        The state is borrowed: its values stay until the engine calls `before_step`.
+        """
+
+
+def write_now(directory: Path, state: dict[str, Any]) -> None:
+    """Every rank returns when all have written."""
+    if state:
+        write_state(directory, state)
+    dist.barrier()
+
 
 def save_training_state(
     directory: Path,
@@ -29,11 +50,12 @@ def save_training_state(
     *,
     lr_step: int,
     device: str,
+    write: StateWriter = write_now,
 ) -> None:
     """Write `state(contents)` and, if `contents` names it, `extra` (schedule position, RNG of every rank).
 
-    Files are synced to disk when this returns; every rank returns only when all have written. A caller that renames
-    `directory` to its final name afterwards never leaves half a checkpoint behind.
+    Files are synced to disk when `write_now` returns. A caller that renames `directory` to its final name afterwards
+    never leaves half a checkpoint behind.
 
     Raises ConfigError if `directory` holds a checkpoint already: files of another number of ranks would stay in it.
     Raises DiskFull, on every rank, if there is no room.
@@ -44,9 +66,7 @@ def save_training_state(
     if "extra" in contents:
         saved[LR_STEP_KEY] = torch.tensor(lr_step)
         saved |= {f"{RNG_KEY}.{dist.get_rank()}.{name}": value for name, value in rng_state(device).items()}
-    if saved:
-        write_state(directory, saved)
-    dist.barrier()
+    write(directory, saved)
 
 
 def load_training_state(

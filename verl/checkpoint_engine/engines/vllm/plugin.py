@@ -7,6 +7,7 @@ import multiprocessing
 from ...compat.vllm import knows_weight_transfer_engine
 from ...parameter_server.endpoints import ENGINE_NAME
 from ...support.lifetime import end_with
+from .deaths import tell_deaths
 
 
 def register() -> None:
@@ -19,6 +20,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", "ArenaWeightTransferEngine")
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
+    tell_deaths()
 
 
 def end_with_parent() -> None:

@@ -38,7 +38,7 @@ from .build import Weights, load_as_from_disk
 from .check import EngineCheck, free_nbytes, needed_nbytes
 from .fit import names_kept_wide, require_fit
 from .reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
-from .reports import write_names_kept_wide, write_report
+from .reports import write_report, write_worker
 from .unchanged import Kept, Loaded, Sources
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             files = checkpoint_files(Path(self.vllm_config.model_config.model))
             tensors = {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in read_checkpoint(files)}
             wide = names_kept_wide(self.vllm_config, tensors)
-            write_names_kept_wide(Path(init_info.report_directory), self._rank, wide)
+            write_worker(Path(init_info.report_directory), self._rank, wide)
 
     def start_weight_update(self) -> None:
         """Nothing happens before it is known what is loaded."""

@@ -4,7 +4,9 @@ of errors on. One file for each rank, in a directory that the server names."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import IntegrityError
@@ -22,18 +24,28 @@ def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, 
     (directory / f"{rank}.json").write_text(json.dumps(report))
 
 
-def write_names_kept_wide(directory: Path, rank: int, names: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Workers:
+    """Those of an engine."""
+
+    kept_wide: tuple[str, ...]
+    """Tensors that all of them together keep in float32, sorted."""
+    pids: Mapping[int, int]
+    """By rank."""
+
+
+def write_worker(directory: Path, rank: int, kept_wide: Sequence[str]) -> None:
     """Called by each worker that has built a model, once."""
-    (directory / f"{rank}.json").write_text(json.dumps(list(names)))
+    (directory / f"{rank}.json").write_text(json.dumps({"kept_wide": list(kept_wide), "pid": os.getpid()}))
 
 
-def take_names_kept_wide(directory: Path) -> tuple[str, ...]:
-    """What all ranks together keep in float32, sorted. Called once, before anything else is written there."""
-    found: set[str] = set()
-    for file in directory.glob("*.json"):
-        found |= set(json.loads(file.read_text()))
-        file.unlink()
-    return tuple(sorted(found))
+def take_workers(directory: Path) -> Workers:
+    """Called once, before anything else is written there."""
+    found = {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
+    for rank in found:
+        (directory / f"{rank}.json").unlink()
+    kept_wide = {name for worker in found.values() for name in worker["kept_wide"]}
+    return Workers(tuple(sorted(kept_wide)), {rank: worker["pid"] for rank, worker in found.items()})
 
 
 def take_reports(directory: Path, version: int) -> EngineCheckResult | None:

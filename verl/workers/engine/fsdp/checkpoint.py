@@ -33,6 +33,7 @@ def save_training_state(
     optimizer: torch.optim.Optimizer | None,
     lr_step: int,
     device: str,
+    write: training_state.StateWriter = training_state.write_now,
 ) -> None:
     """Write `model`, `optimizer` and `extra`, those that `contents` names. See `training_state.save_training_state`."""
     training_state.save_training_state(
@@ -41,6 +42,7 @@ def save_training_state(
         lambda parts: _model_state(parts, model, optimizer),
         lr_step=lr_step,
         device=device,
+        write=write,
     )
 
 

@@ -29,9 +29,11 @@ from verl.workers.engine.micro_batches import partition, sequence_widths, split_
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
+from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.packing import keeps_sequences_apart
 from verl.workers.hf.sharers import Sharers
 from verl.workers.hf.splitting import KEY, computes_shared
+from verl.workers.own_time import named_blocks
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -196,6 +198,10 @@ class FSDPEngine:
     # ---- checkpoints and weights
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
+        self.begin_checkpoint(directory, contents, write_now)
+
+    def begin_checkpoint(self, directory: Path, contents: Sequence[str], write: StateWriter) -> None:
+        """See `verl.workers.engine.training_state.SavesInBackground`."""
         save_training_state(
             directory,
             contents,
@@ -203,6 +209,7 @@ class FSDPEngine:
             optimizer=self.optimizer,
             lr_step=self._lr_step,
             device=self.device.type,
+            write=write,
         )
         if "model" in contents and self._adapters is not None:
             self._adapters.save_peft(directory / "lora_adapter")
@@ -254,6 +261,10 @@ class FSDPEngine:
         return FSDPWeightSource(tensors, rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
+
+    def own_blocks(self) -> list[nn.Module]:
+        """See `verl.workers.own_time.HasOwnBlocks`. In a model without such names, none."""
+        return named_blocks(self._built(), "mlp")
 
     def _forward(
         self, micro_batch: DataProto, temperature: float, calculate_entropy: bool

@@ -47,9 +47,16 @@ from verl.workers.engine.micro_batches import partition, sequence_widths, split_
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
-from verl.workers.engine.training_state import load_training_state, require_same_tensors_in, save_training_state
+from verl.workers.engine.training_state import (
+    StateWriter,
+    load_training_state,
+    require_same_tensors_in,
+    save_training_state,
+    write_now,
+)
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide, require_precision
+from verl.workers.own_time import named_blocks
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import LossFunction
@@ -354,7 +361,13 @@ class MegatronEngine:
     # ---- checkpoints and weights
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        save_training_state(directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type)
+        self.begin_checkpoint(directory, contents, write_now)
+
+    def begin_checkpoint(self, directory: Path, contents: Sequence[str], write: StateWriter) -> None:
+        """See `verl.workers.engine.training_state.SavesInBackground`."""
+        save_training_state(
+            directory, contents, self._training_state, lr_step=self._lr_step, device=self.device.type, write=write
+        )
         if "model" in contents and self._adapters:
             save_peft(directory / "lora_adapter", self._trained(), self._pieces_by_rank(), self._model_config)
         if "hf_model" in contents:
@@ -410,6 +423,11 @@ class MegatronEngine:
         return FSDPWeightSource(merged(self._held, self._scale), rollout_dtype=rollout_dtype, kept_wide=wide)
 
     # ---- helpers
+
+    def own_blocks(self) -> list[torch.nn.Module]:
+        """See `verl.workers.own_time.HasOwnBlocks`. Where ranks share a layer only its attention is a rank's own."""
+        alone = self._sizes.tensor == self._sizes.expert == 1
+        return named_blocks(self._built(), "mlp" if alone else "core_attention")
 
     def _load_hf_config(self) -> Any:
         return load_hf_config(self._model_config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
-from verl.checkpoint_engine.engines.vllm.reports import take_names_kept_wide, take_reports
+from verl.checkpoint_engine.engines.vllm.deaths import told_death
+from verl.checkpoint_engine.engines.vllm.reports import take_reports, take_workers
 from verl.checkpoint_engine.memory.arena import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
@@ -60,6 +61,10 @@ class VLLMEngine:
         """The version that every worker computes with; None where that is not known."""
         self._reports = Path()
         """Where workers write what they found about a version."""
+        self._deaths = Path()
+        """Where vLLM tells which of them died."""
+        self._pids: Mapping[int, int] = {}
+        """Theirs, by rank."""
         self._adapter: LoRARequest | None = None
         """What a request says to be computed with the adapters; None until there are some."""
         self._adapter_directory: Path | None = None
@@ -72,6 +77,8 @@ class VLLMEngine:
         self._leftovers = Leftovers()
         self._reports = self._leftovers.directory / "reports"
         self._reports.mkdir()
+        self._deaths = self._leftovers.directory / "deaths"
+        os.environ["VERL_ENGINE_DEATHS"] = str(self._deaths)
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._leftovers.directory)
         with (
             told_in_a_line(self._spec.name, self._spec.device),
@@ -86,7 +93,9 @@ class VLLMEngine:
             await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
         if self._spec.model.sends_adapters:
             self._adapter_directory = self._leftovers.memory_directory()
-        return take_names_kept_wide(self._reports)
+        workers = take_workers(self._reports)
+        self._pids = workers.pids
+        return workers.kept_wide
 
     def _bind_threads(self) -> None:
         """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes.
@@ -157,7 +166,7 @@ class VLLMEngine:
             ):
                 final = output  # FINAL_ONLY: there is one
         except EngineDeadError as exc:
-            raise ReplicaDied(f"{self._spec.name}: the engine died during request {request_id}") from exc
+            raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
         return self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
@@ -295,7 +304,7 @@ class VLLMEngine:
                 await self._running().check_health()
             return answer.result()
         except EngineDeadError as exc:
-            raise ReplicaDied(f"{self._spec.name}: the engine died") from exc
+            raise ReplicaDied(f"{self._spec.name}: {self._died()}") from exc
         finally:
             answer.cancel()
 
@@ -305,6 +314,10 @@ class VLLMEngine:
             llm.shutdown()
         if self._leftovers is not None:
             self._leftovers.remove()
+
+    def _died(self) -> str:
+        worker = told_death(self._deaths, self._pids)
+        return f"the engine died: {worker}" if worker else "the engine died"
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

@@ -1,0 +1,45 @@
+"""What vLLM's engine core logs of a worker that died becomes a few words."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from verl.checkpoint_engine.engines.vllm.deaths import LOGGER, tell_deaths, told_death
+
+SAID = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_DEATHS", str(tmp_path / "deaths"))
+    handlers = list(logging.getLogger(LOGGER).handlers)
+    tell_deaths()
+    tell_deaths()
+    yield tmp_path / "deaths"
+    logging.getLogger(LOGGER).handlers[:] = handlers
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "its worker 1 (pid 20) was ended by SIGKILL"),
+        (1, "its worker 1 (pid 20) ended with exit code 1"),
+        (-99, "its worker 1 (pid 20) was ended by signal 99"),
+    ],
+)
+def test_the_worker_that_died_first_is_named_with_what_ended_it(file, code, words):
+    logger = logging.getLogger(LOGGER)
+    logger.error("something else failed: %s", "VllmWorker-7")
+    assert told_death(file, {}) is None
+    logger.error(SAID, "VllmWorker-1", code)
+    logger.error(SAID, "VllmWorker-0", -15)
+    assert told_death(file, {0: 10, 1: 20}) == words
+
+
+def test_an_engine_without_a_server_of_ours_tells_nobody(monkeypatch):
+    monkeypatch.delenv("VERL_ENGINE_DEATHS", raising=False)
+    handlers = list(logging.getLogger(LOGGER).handlers)
+    tell_deaths()
+    assert logging.getLogger(LOGGER).handlers == handlers

@@ -1,0 +1,104 @@
+"""A rank among two that is slow is told from the one that waits for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from tests.workers.engine.engine_cases import batch, make_engine
+from tests.workers.engine.megatron_cases import make_megatron
+from verl.trainer.ppo.slow_ranks import STEPS, SlowRanks
+from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.own_time import OwnTime
+
+PULSES = """
+import os, signal, sys, time
+while os.path.exists(sys.argv[1]):
+    for what, seconds in ((signal.SIGSTOP, 0.004), (signal.SIGCONT, 0.001)):
+        os.kill(int(sys.argv[2]), what)
+        time.sleep(seconds)
+"""
+DEADLINE_S = 60.0
+MANY, FEW = 3000, 20
+"""Sequences: many take a rank tens of milliseconds of its own."""
+PHASE = "old_log_prob"
+
+
+@contextmanager
+def stopped_now_and_then(while_there):
+    """This process, four fifths of the time."""
+    while_there.touch()
+    pulses = subprocess.Popen([sys.executable, "-S", "-c", PULSES, while_there, str(os.getpid())])
+    try:
+        yield
+    finally:
+        while_there.unlink()
+        pulses.wait(DEADLINE_S)
+
+
+def computed(engine, sequences, steps):
+    """What each step takes of this rank by itself."""
+    own = OwnTime("cpu")
+    own.watch(engine.own_blocks())
+    rows = batch(sequences, 1).chunk(2)[dist.get_rank()]
+    found = []
+    for _ in range(steps):
+        with own.during(PHASE):
+            engine.compute_log_prob(rows, temperature=1.0, limits=MicroBatchLimits(max_sequences=100))
+        found.append(own.take())
+    return found
+
+
+def compute_beside_a_slow_rank(path, directory):
+    engine = make_engine(path)
+    if dist.get_rank() == 0:
+        return computed(engine, MANY, 3 * STEPS)
+    with stopped_now_and_then(directory / "stopped"):
+        return computed(engine, MANY, 3 * STEPS)
+
+
+def test_a_rank_that_is_stopped_now_and_then_is_named_though_the_others_wait_for_it(ranks, models, caplog, tmp_path):
+    both = ranks.run(compute_beside_a_slow_rank, 2, models("qwen2", True), tmp_path)
+    slow_ranks = SlowRanks(lambda rank: f"number {rank} of two")
+    slowest = [slow_ranks.look(step)[f"trainer/slowest_rank/{PHASE}"] for step in zip(*both, strict=True)]
+    assert sum(slowest) > len(slowest) / 2
+    named = {record.getMessage().split(" is slow")[0] for record in caplog.records if record.levelname == "WARNING"}
+    assert named == {"trainer rank 1 (number 1 of two)"}
+
+
+def compute_with(make, path, options):
+    (own,) = computed(make(path, **options), FEW, 1)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (make_engine, {"strategy": "fsdp"}),
+        (make_megatron, {"options": {"tensor_model_parallel_size": 2}}),
+        (make_megatron, {"options": {}}),
+    ],
+    ids=["fsdp", "tensor parallel", "data parallel"],
+)
+def test_every_engine_tells_what_its_ranks_compute_by_themselves(ranks, models, make, options):
+    one, other = ranks.run(compute_with, 2, make, models("qwen2", True), options)
+    assert one.keys() == other.keys() == {PHASE}
+    assert one[PHASE].tokens > 0
+    assert one[PHASE].seconds > 0
+
+
+def compute_outside_of_phases(path):
+    engine = make_engine(path)
+    own = OwnTime("cpu")
+    own.watch(engine.own_blocks())
+    engine.compute_log_prob(batch(FEW, 1), temperature=1.0, limits=MicroBatchLimits(max_sequences=100))
+    return own.take()
+
+
+def test_what_is_in_no_phase_is_not_told(ranks, models):
+    assert ranks.run(compute_outside_of_phases, 1, models("qwen2", True)) == [{}]

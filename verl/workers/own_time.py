@@ -1,0 +1,98 @@
+"""Seconds that a trainer rank computes by itself, where nothing waits for other ranks.
+
+All ranks of a group take the same time for a step, because they wait for each other in its collectives. What tells them
+apart is how long each takes for blocks of the model in which there are none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@runtime_checkable
+class HasOwnBlocks(Protocol):
+    """A training engine that knows such blocks of its model."""
+
+    def own_blocks(self) -> list[nn.Module]:
+        """Modules whose forward passes are free of collectives, the same on every rank, or on every rank of a stage."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a rank computed by itself in one phase of a step."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    """Summed over blocks, with padding."""
+
+    def __add__(self, other: Own) -> Own:
+        return Own(self.seconds + other.seconds, self.tokens + other.tokens)
+
+
+class OwnTime:
+    """Of one rank. Forward passes are timed: also those that gradient checkpointing makes again."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._phase = ""
+        self._began: dict[int, Any] = {}
+        self._laps: dict[str, list[tuple[Any, Any, int]]] = {}
+
+    def watch(self, blocks: Iterable[nn.Module]) -> None:
+        """Time them from now on."""
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin)
+            block.register_forward_hook(self._end, prepend=True)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is computed in the block belongs to `phase`."""
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    def take(self) -> dict[str, Own]:
+        """By phase, since the last call."""
+        laps, self._laps = self._laps, {}
+        if laps and self._device != "cpu":
+            torch.accelerator.synchronize()
+        return {phase: sum((Own(self._seconds(*lap[:2]), lap[2]) for lap in of), Own()) for phase, of in laps.items()}
+
+    def _begin(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._began[id(block)] = self._now()
+
+    def _end(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        began = self._began.pop(id(block), None)
+        first = inputs[0] if inputs else None
+        if began is not None and self._phase and isinstance(first, torch.Tensor):
+            lap = began, self._now(), first.shape[:-1].numel()
+            self._laps.setdefault(self._phase, []).append(lap)
+
+    def _now(self) -> Any:
+        if self._device == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, began: Any, ended: Any) -> float:
+        return ended - began if self._device == "cpu" else float(began.elapsed_time(ended)) / 1e3
+
+
+Owns = Mapping[str, Own]
+"""Of one rank, by phase."""
+
+
+def named_blocks(model: nn.Module, last_name: str) -> list[nn.Module]:
+    """Modules of `model` whose names end so, without those inside of others."""
+    found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == last_name]
+    return [model.get_submodule(name) for name in found if not any(name.startswith(f"{one}.") for one in found)]

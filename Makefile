@@ -21,8 +21,8 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install sglang ## the whole test suite, three files at a time (WORKERS=0: one); options for pytest in ARGS="..."
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: install sglang ## the test suite, of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)

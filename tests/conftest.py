@@ -12,7 +12,7 @@ import pytest
 
 from tests.warm_workers import ENVIRONMENT, lighten_ray, warm_base, warm_workers
 
-pytest_plugins = ["tests.tiers", "pytester"]
+pytest_plugins = ["tests.tiers", "tests.cells", "pytester"]
 
 WARM = pytest.StashKey[str]()
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()

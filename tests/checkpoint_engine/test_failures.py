@@ -147,6 +147,7 @@ def flip_bit(path: Path) -> None:
         file.write(bytes([first ^ 1]))
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize("case", cases())
 async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_left(case: Case, tmp_path: Path):
     async with ProcessFleet(case.config, tmp_path, nodes=NODES.get(case.backend, 1)) as fleet:

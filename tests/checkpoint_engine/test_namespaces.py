@@ -20,6 +20,7 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.memory.arena import committed_version
 
+pytestmark = pytest.mark.cells(2)
 TCP_ONLY = {"nixl": {"ucx_tls": "tcp"}}
 """UCX sees through namespaces: it would find that both ends share memory."""
 

@@ -23,6 +23,8 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.links.wire import OwnerAddress
 from verl.checkpoint_engine.memory.arena import open_committed
 
+pytestmark = pytest.mark.cells(3)
+
 needs_mooncake = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
 LIBRARIES_THAT_TAKE_NO_ADDRESS = ("mooncake", "kimi_ckpt_engine")
 """Mooncake listens on all interfaces, whatever it is told."""

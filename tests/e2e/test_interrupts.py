@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.job import within
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(3), pytest.mark.timeout(400)]
 
 ENDS_WITHIN_S = 10.0
 SHARED = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

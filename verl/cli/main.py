@@ -63,6 +63,11 @@ MODULES = {
         about="Prove that a model's weights reach vLLM whole.",
         is_told_its_name=True,
     ),
+    "node": Module(
+        name="verl.checkpoint_engine.node",
+        about="Hold memory on this host into which publishers elsewhere push weights.",
+        is_told_its_name=True,
+    ),
     "doctor": Module(name="verl.doctor.command", about="Look whether this host, or a Ray cluster, can run a job."),
     "plan": Module(
         name="verl.planning.command",

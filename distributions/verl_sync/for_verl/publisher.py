@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..config import CheckpointEngineConfig
 from ..errors import ConfigError
+from ..publisher.hosts import HERE
 from ..publisher.model_source import ModelSource
 from ..publisher.publisher import CheckedReplica, PublishingRank, WeightPublisher
 from ..publisher.ranks import Ranks
@@ -51,6 +52,9 @@ class VerlPublisher(WeightPublisher):
     def _names(self) -> list[str]:
         return [*self._ranks_with_server]
 
+    def _node_of(self, name: str) -> int:
+        return HERE
+
     def _replica(self, name: str) -> CheckedReplica:
         return _Replica(name, self._ranks, self._ranks_with_server[name])
 
@@ -69,7 +73,7 @@ class _RankWithServer(PublishingRank):
 class _Replica:
     """Implements `ports.Replica`, on rank 0."""
 
-    node_index = 0
+    node_index = HERE
 
     def __init__(self, name: str, ranks: Ranks, rank: int) -> None:
         self.name = name

@@ -14,6 +14,8 @@ from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.parameter_server.rank_processes import RankProcess, World
 from verl.checkpoint_engine.errors import ActivationError, TransportError, TransportTimeout
 
+pytestmark = pytest.mark.cells(2)
+
 SIZE = 3
 QUICK_S = 20.0
 """Far below the deadline of an update: failures are told, not waited for."""

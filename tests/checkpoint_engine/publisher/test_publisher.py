@@ -7,18 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.served_vllm import ServedVLLM, free_port, served_vllm
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
-from verl.checkpoint_engine import ActivationError, ConfigError, TRLWeightTransfer, WeightPublisher
+from verl.checkpoint_engine import ActivationError, ConfigError, SyncAborted, TRLWeightTransfer, WeightPublisher
 from verl.utils.builtin import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +55,20 @@ def assert_serves(server: ServedVLLM, model: torch.nn.Module, directory: Path) -
     expected = expected_on_rank(dict(model.state_dict()), AutoConfig.from_pretrained(directory), 0, 1)
     found = server.weights()
     assert [name for name, tensor in expected.items() if not same_bits(found[name], tensor)] == []
+
+
+@contextmanager
+def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
+    host, _, port = place.partition(":")
+    command = [sys.executable, "-m", "verl.checkpoint_engine.node", "--key-file", key, "--host", host, "--port", port]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        while "publishers that have the key" not in (line := process.stderr.readline()):
+            assert line, process.wait()
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def served_version(server: ServedVLLM) -> str:
@@ -166,6 +181,33 @@ class TestAgainstVLLM:
         start = AutoModelForCausalLM.from_pretrained(directory)
         assert not torch.equal(served["model.norm.weight"], start.state_dict()["model.norm.weight"])
         assert arenas_in(shm) == []
+
+    def test_a_server_loads_from_the_memory_of_a_process_beside_it(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        """As where it is on another host than the loop that trains."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        key, place = shm / "key", f"127.0.0.1:{free_port()}"
+        with (
+            node_process(key, place) as node,
+            WeightPublisher(model, [server.url], nodes=[place], node_key=key, config={"retries": 0}) as publisher,
+        ):
+            for version in range(2):
+                nudge(model, 10 + version)
+                report = publisher.push(version)
+                assert_serves(server, model, directory)
+            assert [link.member for link in report.links] == ["node-1"]
+            node.kill()
+            node.wait()
+            before = server.greedy_tokens()
+            nudge(model, 12)
+            with pytest.raises(SyncAborted, match=place):
+                publisher.push(2)
+            assert server.greedy_tokens() == before
+            with node_process(key, place):
+                publisher.push(3)
+                assert_serves(server, model, directory)
+        assert soon(lambda: arenas_in(shm) == [])
 
     def test_a_rank_that_is_gone_ends_the_push_by_name_and_the_server_serves_on(
         self, server: ServedVLLM, directory: Path, shm: Path

@@ -35,6 +35,11 @@ def own_rotary_tables() -> Iterator[None]:
         rotary_embedding._ROPE_DICT.update(shared)
 
 
+def load_numel(parameter: torch.Tensor) -> int:
+    """How many elements its loader fills: fewer than it has where padding is declared, which vLLM does from 0.31 on."""
+    return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
+
+
 @dataclass(frozen=True)
 class PackedProduct:
     """A matrix packed by oneDNN, which can only be multiplied with."""

@@ -1,32 +1,20 @@
-"""A `vllm serve` of this host as a replica of the manager's: it maps the arena and loads from there."""
+"""A `vllm serve` as a replica of the manager's: it maps the arena of its host's rollout node and loads from there."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
-import urllib.parse
 from collections.abc import Mapping
 
-from ..errors import ConfigError
 from ..parameter_server.endpoints import Endpoint
-from ..support.network import host_addresses
 
 
 class EndpointReplica:
     """Implements `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
 
-    node_index = 0
-
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        """`timeout_s` is for each request. Raises ConfigError for what is no URL, or one of another host."""
+    def __init__(self, url: str, node_index: int, *, timeout_s: float) -> None:
+        """`node_index`: of its host's node. `timeout_s`: for each request. Raises ConfigError for what is no URL."""
         self._endpoint = Endpoint(url, timeout_s=timeout_s)
-        host = urllib.parse.urlsplit(url).hostname or ""
-        if not _is_here(host):
-            raise ConfigError(
-                f"{url} is not on this host ({socket.gethostname()}): an engine maps the memory into which weights are "
-                "published, so publish on its host"
-            )
+        self.node_index = node_index
 
     @property
     def name(self) -> str:
@@ -57,11 +45,3 @@ class EndpointReplica:
     async def release_kv_cache(self) -> None: ...
 
     async def resume_kv_cache(self) -> None: ...
-
-
-def _is_here(host: str) -> bool:
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError as exc:
-        raise ConfigError(f"no host is called {host!r}: {exc}") from exc
-    return any(address in host_addresses() or ipaddress.ip_address(address).is_loopback for address in found)

@@ -1,16 +1,16 @@
-"""`WeightPublisher`: pushes the weights of a training loop into vLLM servers on its host, as transactions.
+"""`WeightPublisher`: pushes the weights of a training loop into vLLM servers, as transactions.
 
     publisher = WeightPublisher(model, endpoints=["http://127.0.0.1:8000"])
     report = publisher.push(version=step)          # every server serves it, or SyncAborted
 
-It is a `CheckpointEngineManager` with one rollout node, in the process that trains: pause, verification, rollback,
-deadlines and reports are those of every sync. Under `torchrun` every rank makes one and pushes; rank 0 manages.
+It is a `CheckpointEngineManager` with a rollout node in the process that trains, and others in processes that run
+`verl-sync node` on other hosts: pause, verification, rollback, deadlines and reports are those of every sync. Under
+`torchrun` every rank makes one and pushes; rank 0 manages.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -25,11 +25,11 @@ from ..errors import ActivationError, CheckpointEngineError, ConfigError, SyncAb
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
-from ..support import envs
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
-from ..sync.participants import RolloutNode, TrainerRank
+from ..sync.participants import TrainerRank
 from .endpoint_replica import EndpointReplica
+from .hosts import Hosts
 from .model_source import ModelSource
 from .ranks import Ended, Ranks, rank_and_size
 
@@ -59,8 +59,8 @@ class CheckedReplica(Replica, Protocol):
 class WeightPublisher:
     """Used from one thread, that which trains. Use as a context manager, or call `close`.
 
-    The arena, in shared memory, takes two versions of the weights (`config={"slots": 1}`: one). Servers run as the
-    user of this process, and on its host.
+    The arena of each host with servers, in shared memory, takes two versions of the weights (`config={"slots": 1}`:
+    one). Servers run as the user of the process that holds it: this one, or `verl-sync node`.
     """
 
     def __init__(
@@ -71,20 +71,25 @@ class WeightPublisher:
         dtype: str | None = None,
         config: Mapping[str, Any] | None = None,
         report_path: Path | None = None,
+        nodes: Sequence[str] = (),
+        node_key: Path | None = None,
         alone: bool = False,
     ) -> None:
         """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
 
         `endpoints`: URLs of vLLM servers, or a file with one in each line, read again at every push. `dtype`: what
         floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
-        `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON.
+        `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON. `nodes`: `host:port`
+        of each `verl-sync node`, whose key is in the file `node_key`; servers of other hosts need one on their host,
+        and weights travel by `checkpoint_engine.backend=tcp` unless `config` names another.
 
         Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's. With `alone` this
         rank alone does: it has every tensor whole.
 
         Raises ConfigError, BackendUnavailable. Nothing is reserved, and no server asked, before the first push.
         """
-        settings = CheckpointEngineConfig.from_mapping(dict(config or {}))
+        across_hosts = {"backend": "tcp"} if nodes else {}
+        settings = CheckpointEngineConfig.from_mapping(across_hosts | dict(config or {}))
         self._source = model if isinstance(model, ModelSource) else ModelSource(model, dtype)
         self._member = self._make_member(0 if alone else rank_and_size()[0], settings)
         self._timeout_s = sum(vars(settings.deadlines).values())
@@ -92,10 +97,12 @@ class WeightPublisher:
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
-            self._names()
-            node = RolloutNode(0, settings, job=f"publisher-{os.getpid()}", shm_dir=envs.shm_dir())
+            self._hosts = Hosts(nodes, node_key, settings)
             self._manager = CheckpointEngineManager(
-                config=settings, trainers=self._ranks.ports(), nodes=[node], report_path=report_path
+                config=settings,
+                trainers=self._ranks.ports(),
+                nodes=[self._hosts.node(index) for index in sorted({*map(self._node_of, self._names())})],
+                report_path=report_path,
             )
         self._loop = LoopThread("weight-publisher")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
@@ -176,8 +183,11 @@ class WeightPublisher:
 
     async def _take_in(self, manager: CheckpointEngineManager, names: Sequence[str]) -> None:
         """Servers that are new or were left out get the version in service; those that are named no more are left."""
+        needed = {*map(self._node_of, names)}
         gone = [self._known.pop(name) for name in [*self._known] if name not in names]
         await manager.remove_replicas(gone)
+        for index in needed - self._hosts.nodes.keys():
+            await self._join(manager, index)
         tensors = {spec.name: (spec.dtype, spec.shape) for spec in self._source.specs()}
         for name in names:
             if name not in self._known:
@@ -189,6 +199,24 @@ class WeightPublisher:
             await manager.add_replicas([replica for name, replica in self._known.items() if name not in serving])
         except ActivationError as exc:
             logger.warning("left out: %s", exc)
+        if idle := self._hosts.nodes.keys() - needed:
+            await self._leave(manager, idle)
+
+    async def _join(self, manager: CheckpointEngineManager, index: int) -> None:
+        """Raises what keeps that host's node from getting the version in service; the push has not begun then."""
+        node = self._hosts.node(index)
+        try:
+            await manager.add_nodes([node])
+        except BaseException:
+            await self._hosts.nodes.pop(index).close()
+            raise
+
+    async def _leave(self, manager: CheckpointEngineManager, indices: set[int]) -> None:
+        """Hosts without servers need no memory."""
+        idle = [self._hosts.nodes.pop(index) for index in indices]
+        await manager.remove_nodes(idle)
+        for node in idle:
+            await node.close()
 
     def _make_member(self, rank: int, settings: CheckpointEngineConfig) -> PublishingRank:
         return PublishingRank(rank, self._source, settings)
@@ -197,8 +225,12 @@ class WeightPublisher:
         """Of the servers that get the next version."""
         return urls_of(self._endpoints)
 
+    def _node_of(self, name: str) -> int:
+        """Index of the rollout node from which that server loads. Raises ConfigError if its host has none."""
+        return self._hosts.index_of(name)
+
     def _replica(self, name: str) -> CheckedReplica:
-        return EndpointReplica(name, timeout_s=self._timeout_s)
+        return EndpointReplica(name, self._node_of(name), timeout_s=self._timeout_s)
 
     def _await_pending(self) -> None:
         if self._pending is not None:

@@ -36,6 +36,8 @@ class TRLWeightTransfer:
         dtype: str | None = None,
         config: Mapping[str, Any] | None = None,
         report_path: Path | None = None,
+        nodes: Sequence[str] = (),
+        node_key: Path | None = None,
         server_timeout_s: float = 240.0,
     ) -> None:
         """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers that still start.
@@ -44,7 +46,13 @@ class TRLWeightTransfer:
         """
         urls_of(endpoints)
         self._endpoints, self._server_timeout_s = endpoints, server_timeout_s
-        self._options: dict[str, Any] = {"dtype": dtype, "config": config, "report_path": report_path}
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            "config": config,
+            "report_path": report_path,
+            "nodes": nodes,
+            "node_key": node_key,
+        }
         self._held: dict[str, torch.Tensor] = {}
         """On the host, of the last push: what TRL yields is gone when the next tensor is gathered."""
         self._publisher: WeightPublisher | None = None

@@ -19,11 +19,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ...compat.vllm import load_numel
 from ...errors import ActivationError
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
@@ -106,7 +106,7 @@ class _Trial:
                 whole = self._plain and not isinstance(module, (LinearBase, RoutedExperts, VocabParallelEmbedding))
                 full_name = f"{prefix}.{name}" if prefix else name
                 if isinstance(module, RoutedExperts):
-                    self._expert_numel[full_name] = get_tensor_load_numel(parameter)
+                    self._expert_numel[full_name] = load_numel(parameter)
                 parameter.weight_loader = self._noting(
                     full_name, loader, sized=sized, most=parameter.numel() if whole else None
                 )

@@ -1,0 +1,169 @@
+"""How long a push into a running vLLM server takes, next to vLLM's own reload from the page cache.
+
+    python -m benchmarks.push --size-mib 256
+
+The server is real and its model, a Qwen2 of random values in bfloat16, is made on the spot. Each round changes every
+tensor and pushes; then writes the model's files, as a loop without a publisher has to, and has vLLM reload them,
+paused as a push pauses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.command import make_parser, progress, run
+from benchmarks.machine import describe_machine
+from benchmarks.random_model import MIN_MIB, make_random_model
+from verl.checkpoint_engine import WeightPublisher
+from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
+
+START_S = 300.0
+REQUEST_S = 300.0
+WARM_UP = 2
+"""Rounds before the measured ones: each of the two slots has been written and mapped once."""
+WAYS = PUSH, FILES, RELOAD = ("push", "write the files", "reload_weights")
+
+
+@dataclass(frozen=True)
+class Settings:
+    size_mib: float
+    repeats: int
+
+
+@contextmanager
+def served(model: Path, log: Path) -> Iterator[str]:
+    """`vllm serve MODEL` as a user starts it, on one core; its URL. Raises ValueError with the end of its log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256"]
+    command += ["--kv-cache-memory-bytes", "100000000"]
+    command += ["--weight-transfer-config", json.dumps({"backend": ENGINE_NAME})]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment | dict(os.environ))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_healthy(url):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise ValueError(f"vLLM does not serve:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="verl-push-") as scratch:
+        progress(f"a model of {settings.size_mib:g} MiB, and a vLLM server with it")
+        model = make_random_model(Path(scratch) / "model", settings.size_mib)
+        (file,) = model.glob("*.safetensors")
+        tensors = load_file(file)
+        with served(model, Path(scratch) / "vllm.log") as url, WeightPublisher(tensors, [url]) as publisher:
+            rounds = [
+                _round(publisher, Endpoint(url, timeout_s=REQUEST_S), url, tensors, file, number)
+                for number in range(WARM_UP + settings.repeats)
+            ]
+    measured = rounds[WARM_UP:]
+    return {
+        "benchmark": "push",
+        "machine": describe_machine(),
+        "mib": sum(tensor.nbytes for tensor in tensors.values()) / 2**20,
+        "tensors": len(tensors),
+        "repeats": settings.repeats,
+        "ways": {way: {key: median(one[way][key] for one in measured) for key in measured[0][way]} for way in WAYS},
+        "ratio_to_reload": median(one[PUSH]["seconds"] / one[RELOAD]["seconds"] for one in measured),
+    }
+
+
+def _round(
+    publisher: WeightPublisher,
+    endpoint: Endpoint,
+    url: str,
+    tensors: dict[str, torch.Tensor],
+    file: Path,
+    version: int,
+) -> dict[str, dict[str, float]]:
+    for tensor in tensors.values():
+        tensor.mul_(-1)
+    began = time.perf_counter()
+    report = publisher.push(version)
+    pushed = time.perf_counter()
+    save_file(tensors, file, metadata={"format": "pt"})
+    written = time.perf_counter()
+    _reload(endpoint, url)
+    reload_s = time.perf_counter() - written
+    progress(f"push {pushed - began:.2f} s; files {written - pushed:.2f} s, reload_weights {reload_s:.2f} s")
+    return {
+        PUSH: {"seconds": pushed - began, "paused_s": report.paused_s[url], **report.phase_s},
+        FILES: {"seconds": written - pushed, "paused_s": 0.0},
+        RELOAD: {"seconds": reload_s, "paused_s": reload_s},
+    }
+
+
+def _reload(endpoint: Endpoint, url: str) -> None:
+    endpoint.pause("abort")
+    body = json.dumps({"method": "reload_weights"}).encode()
+    request = urllib.request.Request(f"{url}/collective_rpc", data=body, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        answer.read()
+    endpoint.resume()
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print(f"{result['mib']:.0f} MiB in {result['tensors']} tensors, medians of {result['repeats']}")
+    print(f"{'':<16}{'seconds':>10}{'paused':>10}")
+    for way, numbers in result["ways"].items():
+        print(f"{way:<16}{numbers['seconds']:>10.3f}{numbers['paused_s']:>10.3f}")
+    phases = {name: seconds for name, seconds in result["ways"][PUSH].items() if name not in ("seconds", "paused_s")}
+    print("of the push: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items()))
+    print(f"a push takes {result['ratio_to_reload']:.2f} times as long as reload_weights")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("push", __doc__ or "", files="result.json")
+    parser.add_argument("--size-mib", type=float, default=256.0, help="of the model (default 256)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that are measured (default 5)")
+    given = parser.parse_args(arguments)
+    if given.size_mib < MIN_MIB:
+        parser.error(f"--size-mib must be at least {MIN_MIB}")
+    if given.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    settings = Settings(size_mib=given.size_mib, repeats=given.repeats)
+    return run(given.output, lambda: measure(settings), print_table=print_table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The push benchmark runs against a real server, and its result says everything; how fast it is, is not tested here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.push import FILES, PUSH, RELOAD, main
+
+
+@pytest.mark.vllm
+@pytest.mark.cells(3)
+def test_a_push_is_measured_beside_writing_and_reloading_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--size-mib", "2", "--repeats", "1", "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["ways"].keys() == {PUSH, FILES, RELOAD}
+    assert 0 < result["ways"][PUSH]["paused_s"] < result["ways"][PUSH]["seconds"]
+    assert "times as long as reload_weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--size-mib", "1"], "at least 2"), (["--repeats", "0"], "at least 1")]
+)
+def test_senseless_sizes_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""Files marked `cells(days)` run in parts."""
+
+from __future__ import annotations
+
+import pytest
+
+MATRIX = """
+import pytest
+
+@pytest.mark.cells(3)
+@pytest.mark.parametrize("cell", range(7))
+def test_a_matrix(cell):
+    print(f"cell {cell}")
+
+def test_always():
+    print("always")
+"""
+
+
+@pytest.fixture
+def ran(pytester, monkeypatch):
+    """Runs it on a day; says which cells ran, and whether the other test did."""
+    pytester.makepyfile(MATRIX)
+    pytester.makeini("[pytest]\nmarkers =\n    cells: in parts")
+
+    def run(day: int, *options: str) -> tuple[set[int], bool]:
+        monkeypatch.setenv("VERL_TESTS_DAY", str(day))
+        lines = pytester.runpytest_inprocess("-p", "tests.cells", "-s", *options).outlines
+        text = "\n".join(lines)
+        return {cell for cell in range(7) if f"cell {cell}" in text}, "always" in text
+
+    return run
+
+
+def test_each_day_runs_another_part_and_all_of_them_have_run_in_the_end(ran):
+    parts = [ran(day, "--cells", "today")[0] for day in range(3)]
+    assert parts == [{0, 3, 6}, {1, 4}, {2, 5}]
+    assert ran(3, "--cells", "today") == (parts[0], True)
+
+
+def test_by_default_every_cell_runs(ran):
+    assert ran(1) == (set(range(7)), True)
+
+
+def test_the_header_says_which_day_it_was_so_that_it_can_be_run_again(pytester, monkeypatch):
+    monkeypatch.setenv("VERL_TESTS_DAY", "740000")
+    pytester.makepyfile("def test_nothing(): ...")
+    told = pytester.runpytest_inprocess("-p", "tests.cells", "--cells", "today")
+    told.stdout.fnmatch_lines(["cells: those of day 740000 (VERL_TESTS_DAY); --cells all runs every one"])

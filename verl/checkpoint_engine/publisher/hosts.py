@@ -1,0 +1,78 @@
+"""On which host each server is, and the rollout node from whose memory the servers of a host load."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import CheckpointEngineConfig
+from ..errors import ConfigError
+from ..support import envs
+from ..support.network import host_addresses
+from ..sync.participants import NodePort, RolloutNode
+from .node_key import key_in
+from .remote_node import COMMAND, remote_node
+
+HERE = 0
+"""Index of the node in this process."""
+
+
+class Hosts:
+    """The node of this process, and those that processes on other hosts hold. Each is made when it is first needed."""
+
+    def __init__(self, nodes: Sequence[str], key_file: Path | None, config: CheckpointEngineConfig) -> None:
+        """`nodes`: `host:port` of each process. Raises ConfigError for what is none, for one key file that is missing,
+        and for hosts that nobody knows."""
+        if nodes and key_file is None:
+            raise ConfigError(f"nodes={list(nodes)} need node_key, the file with the key of `{COMMAND}`")
+        self._config = config
+        self._key = key_in(Path(key_file)) if key_file is not None else b""
+        self._places = [_place_of(node) for node in nodes]
+        self._addresses = [_addresses_of(host) for host, _ in self._places]
+        self._job = f"publisher-{os.getpid()}-{secrets.token_hex(4)}"
+        self.nodes: dict[int, NodePort] = {}
+        """Those that are in use, by their index."""
+
+    def index_of(self, url: str) -> int:
+        """Of the node for the server at `url`. Raises ConfigError if its host has none."""
+        host = urllib.parse.urlsplit(url).hostname or ""
+        addresses = _addresses_of(host)
+        for index, known in enumerate(self._addresses, HERE + 1):
+            if known & addresses:
+                return index
+        own = {*host_addresses()}
+        if addresses & own or any(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return HERE
+        raise ConfigError(
+            f"{url} is not on this host ({socket.gethostname()}), and no rollout node is named for its own: an engine "
+            f"maps the memory from which it loads. Run `{COMMAND} --key-file F` there, and name it in nodes"
+        )
+
+    def node(self, index: int) -> NodePort:
+        """That node, from now on in use: its user takes it out of `nodes` when it closes it."""
+        if index not in self.nodes:
+            self.nodes[index] = (
+                RolloutNode(HERE, self._config, job=self._job, shm_dir=envs.shm_dir())
+                if index == HERE
+                else remote_node(index, self._places[index - 1], self._key, self._config, job=self._job)
+            )
+        return self.nodes[index]
+
+
+def _place_of(node: str) -> tuple[str, int]:
+    host, _, port = node.rpartition(":")
+    if not host or not port.isdecimal() or "/" in node:
+        raise ConfigError(f"nodes: {node!r} is not host:port, as `{COMMAND}` says it")
+    return host.strip("[]"), int(port)
+
+
+def _addresses_of(host: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError as exc:
+        raise ConfigError(f"no host is called {host!r}: {exc}") from exc

@@ -1,0 +1,38 @@
+"""The key by which a publisher and the rollout nodes on other hosts know each other: a file, the same on all hosts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import ConfigError
+
+LEAST_LENGTH = 32
+
+
+def make_key(file: Path) -> bool:
+    """Write a new key into `file`, which only this user may read; False if there is one. Raises ConfigError."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    except OSError as exc:
+        raise ConfigError(f"the key file {file} cannot be made: {exc.strerror}") from exc
+    with os.fdopen(descriptor, "w") as made:
+        made.write(secrets.token_hex(LEAST_LENGTH) + "\n")
+    return True
+
+
+def key_in(file: Path) -> bytes:
+    """Raises ConfigError for a file that is not there, that others may read, or that is too short to be a secret."""
+    try:
+        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"others may read the key file {file}: chmod 600 {file}")
+        key = file.read_bytes().strip()
+    except OSError as exc:
+        raise ConfigError(f"the key file {file} cannot be read: {exc.strerror}") from exc
+    if len(key) < LEAST_LENGTH:
+        raise ConfigError(f"the key in {file} has {len(key)} characters, fewer than {LEAST_LENGTH}")
+    return key

@@ -1,0 +1,193 @@
+"""One connection between a publisher and a rollout node on another host: calls, answers, and nobody else's.
+
+    publisher                    node
+    nonce                  -->
+                           <--   nonce, proof that it has the key
+    proof                  -->
+    frame, frame, ...     <-->   frame, frame, ...
+
+A frame is its length, a tag and a message. Tags are keyed by both nonces and count frames, so what is forged, repeated
+or left out ends the connection. Nothing is secret: whoever can read the network sees names and sizes of tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from .. import errors
+from ..config import CheckpointEngineConfig
+from ..errors import CheckpointEngineError, TransportError
+from ..plan.encoded import unpacked
+from ..sync.participants import NodePort, methods_of
+
+NONCE_NBYTES: Final = 32
+PROOF_NBYTES: Final = 32
+LENGTH = struct.Struct("<Q")
+MOST_NBYTES = 2**30
+"""Of a message. The plan of a model with a million pieces takes some ten megabytes."""
+HANDSHAKE_S = 10.0
+SILENT_S = 10
+"""A peer whose host is gone is noticed after about twice as long."""
+OPEN = "open"
+"""The first call: make a node with this index and configuration for this job."""
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Whoever made that call does not wait for its answer any more."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    value: msgspec.Raw
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    kind: str
+    """Name of a class in `errors`."""
+    message: str
+    version: int | None
+    phase: str | None
+    member: str | None
+
+    @classmethod
+    def of(cls, number: int, error: BaseException) -> Failure:
+        if isinstance(error, CheckpointEngineError):
+            kind = type(error).__name__
+            return cls(number, kind, error.message, error.version, error.phase, error.member)
+        return cls(number, TransportError.__name__, f"{type(error).__name__}: {error}", None, None, None)
+
+    def error(self) -> CheckpointEngineError:
+        kinds = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
+        kind = kinds.get(self.kind, TransportError)
+        made = kind if issubclass(kind, CheckpointEngineError) else TransportError
+        return made(self.message, version=self.version, phase=self.phase, member=self.member)
+
+
+Message = Call | Cancel | Answer | Failure
+
+
+class Signature:
+    """What a method of a `NodePort` takes and returns."""
+
+    def __init__(self, arguments: Sequence[Any], returned: Any) -> None:
+        self.arguments: Any = tuple.__class_getitem__(tuple(arguments))
+        self.returned = returned
+
+
+def _signature_of(method: Callable[..., Any]) -> Signature:
+    hints = get_type_hints(method)
+    returned = hints.pop("return")
+    return Signature(list(hints.values()), returned)
+
+
+METHODS: dict[str, Signature] = {
+    OPEN: Signature([int, CheckpointEngineConfig, str], type(None)),
+    **{name: _signature_of(getattr(NodePort, name)) for name in sorted(methods_of(NodePort))},
+}
+"""All that may be called, by name."""
+
+
+class Link:
+    """One end. Frames are read by one task; any may send."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: bytes, own: bytes) -> None:
+        self._reader, self._writer, self._session = reader, writer, session
+        self._own, self._other = own, NODE if own == PUBLISHER else PUBLISHER
+        self._sent = self._received = 0
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Message) -> None:
+        """Raises OSError."""
+        payload = msgspec.msgpack.encode(message)
+        async with self._sending:
+            tag = _tag(self._session, self._own, self._sent, payload)
+            self._sent += 1
+            self._writer.write(LENGTH.pack(len(payload)) + tag)
+            self._writer.write(payload)
+            await self._writer.drain()
+
+    async def receive(self) -> Message:
+        """Raises OSError or EOFError when the other end is gone, TransportError for what is no frame of its."""
+        (nbytes,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if nbytes > MOST_NBYTES:
+            raise TransportError(f"a message of {nbytes} bytes")
+        tag = await self._reader.readexactly(PROOF_NBYTES)
+        payload = await self._reader.readexactly(nbytes)
+        if not hmac.compare_digest(tag, _tag(self._session, self._other, self._received, payload)):
+            raise TransportError("a message that the other end has not sent")
+        self._received += 1
+        return unpacked(payload, Message, "a message")  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+PUBLISHER, NODE = b"publisher", b"node"
+
+
+async def ask_in(host: str, port: int, key: bytes) -> Link:
+    """The publisher's end. Raises OSError, EOFError; TransportError if the other end has another key."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        _keep_alive(writer)
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        writer.write(nonce)
+        other = await reader.readexactly(NONCE_NBYTES)
+        _require_proof(await reader.readexactly(PROOF_NBYTES), key, NODE, nonce, other)
+        writer.write(_proof(key, PUBLISHER, nonce, other))
+        return Link(reader, writer, _proof(key, b"session", nonce, other), PUBLISHER)
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> Link:
+    """The node's end. Raises as `ask_in`."""
+    _keep_alive(writer)
+    other = await reader.readexactly(NONCE_NBYTES)
+    nonce = secrets.token_bytes(NONCE_NBYTES)
+    writer.write(nonce + _proof(key, NODE, other, nonce))
+    _require_proof(await reader.readexactly(PROOF_NBYTES), key, PUBLISHER, other, nonce)
+    return Link(reader, writer, _proof(key, b"session", other, nonce), NODE)
+
+
+def _require_proof(proof: bytes, key: bytes, who: bytes, publishers: bytes, nodes: bytes) -> None:
+    if not hmac.compare_digest(proof, _proof(key, who, publishers, nodes)):
+        raise TransportError("it has another key")
+
+
+def _proof(key: bytes, who: bytes, publishers: bytes, nodes: bytes) -> bytes:
+    return hmac.digest(key, who + publishers + nodes, "sha256")
+
+
+def _tag(session: bytes, sender: bytes, number: int, payload: bytes) -> bytes:
+    counted = number.to_bytes(16, "little")
+    return hashlib.blake2b(payload, digest_size=PROOF_NBYTES, key=session, salt=counted, person=sender).digest()
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """A host that is gone does not close its connections."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * SILENT_S * 1000)

@@ -1,0 +1,133 @@
+"""A rollout node in a process of another host, as the manager of a `WeightPublisher` sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+
+from ..config import CheckpointEngineConfig
+from ..errors import TransportError
+from ..plan.encoded import unpacked
+from ..support.package import PACKAGE
+from ..sync.participants import NodePort, methods_of
+from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, ask_in
+
+GONE = (OSError, EOFError, TransportError)
+COMMAND = f"python -m {PACKAGE}.node"
+
+
+class RemoteNode:
+    """A `NodePort`. Connects when it is first called, and again after its process or its host was gone.
+
+    Called on one event loop. The node lives as long as the connection: a process that has lost its publisher removes
+    the arena.
+    """
+
+    def __init__(
+        self, index: int, place: tuple[str, int], key: bytes, config: CheckpointEngineConfig, job: str
+    ) -> None:
+        self.index = index
+        self._place, self._key, self._config, self._job = place, key, config, job
+        self._link: Link | None = None
+        self._asked: dict[int, asyncio.Future[Answer | Failure]] = {}
+        self._calls = 0
+        self._connecting = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"node-{self.index}"
+
+    @property
+    def _at(self) -> str:
+        return f"{self._place[0]}:{self._place[1]}"
+
+    async def ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """What `method` of the node returns. Raises what it raises; TransportError if it cannot be reached."""
+        async with self._connecting:
+            link = self._link or await self._connected()
+        return await self._ask(link, method, arguments)
+
+    async def _connected(self) -> Link:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                link = await ask_in(*self._place, self._key)
+        except (*GONE, TimeoutError) as exc:
+            why = "it says nothing" if isinstance(exc, TimeoutError | EOFError) else getattr(exc, "message", str(exc))
+            raise TransportError(
+                f"no rollout node can be had at {self._at}: {why}. Is `{COMMAND}` running there, with the same key?",
+                member=self.name,
+            ) from exc
+        self._reading = asyncio.create_task(self._read(link))
+        await self._ask(link, OPEN, (self.index, self._config, self._job))
+        self._link = link
+        return link
+
+    async def _ask(self, link: Link, method: str, arguments: tuple[Any, ...]) -> Any:
+        number, self._calls = self._calls, self._calls + 1
+        answered = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            await link.send(Call(number, method, msgspec.Raw(msgspec.msgpack.encode(arguments))))
+            outcome = await answered
+        except OSError as exc:
+            raise self._lost() from exc
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                await asyncio.shield(link.send(Cancel(number)))
+            raise
+        finally:
+            self._asked.pop(number, None)
+        if isinstance(outcome, Failure):
+            raise outcome.error()
+        return unpacked(outcome.value, METHODS[method].returned, f"what {method} returns")
+
+    async def _read(self, link: Link) -> None:
+        """Give answers to those who wait, until the connection is gone."""
+        with suppress(*GONE):
+            while True:
+                message = await link.receive()
+                waiting = self._asked.get(message.number)
+                if isinstance(message, Answer | Failure) and waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+        link.close()
+        self._link = None
+        for waiting in self._asked.values():
+            if not waiting.done():
+                waiting.set_exception(self._lost())
+
+    def _lost(self) -> TransportError:
+        return TransportError(f"the rollout node at {self._at} has gone", member=self.name)
+
+    async def close(self) -> None:
+        """Have the arena removed. A node that is not connected has none."""
+        if self._link is not None:
+            link = self._link
+            with suppress(*GONE):
+                await self._ask(link, "close", ())
+            link.close()
+        if self._reading is not None:
+            self._reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._reading
+
+
+def _asks(method: str) -> Callable[..., Awaitable[Any]]:
+    async def ask(self: RemoteNode, *arguments: Any) -> Any:
+        return await self.ask(method, arguments)
+
+    return ask
+
+
+for _method in methods_of(NodePort) - {"close"}:
+    setattr(RemoteNode, _method, _asks(_method))
+
+
+def remote_node(
+    index: int, place: tuple[str, int], key: bytes, config: CheckpointEngineConfig, *, job: str
+) -> NodePort:
+    """The node that the process at `place` makes for `job`."""
+    return cast(NodePort, RemoteNode(index, place, key, config, job))

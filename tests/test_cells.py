@@ -21,7 +21,7 @@ def test_always():
 def ran(pytester, monkeypatch):
     """Runs it on a day; says which cells ran, and whether the other test did."""
     pytester.makepyfile(MATRIX)
-    pytester.makeini("[pytest]\nmarkers =\n    cells: in parts")
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    cells: in parts")
 
     def run(day: int, *options: str) -> tuple[set[int], bool]:
         monkeypatch.setenv("VERL_TESTS_DAY", str(day))
@@ -44,6 +44,7 @@ def test_by_default_every_cell_runs(ran):
 
 def test_the_header_says_which_day_it_was_so_that_it_can_be_run_again(pytester, monkeypatch):
     monkeypatch.setenv("VERL_TESTS_DAY", "740000")
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
     pytester.makepyfile("def test_nothing(): ...")
     told = pytester.runpytest_inprocess("-p", "tests.cells", "--cells", "today")
     told.stdout.fnmatch_lines(["cells: those of day 740000 (VERL_TESTS_DAY); --cells all runs every one"])

@@ -1,5 +1,6 @@
 """Whole launches of verl's kind through `--check`: see `launches.py`."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_a_key_without_effect_is_told_with_its_value_and_why():
     )
     assert "warning: actor_rollout_ref.actor.use_torch_compile=true: nothing is compiled" in out
     assert "no effect: trainer.use_legacy_worker_impl=auto: there is one implementation" in out
+
+
+def test_a_package_that_is_not_here_is_told_and_no_error_of_the_launch(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
+    )
+    code, out, errors = check(Launch("", "hybrid", "actor_rollout_ref.rollout.name=sglang"))
+    assert (code, errors) == (0, [])
+    assert out.count("not here: rollout.name=sglang needs the package 'sglang'") == 1
 
 
 def test_the_files_of_verls_keys_are_part_of_the_package():

@@ -125,13 +125,15 @@ def _check(
     with any_device():
         resolved = resolve_config(overrides, **where)
         config, problems = _adapted(on_its_device(resolved.config), adapt)
-        problems = [*resolved.problems, *problems, *problems_of(config)]
+        lacking: list[str] = []
+        problems = [*resolved.problems, *problems, *problems_of(config, lacking)]
         checked = check(config) if check is not None else Checked()
     problems = list(dict.fromkeys([*problems, *checked.problems]))
     if problems:
         sys.stderr.write(grouped(problems))
         raise SystemExit(USAGE_ERROR)
-    told = [*checked.plan, *noted(resolved.notes), *checked.stand_ins, *checked.lacking]
+    not_here = (f"not here: {line}" for line in dict.fromkeys([*lacking, *checked.lacking]))
+    told = [*checked.plan, *noted(resolved.notes), *checked.stand_ins, *not_here]
     sys.stdout.write("\n".join([*told, "nothing was started", ""]))
 
 

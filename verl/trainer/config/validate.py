@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.config.critic import CriticModelConfig
@@ -19,13 +20,22 @@ def validate(config: PPOConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def problems_of(config: PPOConfig) -> list[str]:
+def problems_of(config: PPOConfig, lacking: list[str] | None = None) -> list[str]:
     """A line for every combination that cannot work, with the values that clash.
 
     Imports the user's modules (`model.external_lib`, `checkpoint_engine.custom_backend_module`), since they may
-    register the names that are looked up. Raises BackendUnavailable for one whose package is missing.
+    register the names that are looked up. Raises BackendUnavailable for one whose package is missing; with `lacking`,
+    says so there.
     """
-    return [problem for check in CHECKS for problem in check(config)]
+    problems: list[str] = []
+    for check in CHECKS:
+        try:
+            problems.extend(check(config))
+        except BackendUnavailable as exc:
+            if lacking is None:
+                raise
+            lacking.append(str(exc))
+    return problems
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[str]:

@@ -52,14 +52,15 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     if path is not None:
         _look_at_model(config, path, device, attempt)
-    checked.lacking.extend(f"not here: {line}" for line in missing_packages(config.trainer.logger))
+    checked.lacking.extend(missing_packages(config.trainer.logger))
     if not checked.problems:
         checked.plan.extend(lines(config, device, None))
     return checked
 
 
 class _Attempt:
-    """Calls, and adds what is wrong to the problems, or to what a built-in stand-in is too small for."""
+    """Calls, and adds what is wrong to the problems, to what a built-in stand-in is too small for, or to what is not on
+    this machine."""
 
     def __init__(self, checked: Checked) -> None:
         self._checked = checked
@@ -67,7 +68,10 @@ class _Attempt:
     def __call__(self, call: Callable[[], T], *, stands_in: bool = False) -> T | None:
         try:
             return call()
-        except (ConfigError, BackendUnavailable) as exc:
+        except BackendUnavailable as exc:
+            self._checked.lacking.append(str(exc))
+            return None
+        except ConfigError as exc:
             for line in str(exc).splitlines():
                 if stands_in and OF_STAND_IN.search(line):
                     self._checked.stand_ins.append(f"stand-in: {line}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds what a release publishes, and checks it as a stranger would use it. Publishes nothing.
 #
-#   scripts/release.sh            source distribution and wheel into dist/, checked, the wheel in a clean environment
+#   scripts/release.sh            source distribution and both wheels into dist/, checked, each wheel in a clean environment
 #   scripts/release.sh --train    and one step of the default job there
 #
 # The environment is made as `make install` makes .venv, with the same pinned packages, in a temporary directory, and
@@ -37,11 +37,14 @@ say "building $version"
 rm -rf dist
 git archive --format=tar HEAD | (mkdir "$WORK/source" && tar -x -C "$WORK/source")
 "$WORK/tools/bin/python" -m build --outdir dist "$WORK/source" >"$WORK/build.log" || { cat "$WORK/build.log" >&2; die "the build failed"; }
+"$PYTHON" -m venv "$WORK/engine"
+"$WORK/engine/bin/pip" --disable-pip-version-check -q install 'setuptools>=78' wheel
+PYTHON=$WORK/engine/bin/python "$WORK/source/scripts/build_wheels.sh" "$ROOT/dist" verl_sync >/dev/null
 ls -l dist
 
 say "checking what an index would show"
 "$WORK/tools/bin/twine" check --strict dist/*
-"$PYTHON" - dist/*.whl <<'PYTHON'
+"$PYTHON" - dist/verl_sync-*.whl <<'PYTHON'
 import sys
 import zipfile
 
@@ -53,7 +56,7 @@ if needed - names or foreign:
 PYTHON
 
 say "installing the wheel into a clean environment"
-VENV=$WORK/clean WHEEL=$(echo "$ROOT"/dist/*.whl) PYTHON=$PYTHON scripts/install_cpu.sh
+VENV=$WORK/clean WHEEL=$(echo "$ROOT"/dist/verl_sync-*.whl) PYTHON=$PYTHON scripts/install_cpu.sh
 [ -f "$WORK/clean/$STAMP" ] || die "the environment is not complete"
 
 say "using it from elsewhere"
@@ -68,5 +71,16 @@ tail -n 3 check.log
 if $TRAIN; then
     verl-sync train trainer.total_training_steps=1 trainer.val_before_train=false trainer.test_freq=-1
 fi
+
+say "installing the engine's wheel, with what it asks for, into another one"
+# First torch, of which PyPI has the CUDA build alone: pip's own configuration, or PyTorch's index.
+torch=("$WORK/engine/bin/pip" --disable-pip-version-check -q install -r "$ROOT/requirements/torch-cpu.txt")
+"${torch[@]}" >"$WORK/torch.log" 2>&1 || "${torch[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
+"$WORK/engine/bin/pip" --disable-pip-version-check -q install "$ROOT"/dist/verl_sync_engine-*.whl
+place=$("$WORK/engine/bin/python" -c 'import verl_sync; from verl_sync import WeightPublisher; print(verl_sync.__file__)')
+[[ $place == "$WORK/engine/"* ]] || die "verl_sync is $place"
+for module in update node; do
+    "$WORK/engine/bin/python" -m "verl_sync.$module" --help >/dev/null || die "verl_sync.$module does not start"
+done
 
 say "good: $(cd "$ROOT" && echo dist/*), of $(git -C "$ROOT" rev-parse --short HEAD)"

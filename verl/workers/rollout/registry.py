@@ -15,7 +15,7 @@ BUILTIN = {
         target="verl.workers.rollout.vllm.replica:VLLMReplica",
         package="vllm",
         remedy="pip install 'verl-sync[cuda]' on a CUDA machine; on a CPU machine `make install`, or pip install "
-        "'verl-sync[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu; or rollout.name=hf, which needs neither",
+        "'verl-sync[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu; or rollout.name=hf",
     ),
     "sglang": Builtin(
         target="verl.workers.rollout.sglang.replica:SGLangReplica",

@@ -156,7 +156,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
         "checkpoint_engine.backend=gloo",
         "actor_rollout_ref.actor.ppo_epochs=20",  # a second: the run is not over before the host is cut off
         "checkpoint_engine.deadlines.publish_s=5",
-        "checkpoint_engine.deadlines.prepare_s=5",
+        "checkpoint_engine.deadlines.prepare_s=15",
         f"trainer.total_training_steps={steps}",
     )
     checks = {f"RAY_health_check_{name}": str(value) for name, value in MISSED_SOON.items()}

@@ -343,7 +343,7 @@ def test_ppo_with_a_critic_that_warms_up_and_is_saved_and_resumed(ray_cluster, t
 
 LOOP = """
 from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
-from verl.experimental.agent_loop.tools import ToolCall
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 class Add(BaseTool):
     schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -351,12 +351,16 @@ class Add(BaseTool):
     async def execute(self, arguments):
         return f"sum {arguments['a'] + arguments['b']}"
 
-class Calling(ToolAgentLoop):
-    '''A random model calls no tools; this loop says that it did.'''
+class Always(ToolParser):
+    '''A random model calls no tools; this says that it did.'''
 
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        return "", [FunctionCall(name="add", arguments='{"a": 40, "b": 2}')]
+
+class Calling(ToolAgentLoop):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.parse = lambda text: [ToolCall("add", {"a": 40, "b": 2})]
+        self.parser = Always(self.tokenizer)
 """
 DATASET = """
 from verl.utils.dataset.rl_dataset import RLHFDataset

@@ -78,7 +78,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         else:
             self._critic = FSDP2ValueEngine(fsdp_config=critic.fsdp, **options)
         self._critic.build()
-        self.watch(self._critic)
+        self.watch_own_time(self._critic)
         self._limit_collectives()
 
     @property

@@ -138,7 +138,7 @@ class ActorRolloutRefWorker(WeightPublisher):
                 before_step=self.before_step,
             )
             self._actor.build()
-            self.watch(self._actor)
+            self.watch_own_time(self._actor)
         if self._has_ref:
             self._ref = new_engine(
                 config.actor.strategy,
@@ -148,14 +148,14 @@ class ActorRolloutRefWorker(WeightPublisher):
                 device=device,
             )
             self._ref.build()
-            self.watch(self._ref)
+            self.watch_own_time(self._ref)
         if self.checkpoints_saved_async:
             self._background = BackgroundWriter(local_ranks=self.local_world_size, timeout_s=self.config.nccl_timeout)
         if self._doors is not None:
             self._doors.take_over(known)
         self._limit_collectives()
 
-    def watch(self, engine: TrainEngine) -> None:
+    def watch_own_time(self, engine: TrainEngine) -> None:
         """Tell what this rank computes by itself of what `engine` computes."""
         if isinstance(engine, HasOwnBlocks):
             self.own_time.watch(engine.own_blocks())

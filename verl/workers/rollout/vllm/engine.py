@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ T = TypeVar("T")
 
 LIVENESS_S = 0.5
 """How often a control call that takes long asks whether the engine core is alive."""
+TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
+"""Which worker died is told a moment after calls fail, if at all."""
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
@@ -63,6 +66,8 @@ class VLLMEngine:
         """Where workers write what they found about a version."""
         self._deaths = Path()
         """Where vLLM tells which of them died."""
+        self._died_s: float | None = None
+        """When that was first seen."""
         self._pids: Mapping[int, int] = {}
         """Theirs, by rank."""
         self._adapter: LoRARequest | None = None
@@ -316,7 +321,12 @@ class VLLMEngine:
             self._leftovers.remove()
 
     def _died(self) -> str:
-        worker = told_death(self._deaths, self._pids)
+        """What is known of it. Blocks for a moment the first time: calls may fail before the cause is told."""
+        self._died_s = self._died_s or time.monotonic()
+        while (worker := told_death(self._deaths, self._pids)) is None:
+            if time.monotonic() > self._died_s + TOLD_WITHIN_S:
+                break
+            time.sleep(LOOK_S)
         return f"the engine died: {worker}" if worker else "the engine died"
 
     def _running(self) -> AsyncLLM:

@@ -54,6 +54,14 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.save_freq=1",
             ),
             "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
+            "moved": _run(
+                directory / "moved",
+                *common,
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "trainer.total_training_steps=3",
+                trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster, "occupies_others": False}),
+            ),
             "fewer": _run(
                 directory / "fewer",
                 *common,
@@ -73,9 +81,11 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
 
 
 class LosesAHost(RayPPOTrainer):
-    """A host of a trainer rank is gone while the third step is learned, and there is no room on any that had none."""
+    """A host of a trainer rank is gone while the third step is learned. Others have no room for it, if it
+    `occupies_others`; if not, a new host comes, too."""
 
     ray_cluster: Cluster
+    occupies_others = True
     is_lost = False
 
     def learn(self, batch: DataProto, now: Step) -> DataProto:
@@ -83,12 +93,14 @@ class LosesAHost(RayPPOTrainer):
             self.is_lost = True
             used = self.cluster.trainer_ranks.nodes
             for node, free in _state().available_resources_per_node().items():
-                if node not in used:
+                if node not in used and self.occupies_others:
                     occupied = placement_group([{"CPU": free["CPU"]}], bundle_label_selector=[{NODE_ID_LABEL: node}])
                     assert occupied.wait(60)
             head = self.ray_cluster.head_node
             nodes = self.ray_cluster.list_all_nodes()
             lost = next(node for node in nodes if node.node_id in used and node is not head)
+            if not self.occupies_others:
+                self.ray_cluster.add_node(**NODE)
             self.ray_cluster.remove_node(lost, allow_graceful=False)
         return super().learn(batch, now)
 

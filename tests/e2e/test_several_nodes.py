@@ -57,6 +57,17 @@ def test_ranks_on_two_nodes_train_and_reach_the_rollouts(found, placement):
     assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
 
 
+def test_a_rank_whose_host_is_gone_goes_on_elsewhere_with_what_another_host_has_of_its_state(found):
+    run = found["moved"]
+    assert run["step"] == 3
+    assert [(record["training/ranks"], record["training/attempt"]) for record in run["metrics"]] == [
+        (2, 0),
+        (2, 0),
+        (2, 1),
+    ]  # nothing was saved: without the copy all steps would have been repeated
+    assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
+
+
 def test_without_room_for_all_ranks_training_goes_on_with_fewer_from_the_last_checkpoint(found):
     run = found["fewer"]
     assert run["step"] == 3

@@ -2,7 +2,8 @@
 
 ranks       copy their state into the spare slots of their host's keeper, while they train on, and tell digests
 keepers     commit, once every rank of the run has; so it is there whole, or it is that of the step before
-new ranks   digest what is there once more, and take it
+keepers     copy it from each other, in a ring, where ranks are on several hosts
+new ranks   digest what is there once more, and take it; on another host its keeper gets it from those that have it
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +38,15 @@ FREES_WITHIN_S = 10.0
 """Afterwards a keeper is killed; then what watches its memory frees it."""
 
 
+MIRRORS_WITHIN_S = 300.0
+"""A copy on another host that takes longer is given up: the next step waits for it."""
+
+
 @dataclass(frozen=True)
 class _Keeper:
     ranks: tuple[int, ...]
+    node: str
+    address: str
     actor: Any
 
 
@@ -51,25 +59,37 @@ class MemoryCheckpoint:
         self._keepers: list[_Keeper] = []
         self._is_reserved = False
         self._copying: Future[None] | None = None
+        self._mirroring: Future[None] | None = None
+        self._is_mirrored: bool | None = None
+        """None before it was tried."""
         self._step: int | None = None
 
     def start(self) -> None:
         """Start a keeper on each host with ranks, unless there is one; nobody waits for them."""
-        if not self._enabled or self._keepers:
-            return
+        if self._enabled and not self._keepers:
+            self._keepers = self._started()
+
+    def _started(self) -> list[_Keeper]:
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
         by_node: dict[str, list[int]] = {}
+        addresses: dict[str, str] = {}
         for rank, process in sorted(self._ranks().processes.items()):
             by_node.setdefault(process.node_id, []).append(rank)
+            addresses[process.node_id] = process.address
         remote: Any = ray.remote(StateKeeper)
-        self._keepers = [
-            _Keeper(
-                tuple(ranks),
-                remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                    job=job, shm_dir=str(envs.shm_dir())
-                ),
+
+        def start(number: int, node: str) -> Any:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            return remote.options(num_cpus=0, scheduling_strategy=there).remote(
+                job=f"{job}-{number}",
+                shm_dir=str(envs.shm_dir()),
+                address=addresses[node],
+                peers=tuple(address for other, address in addresses.items() if other != node),
             )
-            for node, ranks in by_node.items()
+
+        return [
+            _Keeper(tuple(ranks), node, addresses[node], start(number, node))
+            for number, (node, ranks) in enumerate(by_node.items())
         ]
 
     def keep(self, step: int) -> None:
@@ -88,6 +108,8 @@ class MemoryCheckpoint:
             return
         began = self._ranks().submit("copy_state", _by_rank(slots))
         self._copying = self._loop.start(self._commit(step, began))
+        if len(self._keepers) > 1 and self._is_mirrored is not False:
+            self._mirroring = self._loop.start(self._mirror(step, self._copying, self._keepers))
 
     @property
     def copying(self) -> Future[None] | None:
@@ -99,14 +121,17 @@ class MemoryCheckpoint:
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.exception()
+        self._end_mirroring()
 
     def restore(self) -> int | None:
-        """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was."""
-        step = self._step
-        if step is None:
+        """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was.
+
+        With ranks on other hosts than before that may be the step before the last one.
+        """
+        if self._step is None:
             return None
         try:
-            arenas = _by_rank(self._asked("arenas_of", step))
+            step, arenas = self._arenas(self._step)
             steps = [step] * len(arenas)
             self._ranks().check_state(arenas, steps)  # before any of them changes anything
             self._ranks().restore_state(arenas, steps)
@@ -118,16 +143,13 @@ class MemoryCheckpoint:
     def forget(self) -> None:
         """What is kept is of a step that the run has gone back from."""
         self._settle()
+        self._end_mirroring()
         self._step = None
 
     def close(self) -> None:
         """Free the memory, and return when it is free. Idempotent."""
         keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
-        if keepers:
-            freed = [keeper.actor.close.remote() for keeper in keepers]
-            ray.wait(freed, num_returns=len(freed), timeout=FREES_WITHIN_S)
-        for keeper in keepers:
-            ray.kill(keeper.actor)
+        _end(keepers)
 
     def _reserve(self) -> bool:
         """Have the keepers take the memory. Whether the state is kept."""
@@ -166,8 +188,90 @@ class MemoryCheckpoint:
             await reference
         self._step = step
 
+    async def _mirror(self, step: int, kept: Future[None], keepers: Sequence[_Keeper]) -> None:
+        """Once `step` is kept, have each keeper copy what the one before it owns."""
+        await asyncio.shield(asyncio.wrap_future(kept))
+        began_s = time.monotonic()
+        lent = [
+            keeper.actor.lend.remote(step, keeper.ranks, with_plans=self._is_mirrored is None) for keeper in keepers
+        ]
+        readers = [*keepers[1:], keepers[0]]
+        read = [keeper.actor.fetch.remote(step, one) for keeper, one in zip(readers, lent, strict=True)]
+        async with asyncio.timeout(MIRRORS_WITHIN_S):
+            sizes: list[int] = [await reference for reference in read]
+        if self._is_mirrored is None:
+            told = (
+                f"that of {keeper.address} on {reader.address} ({_told(nbytes)})"
+                for keeper, reader, nbytes in zip(keepers, readers, sizes, strict=True)
+            )
+            logger.info(
+                "the training state in memory is copied between hosts: %s, in %.1f s",
+                ", ".join(told),
+                time.monotonic() - began_s,
+            )
+        self._is_mirrored = True
+
+    def _end_mirroring(self) -> None:
+        """Wait until no keeper copies from another one; what could not be copied is there on its own host alone."""
+        mirroring, self._mirroring = self._mirroring, None
+        if mirroring is None:
+            return
+        try:
+            mirroring.result()
+        except RayTaskError as exc:
+            if isinstance(exc.cause, ConfigError):
+                self._is_mirrored = False
+            logger.warning("the training state is not copied to another host: %s", _first_line(_cause(exc)))
+        except Exception as exc:  # noqa: BLE001 - it was not kept, or hosts are gone; training ends for other reasons
+            logger.debug("the training state was not copied to another host: %s", _first_line(exc))
+
+    def _arenas(self, step: int) -> tuple[int, list[str]]:
+        """The step that every rank can get, at most `step`, and where on its host each finds it."""
+        nodes = {process.node_id for process in self._ranks().processes.values()}
+        is_where_it_was = {keeper.node for keeper in self._keepers} == nodes and all(
+            self._ranks().processes[rank].node_id == keeper.node for keeper in self._keepers for rank in keeper.ranks
+        )
+        if is_where_it_was:
+            try:
+                return step, _by_rank(self._asked("arenas_of", step))
+            except (CheckpointEngineError, RayError):
+                if len(self._keepers) == 1:
+                    raise
+        step = self._gather(step)
+        return step, _by_rank(self._asked("arenas_of", step))
+
+    def _gather(self, step: int) -> int:
+        """Bring what is left on other hosts to those where the ranks are now. Raises what a keeper raises."""
+        holders = _held_by(self._keepers)
+        ranks = sorted(self._ranks().processes)
+        common = [
+            one
+            for one in range(step, step - 2, -1)
+            if all(any(one in steps.get(rank, ()) for _, _, steps in holders) for rank in ranks)
+        ]
+        if not common:
+            raise TransportError("it is not whole on the hosts that are left")
+        step, before = common[0], self._keepers
+        keepers = self._started()
+        try:
+            for keeper in keepers:
+                left = set(keeper.ranks)
+                for actor, copies, steps in holders:
+                    if here := sorted(rank for rank in left if step in steps.get(rank, ())):
+                        lent = actor.lend.remote(step, here, copies=copies, with_plans=True)
+                        _answer(keeper.actor.fetch.remote(step, lent, own=True), MIRRORS_WITHIN_S)
+                        left -= set(here)
+        except BaseException:
+            _end(keepers)
+            raise
+        self._keepers, self._is_mirrored, self._step = keepers, None, step
+        _end(before)
+        logger.info("the training state after step %d was brought to the hosts where the ranks are now", step)
+        return step
+
     def _settle(self) -> None:
         """Wait until what is being kept is there, or is known not to be; what was kept before is there then."""
+        self._end_mirroring()
         copying, self._copying = self._copying, None
         if copying is None:
             return
@@ -185,13 +289,42 @@ class MemoryCheckpoint:
 
     def _asked(self, method: str, step: int) -> dict[int, str]:
         """What all keepers answer, by rank. Raises what a keeper raised."""
-        try:
-            answers: list[Mapping[int, str]] = ray.get(
-                [getattr(keeper.actor, method).remote(step) for keeper in self._keepers], timeout=KEEPS_WITHIN_S
-            )
-        except RayTaskError as exc:
-            raise (exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc) from None
+        asked = [getattr(keeper.actor, method).remote(step) for keeper in self._keepers]
+        answers: list[Mapping[int, str]] = _answer(asked, KEEPS_WITHIN_S)
         return {rank: path for answer in answers for rank, path in answer.items()}
+
+
+def _answer(asked: Any, timeout_s: float) -> Any:
+    """Raises what a keeper raised."""
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except RayTaskError as exc:
+        raise _cause(exc) from None
+
+
+def _cause(exc: RayTaskError) -> Exception:
+    return exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc
+
+
+def _held_by(keepers: Sequence[_Keeper]) -> list[tuple[Any, bool, dict[int, list[int]]]]:
+    """Who has what: a keeper's actor, whether these are copies, and the steps by rank. Owners first."""
+    own, copies = [], []
+    for keeper in keepers:
+        try:
+            steps = ray.get(keeper.actor.steps.remote(), timeout=KEEPS_WITHIN_S)
+        except RayError:
+            continue  # it went with its host
+        own.append((keeper.actor, False, steps[0]))
+        copies.append((keeper.actor, True, steps[1]))
+    return own + copies
+
+
+def _end(keepers: Sequence[_Keeper]) -> None:
+    if keepers:
+        freed = [keeper.actor.close.remote() for keeper in keepers]
+        ray.wait(freed, num_returns=len(freed), timeout=FREES_WITHIN_S)
+    for keeper in keepers:
+        ray.kill(keeper.actor)
 
 
 async def until_kept(kept: Future[None], version: int) -> None:

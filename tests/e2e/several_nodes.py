@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 
 NODES = 3
+NOTICED_S = 60.0
+"""Ray takes half of that to notice that a node is gone."""
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 2**27}
 """Each has room for all ranks."""
 COMMON = (
@@ -54,14 +57,7 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.save_freq=1",
             ),
             "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
-            "moved": _run(
-                directory / "moved",
-                *common,
-                "trainer.placement=separate",
-                "checkpoint_engine.backend=gloo",
-                "trainer.total_training_steps=3",
-                trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster, "occupies_others": False}),
-            ),
+            "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
             "fewer": _run(
                 directory / "fewer",
                 *common,
@@ -73,11 +69,29 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.restart_wait_s=5",
                 trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster}),
             ),
-            "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
+            "moved": _run(
+                _replenished(cluster, directory) / "moved",
+                *common,
+                "trainer.placement=separate",
+                "checkpoint_engine.backend=gloo",
+                "trainer.total_training_steps=3",
+                trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster, "occupies_others": False}),
+            ),
         }
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _replenished(cluster: Cluster, directory: Path) -> Path:
+    """`directory`, once there are as many nodes as at first: Ray has noticed which is gone, and has another."""
+    deadline = time.monotonic() + NOTICED_S
+    while sum(node["Alive"] for node in ray.nodes()) >= NODES:
+        assert time.monotonic() < deadline, ray.nodes()
+        time.sleep(0.2)
+    cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    return directory
 
 
 class LosesAHost(RayPPOTrainer):

@@ -37,8 +37,9 @@ async def serve(host: str, port: int, key: bytes, shm_dir: Path) -> None:
     try:
         for each in server.sockets:
             logger.info("a rollout node for publishers that have the key: %s:%d", *each.getsockname()[:2])
-        await server.serve_forever()
+        await asyncio.Event().wait()
     finally:
+        server.close()
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)

@@ -63,7 +63,12 @@ class RemoteNode:
                 member=self.name,
             ) from exc
         self._reading = asyncio.create_task(self._read(link))
-        await self._ask(link, OPEN, (self.index, self._config, self._job))
+        try:
+            await self._ask(link, OPEN, (self.index, self._config, self._job))
+        except BaseException:
+            self._reading.cancel()
+            link.close()
+            raise
         self._link = link
         return link
 

@@ -141,10 +141,10 @@ class MemoryCheckpoint:
         return step
 
     def forget(self) -> None:
-        """What is kept is of a step that the run has gone back from."""
+        """What is kept is of a step that the run has gone back from. A later state of the same number is another one,
+        so nothing of it may stay."""
         self._settle()
-        self._end_mirroring()
-        self._step = None
+        self.close()
 
     def close(self) -> None:
         """Free the memory, and return when it is free. Idempotent."""
@@ -222,8 +222,10 @@ class MemoryCheckpoint:
             if isinstance(exc.cause, ConfigError):
                 self._is_mirrored = False
             logger.warning("the training state is not copied to another host: %s", _first_line(_cause(exc)))
-        except Exception as exc:  # noqa: BLE001 - it was not kept, or hosts are gone; training ends for other reasons
-            logger.debug("the training state was not copied to another host: %s", _first_line(exc))
+        except WorkerGroupError:
+            pass  # it was not kept
+        except Exception as exc:  # noqa: BLE001 - hosts are gone, or slow; training ends for other reasons
+            logger.warning("the training state is not copied to another host: %s", _first_line(exc))
 
     def _arenas(self, step: int) -> tuple[int, list[str]]:
         """The step that every rank can get, at most `step`, and where on its host each finds it."""

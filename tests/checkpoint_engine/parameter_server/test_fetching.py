@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -112,6 +114,28 @@ def test_waiting_for_a_half_ends_with_the_first_failure():
     failure.set(TransportError("rank 3 has died"))
     with pytest.raises(TransportError, match="rank 3 has died"):
         halves.take()
+
+
+def test_a_thread_that_fails_when_all_is_over_leaves_nothing_of_it_in_memory():
+    """As the request to the engines does, when another rank's failure was told first."""
+    failure, memory = FirstFailure(), torch.zeros(1)
+    alive = weakref.ref(memory)
+
+    def fails(memory: torch.Tensor, failure: FirstFailure) -> None:
+        try:
+            raise TransportError("the ParameterServer gave up")
+        except TransportError as exc:
+            failure.set(exc)
+
+    failure.set(TransportError("rank 3 has died"))
+    failure.forget()
+    gc.disable()
+    try:
+        fails(memory, failure)
+        del memory, failure
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_who_has_no_p2p_store_is_named(sources: Sources, monkeypatch: pytest.MonkeyPatch):

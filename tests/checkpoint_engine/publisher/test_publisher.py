@@ -61,14 +61,13 @@ def assert_serves(server: ServedVLLM, model: torch.nn.Module, directory: Path) -
 def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
     host, _, port = place.partition(":")
     command = [sys.executable, "-m", "verl.checkpoint_engine.node", "--key-file", key, "--host", host, "--port", port]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        while "publishers that have the key" not in (line := process.stderr.readline()):
-            assert line, process.wait()
-        yield process
-    finally:
-        process.terminate()
-        process.wait(60)
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while "publishers that have the key" not in (line := process.stderr.readline()):
+                assert line, process.wait()
+            yield process
+        finally:
+            process.terminate()
 
 
 def served_version(server: ServedVLLM) -> str:
@@ -227,7 +226,8 @@ class TestAgainstVLLM:
                 )
             )
         said, _ = ranks[0].communicate(timeout=200)
-        assert ranks[1].wait(60) == 0
+        ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 0
         assert re.search(r"(SyncAborted|TransportError) after \d+ s: .*a rank of this job does not answer", said), said
         assert served_version(server) == "1"
         server.greedy_tokens()

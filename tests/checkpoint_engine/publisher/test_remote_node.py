@@ -350,16 +350,15 @@ class TestCommand:
     @pytest.mark.job
     def test_it_serves_until_it_is_told_to_end(self, tmp_path: Path):
         command = [sys.executable, "-m", "verl.checkpoint_engine.node", "--key-file", "key", "--host", "127.0.0.1"]
-        process = subprocess.Popen([*command, "--port", "0"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        try:
-            said = ""
-            while "publishers that have the key" not in said:
-                said += (line := process.stderr.readline())
-                assert line, said
-            assert "the key is made: key" in said
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-            assert "stopped" in process.stderr.read()
-        finally:
-            process.kill()
-            process.wait()
+        with subprocess.Popen([*command, "--port", "0"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                said = ""
+                while "publishers that have the key" not in said:
+                    said += (line := process.stderr.readline())
+                    assert line, said
+                assert "the key is made: key" in said
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+                assert "stopped" in process.stderr.read()
+            finally:
+                process.kill()

@@ -66,11 +66,12 @@ class FirstFailure:
         self.error: CheckpointEngineError | None = None
         self.stop = threading.Event()
         self._actions: list[Callable[[str], None]] = []
+        self._over = False
         self._lock = threading.Lock()
 
     def set(self, error: Exception) -> None:
         with self._lock:
-            if self.error is not None:
+            if self.error is not None or self._over:
                 return
             self.error = error if isinstance(error, CheckpointEngineError) else _as_ours(error)
             self.stop.set()
@@ -87,8 +88,12 @@ class FirstFailure:
             action(str(error))
 
     def forget(self) -> None:
-        """Let go of the error and of what was to be done about it, when all is over."""
+        """Let go of the error and of what was to be done about it, when all is over.
+
+        A thread that fails later is not heard: its error would keep its frames, and they the memory of this update.
+        """
         with self._lock:
+            self._over = True
             self.error = None
             self._actions.clear()
 

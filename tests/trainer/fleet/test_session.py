@@ -179,7 +179,8 @@ def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_pat
     session = RaySession()
     session.start({})
     session.close()
-    assert agent.wait(10) == -signal.SIGKILL
+    agent.communicate(timeout=10)
+    assert agent.returncode == -signal.SIGKILL
 
 
 def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import resource
 
 import pytest
@@ -67,7 +68,8 @@ def test_every_rank_tells_of_a_full_disk_and_can_save_later(ranks, models, tmp_p
         assert "bytes are needed" in words
         assert "bytes are free" in words
         assert "more bytes than" not in words
-    assert told[0] == told[1]
+    # What is free may change between two looks.
+    assert len({re.sub(r"\d+ bytes are free", "", words) for words in told}) == 1
     assert any((tmp_path / "next").rglob("*"))
 
 

@@ -121,9 +121,12 @@ def test_a_thread_that_fails_when_all_is_over_leaves_nothing_of_it_in_memory():
     failure, memory = FirstFailure(), torch.zeros(1)
     alive = weakref.ref(memory)
 
+    def request(_: torch.Tensor) -> None:
+        raise TransportError("the ParameterServer gave up")
+
     def fails(memory: torch.Tensor, failure: FirstFailure) -> None:
         try:
-            raise TransportError("the ParameterServer gave up")
+            request(memory)
         except TransportError as exc:
             failure.set(exc)
 

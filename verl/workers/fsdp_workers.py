@@ -36,7 +36,13 @@ from verl.utils.flops import is_counted, peak_flops, training_flops
 from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
-from verl.workers.config import ActorRolloutRefConfig, CheckpointConfig, RolloutCorrectionConfig
+from verl.workers.config import (
+    ActorRolloutRefConfig,
+    CheckpointConfig,
+    RefConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+)
 from verl.workers.engine.background import BackgroundWriter, Written
 from verl.workers.engine.base import ROUTES, LossFunction, RecordsRoutes, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
@@ -187,16 +193,11 @@ class ActorRolloutRefWorker(WeightPublisher):
 
         With router replay also `ROUTES`, unless `data` has them.
         """
-        rollout = self.config.rollout
         with self.own_time.during("old_log_prob"):
             log_probs, entropies = self.actor.compute_log_prob(
                 data,
                 temperature=self._temperature(data),
-                limits=MicroBatchLimits.choose(
-                    dynamic=rollout.log_prob_use_dynamic_bsz,
-                    max_tokens=rollout.log_prob_max_token_len_per_gpu,
-                    max_sequences=rollout.log_prob_micro_batch_size_per_gpu,
-                ),
+                limits=_log_prob_limits(self.config.rollout),
                 calculate_entropy=True,
             )
         tensors = {"old_log_probs": log_probs} | ({} if entropies is None else {"entropys": entropies})
@@ -208,16 +209,11 @@ class ActorRolloutRefWorker(WeightPublisher):
     @record_function("compute_ref_log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`, float32 [B, R]."""
-        ref = self.config.ref
         with self.own_time.during("ref"):
             log_probs, _ = self.ref.compute_log_prob(
                 data,
                 temperature=self._temperature(data),
-                limits=MicroBatchLimits.choose(
-                    dynamic=ref.log_prob_use_dynamic_bsz,
-                    max_tokens=ref.log_prob_max_token_len_per_gpu,
-                    max_sequences=ref.log_prob_micro_batch_size_per_gpu,
-                ),
+                limits=_log_prob_limits(self.config.ref),
             )
         return DataProto.from_dict(tensors={"ref_log_prob": log_probs})
 
@@ -399,6 +395,14 @@ class ActorRolloutRefWorker(WeightPublisher):
             return metrics | {"perf/cpu_memory_used_gb": largest[-1].host_peak_nbytes / 1024**3}
         most = max(use.device_peak_nbytes for use in largest[:-1])
         return metrics | {"perf/max_memory_allocated_gb": most / 1024**3}
+
+
+def _log_prob_limits(config: RolloutConfig | RefConfig) -> MicroBatchLimits:
+    return MicroBatchLimits.choose(
+        dynamic=config.log_prob_use_dynamic_bsz,
+        max_tokens=config.log_prob_max_token_len_per_gpu,
+        max_sequences=config.log_prob_micro_batch_size_per_gpu,
+    )
 
 
 def _rememberable(engine: TrainEngine) -> Rememberable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from verl.checkpoint_engine.memory.arena import committed_version
 from verl.checkpoint_engine.node import PORT, main
 from verl.checkpoint_engine.publisher.hosts import HERE, Hosts
 from verl.checkpoint_engine.publisher.node_key import key_in, make_key
-from verl.checkpoint_engine.publisher.node_link import METHODS, Call, Failure, Link, ask_in
+from verl.checkpoint_engine.publisher.node_link import METHODS, Call, Cancel, Failure, Link, Message, ask_in
 from verl.checkpoint_engine.publisher.node_server import serve
 from verl.checkpoint_engine.publisher.remote_node import RemoteNode
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
@@ -255,6 +256,34 @@ def _push(host: Host, other: Host, shm_dir: Path) -> None:
 
 
 @pytest.mark.job
+class Deaf:
+    """A connection to a host that is gone: from a call on it takes nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.called = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.called.set()
+        if isinstance(message, Cancel):
+            await asyncio.Event().wait()
+
+
+async def test_giving_up_does_not_wait_for_a_host_that_takes_nothing():
+    node, link = remote(1, CheckpointEngineConfig()), Deaf()
+    call = asyncio.create_task(node._ask(link, "takes_deltas", ()))  # type: ignore[arg-type]
+    await link.called.wait()
+    call.cancel()
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+        assert [type(message) for message in link.sent] == [Call, Cancel]
+        await node.close()
+    assert not node._telling
+
+
 def test_nothing_but_a_network_is_needed_between_the_hosts(tmp_path: Path):
     context = multiprocessing.get_context("spawn")
     with hosts_or_skip(2) as hosts:
@@ -293,6 +322,16 @@ class TestKey:
         assert len(key) >= 32
         assert not make_key(file)
         assert key_in(file) == key
+
+    def test_a_full_disk_leaves_no_half_of_one(self, tmp_path: Path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        try:
+            with pytest.raises(ConfigError, match="cannot be made: File too large"):
+                make_key(tmp_path / "key")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not (tmp_path / "key").exists()
 
     def test_one_that_others_may_read_is_refused(self, tmp_path: Path):
         file = tmp_path / "key"

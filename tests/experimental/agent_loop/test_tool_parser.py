@@ -49,7 +49,7 @@ def test_the_loop_calls_what_a_registered_format_finds(config, tokenizer):  # no
 
 def test_arguments_that_are_no_json_are_told_to_the_model(config, tokenizer):  # noqa: F811
     output, _ = run(config("format=brackets"), tokenizer, "[[add {]]", "3")
-    assert "error: the tool call is not valid JSON" in inserted(tokenizer, output)
+    assert "are not valid JSON" in inserted(tokenizer, output)
 
 
 def test_a_format_that_nobody_registered_is_an_error_on_the_driver(config):  # noqa: F811

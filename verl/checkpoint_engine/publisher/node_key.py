@@ -16,12 +16,16 @@ def make_key(file: Path) -> bool:
     """Write a new key into `file`, which only this user may read; False if there is one. Raises ConfigError."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as made:
+                made.write(secrets.token_hex(LEAST_LENGTH) + "\n")
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
     except FileExistsError:
         return False
     except OSError as exc:
         raise ConfigError(f"the key file {file} cannot be made: {exc.strerror}") from exc
-    with os.fdopen(descriptor, "w") as made:
-        made.write(secrets.token_hex(LEAST_LENGTH) + "\n")
     return True
 
 

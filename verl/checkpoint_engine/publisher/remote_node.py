@@ -34,6 +34,7 @@ class RemoteNode:
         self._place, self._key, self._config, self._job = place, key, config, job
         self._link: Link | None = None
         self._asked: dict[int, asyncio.Future[Answer | Failure]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
         self._calls = 0
         self._connecting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
@@ -81,14 +82,20 @@ class RemoteNode:
         except OSError as exc:
             raise self._lost() from exc
         except asyncio.CancelledError:
-            with suppress(OSError):
-                await asyncio.shield(link.send(Cancel(number)))
+            # Not awaited: a host that is gone takes no message, and whoever cancels has no time for that.
+            telling = asyncio.create_task(self._tell(link, Cancel(number)))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
             raise
         finally:
             self._asked.pop(number, None)
         if isinstance(outcome, Failure):
             raise outcome.error()
         return unpacked(outcome.value, METHODS[method].returned, f"what {method} returns")
+
+    async def _tell(self, link: Link, message: Cancel) -> None:
+        with suppress(OSError):
+            await link.send(message)
 
     async def _read(self, link: Link) -> None:
         """Give answers to those who wait, until the connection is gone."""
@@ -114,10 +121,10 @@ class RemoteNode:
             with suppress(*GONE):
                 await self._ask(link, "close", ())
             link.close()
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in [*self._telling, *([self._reading] if self._reading is not None else [])]:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._reading
+                await task
 
 
 def _asks(method: str) -> Callable[..., Awaitable[Any]]:

@@ -100,17 +100,29 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 def call_of(name: str, arguments: str) -> ToolCall:
     """A call whose arguments are JSON, or should be."""
-    return _parse_call(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}', closed=True)
+    try:
+        return _checked({"name": name, "arguments": _decoded(arguments)})
+    except (ValueError, RecursionError) as exc:
+        return ToolCall(name, {}, f"the arguments of {name} are not valid JSON: {_why(exc)}")
 
 
 def _parse_call(body: str, *, closed: bool) -> ToolCall:
     if not closed:
         return ToolCall("", {}, "the tool call is not closed with </tool_call>")
     try:
-        call = _JSON.decode(body)
-        _check_content(call)
+        return _checked(_decoded(body))
     except (ValueError, RecursionError) as exc:
         return ToolCall("", {}, f"the tool call is not valid JSON: {_why(exc)}")
+
+
+def _decoded(text: str) -> Any:
+    """Raises ValueError, RecursionError."""
+    value = _JSON.decode(text)
+    _check_content(value)
+    return value
+
+
+def _checked(call: Any) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'a tool call is {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", {})

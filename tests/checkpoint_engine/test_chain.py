@@ -19,7 +19,7 @@ from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tenso
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
-from verl.checkpoint_engine.links.holder import part_nbytes_for
+from verl.checkpoint_engine.links.cuts import part_nbytes_for
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
@@ -69,7 +69,7 @@ async def test_only_the_first_node_reads_the_bytes_of_owners(tmp_path: Path):
     tensors = {"w": torch.randn(700, 900), "norm": torch.randn(33)}
     async with chain_of(tensors, tmp_path, nodes=3, backend="memory-wire") as fleet:
         await fleet.manager.update_weights(1)
-        regions = [engine_of(trainer)._region for trainer in fleet.trainers]
+        regions = [engine_of(trainer)._exposed.region for trainer in fleet.trainers]
         from_owners = [0, 0, 0]
         for index, node in enumerate(fleet.nodes):
 
@@ -77,7 +77,7 @@ async def test_only_the_first_node_reads_the_bytes_of_owners(tmp_path: Path):
                 if any(region.address <= source < region.address + region.nbytes for region in regions):
                     from_owners[index] += nbytes
 
-            engine_of(node)._wire.before_read = count
+            engine_of(node)._wires.first.before_read = count
         await fleet.manager.update_weights(2)
     assert from_owners[0] >= sum(tensor.nbytes for tensor in tensors.values())
     assert from_owners[1:] == [0, 0]
@@ -101,13 +101,15 @@ async def test_a_node_passes_on_what_it_has_while_the_rest_is_still_to_come(tmp_
 
         def at_second(target: int, nbytes: int) -> None:
             if any(
-                start <= target < start + len(slot) for slot in second._slots.values() for start in [slot.ctypes.data]
+                start <= target < start + len(slot)
+                for slot in second._wires.slots.values()
+                for start in [slot.ctypes.data]
             ):
                 arrived["node-1"] += nbytes
             if arrived["node-1"] > payload // 2:
                 passed_on.set()
 
-        first._wire.after_read, second._wire.after_read = at_first, at_second
+        first._wires.first.after_read, second._wires.first.after_read = at_first, at_second
         await fleet.manager.update_weights(2)
     assert waited_for == [True]
 

@@ -192,7 +192,7 @@ async def test_a_bit_that_flips_in_deltas_on_the_way_is_noticed(place: str, tmp_
             if nbytes > 1000 and flips:
                 ctypes.c_uint8.from_address(target + flips.pop()).value ^= 1
 
-        node._wire.after_read = flip_once
+        node._wires.first.after_read = flip_once
         report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
         assert (report.retries, flips) == (0, [])
         whole = report.pieces_repaired + delta_of(report).pieces_whole

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from tests.checkpoint_engine.test_fetching import plan_of, plans
 from tests.checkpoint_engine.test_one_sided import MemoryWire
+from verl.checkpoint_engine.links.cuts import UPSTREAM, InTurn, parts_of, shares_of
 from verl.checkpoint_engine.links.fetch import Bucket, messages_of
-from verl.checkpoint_engine.links.holder import UPSTREAM, InTurn, NodeHolder, Page, parts_of, shares_of
+from verl.checkpoint_engine.links.holder import NodeHolder
+from verl.checkpoint_engine.links.page import Page
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import chain
 from verl.checkpoint_engine.plan.types import Member, Range

@@ -93,7 +93,7 @@ async def test_every_kind_of_model_arrives_bit_equal_on_two_nodes(case: str, tmp
 async def test_every_byte_leaves_its_owner_once_and_the_receivers_share_the_work(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path, nodes=4) as fleet:
         await fleet.manager.update_weights(1)
-        regions = [engine_of(trainer)._region for trainer in fleet.trainers]
+        regions = [engine_of(trainer)._exposed.region for trainer in fleet.trainers]
         pulled = [0, 0]
         for index in (0, 1):
 
@@ -101,7 +101,7 @@ async def test_every_byte_leaves_its_owner_once_and_the_receivers_share_the_work
                 if any(region.address <= source < region.address + region.nbytes for region in regions):
                     pulled[index] += nbytes
 
-            engine_of(fleet.nodes[index])._wire.before_read = count
+            engine_of(fleet.nodes[index])._wires.first.before_read = count
         await fleet.manager.update_weights(2)
         payload = sum(tensor.nbytes for tensor in TENSORS.values())
         assert payload <= sum(pulled) < 1.001 * payload  # alignment between pieces of the tail travels, too
@@ -111,7 +111,7 @@ async def test_every_byte_leaves_its_owner_once_and_the_receivers_share_the_work
 async def test_a_single_node_only_pulls(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path, nodes=1) as fleet:
         await fleet.manager.update_weights(1)
-        assert engine_of(fleet.nodes[0])._holder is None
+        assert engine_of(fleet.nodes[0])._intake.holder is None
         assert_bit_equal(fleet.replicas[0], 1, TENSORS)
 
 
@@ -135,7 +135,7 @@ async def test_a_receiver_passes_its_share_on_while_it_still_pulls(source: type[
             if sum(passed) > payload // 2:
                 enough.set()
 
-        first._wire.after_read, second._wire.after_read = at_first, at_second
+        first._wires.first.after_read, second._wires.first.after_read = at_first, at_second
         await fleet.manager.update_weights(2)
         assert waited == [True]
         assert_bit_equal(fleet.replicas[1], 2, tensors)
@@ -155,7 +155,7 @@ async def abort_of(fleet: Fleet, version: int) -> TransportError:
 async def test_a_region_that_is_published_again_while_a_receiver_pulls_is_refused_everywhere(tmp_path: Path):
     async with fleet_of(TENSORS, tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        stamp = engine_of(fleet.trainers[1])._stamp
+        stamp = engine_of(fleet.trainers[1])._exposed.stamp
         pulling = [threading.Event(), threading.Event()]
         """Nodes 0 and 2 have seen the first stamps, too: it is one publication that everybody reads."""
 
@@ -166,9 +166,9 @@ async def test_a_region_that_is_published_again_while_a_receiver_pulls_is_refuse
                 stamp.finish(2)
 
         for node, event in zip((fleet.nodes[0], fleet.nodes[2]), pulling, strict=True):
-            engine_of(node)._wire.after_read = lambda target, nbytes, event=event: nbytes > 1000 and event.set()
+            engine_of(node)._wires.first.after_read = lambda target, nbytes, event=event: nbytes > 1000 and event.set()
 
-        engine_of(fleet.nodes[1])._wire.after_read = publish_again
+        engine_of(fleet.nodes[1])._wires.first.after_read = publish_again
         error = await abort_of(fleet, 2)
         assert (error.member, error.message) == ("trainer-1", "it published again while it was read")
         assert [replica.version for replica in fleet.replicas] == [1, 1, 1]
@@ -196,11 +196,11 @@ async def test_a_byte_that_flips_at_a_receiver_is_noticed_on_every_node_and_read
         def flip_once(target: int, nbytes: int) -> None:
             if nbytes > 2**16 and not flips:
                 engine = engine_of(fleet.nodes[1])
-                slot = next(memory for memory in engine._slots.values() if _holds(memory, target))
+                slot = next(memory for memory in engine._wires.slots.values() if _holds(memory, target))
                 slot[target - slot.ctypes.data] ^= 1
                 flips.append(target)
 
-        engine_of(fleet.nodes[1])._wire.after_read = flip_once
+        engine_of(fleet.nodes[1])._wires.first.after_read = flip_once
         report = await fleet.manager.update_weights(2)
         assert (report.retries, report.pieces_repaired, len(flips)) == (0, len(fleet.nodes), 1)
         for replica in fleet.replicas:
@@ -222,7 +222,7 @@ async def test_buckets_are_as_small_as_the_share_of_memory_demands(tmp_path: Pat
         options = {"source": ColumnShardedSource, "nodes": 2, "block_kilobytes": BLOCK_KB, "kimi": {"mem_fraction": 1}}
         async with fleet_of(tensors, tmp_path, **options) as fleet:
             await fleet.manager.update_weights(1)
-            largest[free_nbytes] = max(len(engine_of(node)._bounce) for node in fleet.nodes)
+            largest[free_nbytes] = max(len(engine_of(node)._intake.bounce) for node in fleet.nodes)
             assert_bit_equal(fleet.replicas[1], 1, tensors)
     assert largest[2**20] <= 2**20 + 2**12 < largest[2**30]
 
@@ -235,13 +235,13 @@ async def test_a_share_of_memory_that_holds_no_piece_is_refused(tmp_path: Path):
 
 
 async def test_the_bucket_size_bounds_every_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verl.checkpoint_engine.links.holder.LEAST_PART_NBYTES", 2**24)
+    monkeypatch.setattr("verl.checkpoint_engine.links.cuts.LEAST_PART_NBYTES", 2**24)
     largest = []
     async with fleet_of(
         TENSORS, tmp_path, kimi={"bucket_size_megabytes": 2}, update_weights_bucket_megabytes=64
     ) as fleet:
         await fleet.manager.update_weights(1)
-        engine_of(fleet.nodes[0])._wire.before_read = lambda source, nbytes: largest.append(nbytes)
+        engine_of(fleet.nodes[0])._wires.first.before_read = lambda source, nbytes: largest.append(nbytes)
         await fleet.manager.update_weights(2)
     assert 2**20 < max(largest) <= 2 * 2**20
 

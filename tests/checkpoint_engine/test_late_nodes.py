@@ -139,8 +139,8 @@ async def test_a_node_does_not_get_a_version_that_was_published_and_not_committe
 async def test_a_region_that_is_written_while_a_node_joins_is_noticed(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet, newcomer(fleet, tmp_path, 1) as node:
         await fleet.manager.update_weights(1)
-        stamp = engine_of(fleet.trainers[1])._stamp
-        node.before["stage"] = lambda: setattr(engine_of(node)._wire, "after_read", lambda *_: stamp.begin())
+        stamp = engine_of(fleet.trainers[1])._exposed.stamp
+        node.before["stage"] = lambda: setattr(engine_of(node)._wires.first, "after_read", lambda *_: stamp.begin())
         error = await refused(fleet, node, TransportError)
         assert (error.version, error.member, error.message) == (1, "trainer-1", "it is publishing")
 
@@ -148,7 +148,7 @@ async def test_a_region_that_is_written_while_a_node_joins_is_noticed(tmp_path: 
 async def test_memory_that_is_overwritten_behind_the_stamps_fails_the_digests(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet, newcomer(fleet, tmp_path, 1) as node:
         await fleet.manager.update_weights(1)
-        engine_of(fleet.trainers[1])._region.bytes[1000] ^= 1
+        engine_of(fleet.trainers[1])._exposed.region.bytes[1000] ^= 1
         error = await refused(fleet, node, IntegrityError)
         assert (error.version, error.phase) == (1, "verify")
         assert "from trainer-1" in str(error)
@@ -157,7 +157,7 @@ async def test_memory_that_is_overwritten_behind_the_stamps_fails_the_digests(tm
 async def test_a_node_whose_owner_is_gone_is_refused_and_names_it(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet, newcomer(fleet, tmp_path, 1) as node:
         await fleet.manager.update_weights(1)
-        words = engine_of(fleet.trainers[0])._stamp._words
+        words = engine_of(fleet.trainers[0])._exposed.stamp._words
 
         def answer_as(incarnation: int) -> None:
             words[0] = incarnation

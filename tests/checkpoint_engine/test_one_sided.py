@@ -30,7 +30,8 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.links.wire import Stamp, Wire, WireReader, within
+from verl.checkpoint_engine.links.stamps import Stamp
+from verl.checkpoint_engine.links.wire import Wire, WireReader, within
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
 
 TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
@@ -110,14 +111,14 @@ async def test_memory_is_registered_once_per_plan_and_slot(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         for version in range(5):
             await fleet.manager.update_weights(version)
-        assert engine_of(fleet.trainers[0])._wire.log == ["register"] * 3  # pieces, stamp, deltas
-        assert engine_of(fleet.nodes[0])._wire.log == ["register", "connect", "connect", "register", "register"]
+        assert engine_of(fleet.trainers[0])._wires.first.log == ["register"] * 3  # pieces, stamp, deltas
+        assert engine_of(fleet.nodes[0])._wires.first.log == ["register", "connect", "connect", "register", "register"]
 
 
 async def test_a_slot_file_that_was_replaced_is_deregistered(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        wire, node = engine_of(fleet.nodes[0])._wire, fleet.nodes[0].member
+        wire, node = engine_of(fleet.nodes[0])._wires.first, fleet.nodes[0].member
         await fleet.manager.update_weights(2)
         await node.begin(3)
         await node.drop()
@@ -129,7 +130,7 @@ async def test_a_slot_file_that_was_replaced_is_deregistered(tmp_path: Path):
 async def test_a_region_that_holds_an_older_version_is_refused(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        stamp = engine_of(fleet.trainers[1])._stamp
+        stamp = engine_of(fleet.trainers[1])._exposed.stamp
         fleet.nodes[0].before["stage"] = lambda: stamp.finish(1)
         error = await abort_of(fleet, 2)
         assert (error.member, error.message) == ("trainer-1", "it holds version 1")
@@ -142,7 +143,7 @@ async def test_a_region_that_holds_an_older_version_is_refused(tmp_path: Path):
 async def test_a_region_that_is_being_written_is_refused(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        fleet.nodes[0].before["stage"] = engine_of(fleet.trainers[0])._stamp.begin
+        fleet.nodes[0].before["stage"] = engine_of(fleet.trainers[0])._exposed.stamp.begin
         error = await abort_of(fleet, 2)
         assert (error.member, error.message) == ("trainer-0", "it is publishing")
 
@@ -150,14 +151,14 @@ async def test_a_region_that_is_being_written_is_refused(tmp_path: Path):
 async def test_a_region_that_is_published_again_while_it_is_read_is_refused(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        stamp = engine_of(fleet.trainers[1])._stamp
+        stamp = engine_of(fleet.trainers[1])._exposed.stamp
 
         def publish_again(target: int, nbytes: int) -> None:
             if nbytes > 1000:
                 stamp.begin()
                 stamp.finish(2)
 
-        engine_of(fleet.nodes[0])._wire.after_read = publish_again
+        engine_of(fleet.nodes[0])._wires.first.after_read = publish_again
         error = await abort_of(fleet, 2)
         assert (error.member, error.message) == ("trainer-1", "it published again while it was read")
 
@@ -167,7 +168,7 @@ async def test_another_process_at_an_owners_address_is_not_the_owner(tmp_path: P
         await fleet.manager.update_weights(1)
 
         def replace() -> None:
-            engine_of(fleet.trainers[1])._stamp._words[0] += 1
+            engine_of(fleet.trainers[1])._exposed.stamp._words[0] += 1
 
         fleet.nodes[0].before["stage"] = replace
         error = await abort_of(fleet, 2)
@@ -178,14 +179,14 @@ async def test_a_stage_that_is_given_up_ends_soon(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
         engine = engine_of(fleet.nodes[0])
-        engine._wire.is_done = lambda transfer: False
+        engine._wires.first.is_done = lambda transfer: False
         syncing = asyncio.ensure_future(fleet.manager.update_weights(2))
         await asyncio.sleep(0.2)
         syncing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(syncing, 5)
         await asyncio.wait_for(fleet.nodes[0].member._run(lambda: None), 5)
-        assert engine._wire is None
+        assert engine._wires.first is None
 
 
 async def test_a_stage_that_is_given_up_before_it_begins_ends_at_once(tmp_path: Path):
@@ -237,8 +238,8 @@ async def test_what_a_wire_copies_is_digested_as_it_arrives(
             arrived = engine.digests_on_arrival(version)
             assert arrived.known.all()
             assert engine.digests_on_arrival(version + 1) is None
-        assert len(engine._wires) == threads
-        assert all(wire.log == engine._wire.log for wire in engine._wires)
+        assert len(engine._wires.open) == threads
+        assert all(wire.log == engine._wires.first.log for wire in engine._wires.open)
 
 
 async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_its_piece_read_again(tmp_path: Path):
@@ -250,7 +251,7 @@ async def test_a_bit_that_flips_as_a_wire_copies_is_found_and_its_piece_read_aga
             if nbytes > 1000 and flips:
                 ctypes.c_uint8.from_address(target + flips.pop()).value ^= 1
 
-        for wire in engine_of(fleet.nodes[0])._wires:
+        for wire in engine_of(fleet.nodes[0])._wires.open:
             wire.after_read = flip_once
         report = await fleet.manager.update_weights(2)
         assert (report.pieces_repaired, flips) == (1, [])
@@ -271,7 +272,7 @@ async def test_only_pieces_that_arrived_wrong_are_read_again(source: type[RowSha
             view, plan = node.member._open_arena.writable_view(), node.member._plan
             for piece in wrong:
                 view.bytes[int(plan.extents.offset[piece])] ^= 1
-            engine_of(node)._wire.before_read = lambda source, nbytes: reads.append(nbytes)
+            engine_of(node)._wires.first.before_read = lambda source, nbytes: reads.append(nbytes)
 
         node.after["stage"] = damage
         report = await fleet.manager.update_weights(2)
@@ -285,7 +286,7 @@ async def test_a_piece_that_is_wrong_at_its_owner_aborts_the_sync(tmp_path: Path
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
         trainer = fleet.trainers[0]
-        trainer.after["published"] = lambda: engine_of(trainer)._region.bytes[:1].bitwise_xor_(1)
+        trainer.after["published"] = lambda: engine_of(trainer)._exposed.region.bytes[:1].bitwise_xor_(1)
         with pytest.raises(SyncAborted, match="are not what the trainer sent") as raised:
             await fleet.manager.update_weights(2)
         assert raised.value.phase == "verify"
@@ -303,7 +304,7 @@ async def test_a_version_of_which_much_is_wrong_is_not_repaired(tmp_path: Path):
 async def test_a_region_that_is_published_again_is_not_read_to_repair_a_piece(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        node, stamp = fleet.nodes[0], engine_of(fleet.trainers[0])._stamp
+        node, stamp = fleet.nodes[0], engine_of(fleet.trainers[0])._exposed.stamp
 
         def damage_and_publish_again() -> None:
             node.member._open_arena.writable_view().bytes[0] ^= 1
@@ -318,7 +319,7 @@ async def test_a_copy_that_is_not_done_at_once_is_waited_for_before_it_is_digest
     async with Fleet(BOTH_WAYS, tmp_path, backend="copying-wire") as fleet:
         await fleet.manager.update_weights(1)
         asked: dict[Any, int] = {}
-        for wire in engine_of(fleet.nodes[0])._wires:
+        for wire in engine_of(fleet.nodes[0])._wires.open:
 
             def is_done(transfer: tuple[int, int, int], copy: Callable[..., bool] = wire.is_done) -> bool:
                 asked[transfer] = asked.get(transfer, 0) + 1

@@ -30,7 +30,7 @@ ASSUMED = {
     "apply": Assumed(slow=1.2e9, fast=3e9, source="benchmarks/deltas.md: 1.5 to 3.2 GB/s"),
     "to_host": Assumed(slow=20e9, fast=54e9, source="benchmarks/device.md: 49 to 54 GB/s; PCIe 4 has half"),
     "load": Assumed(slow=5.7e9, fast=50e9, source="benchmarks/device.md: 5.7 (slot not mapped) to 51 GB/s"),
-    "message_s": Assumed(slow=3e-4, fast=5e-5, source="links/holder.py: some hundred microseconds"),
+    "message_s": Assumed(slow=3e-4, fast=5e-5, source="links/cuts.py: some hundred microseconds"),
     "tensor_s": Assumed(slow=1e-4, fast=1e-5, source="not measured"),
     "call_s": Assumed(slow=2e-2, fast=2e-3, source="benchmarks/hosts.md: 0.01 s beside the phases"),
     "member_s": Assumed(slow=1e-3, fast=1e-4, source="not measured with hundreds of members"),

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from verl.checkpoint_engine.links.cuts import part_nbytes_for, shares_of
 from verl.checkpoint_engine.links.fetch import messages_of
 from verl.checkpoint_engine.links.gloo_chain import SEGMENT_NBYTES
-from verl.checkpoint_engine.links.holder import MOST_RECEIVERS, part_nbytes_for, shares_of
+from verl.checkpoint_engine.links.holder import MOST_RECEIVERS
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import (
     TOPOLOGIES,

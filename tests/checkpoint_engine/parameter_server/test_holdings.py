@@ -10,7 +10,8 @@ import torch
 
 from verl.checkpoint_engine.backends.tcp import TcpWire
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
-from verl.checkpoint_engine.links.wire import Stamp, Wire
+from verl.checkpoint_engine.links.stamps import Stamp
+from verl.checkpoint_engine.links.wire import Wire
 from verl.checkpoint_engine.parameter_server.holdings import Holdings
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 

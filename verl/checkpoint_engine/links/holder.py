@@ -15,20 +15,13 @@ tried again, so a page that shows a node's own digest speaks of the bytes that t
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise, zip_longest
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from ..errors import TransportError, TransportTimeout
+from ..errors import TransportError
 from ..plan.encoded import parsed
 from ..plan.layout import align
 from ..plan.shards import Int64s, extents_of
@@ -36,131 +29,16 @@ from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology
 from ..plan.types import Member, Range
 from ..support.admission import Admission
-from .fetch import STOPPED_S, Bucket, FetchLoop, messages_of
+from .cuts import UPSTREAM, Cut, InTurn, shares_of
+from .fetch import Bucket, FetchLoop, messages_of
+from .page import Endpoint, Page
+from .upstream import UpstreamReader, name_of
 from .wire import UInt8s, Wire, WireReader
 
-UPSTREAM = -1
-"""Stands for the node before, where a wire or a bucket names an owner."""
-LOOK_S = 0.001
-"""Between two looks at the page of the node before, if the wire does not tell."""
-PARTS = 256
-"""Into so many is a slot cut, unless they were too small or too large then. A hop delays a version by a few of them."""
-LEAST_PART_NBYTES = 2**20
-"""A read costs some hundred microseconds beside its bytes, and a part may be seen a millisecond late."""
 MOST_RECEIVERS = 64
 """Each may add a part, and a page has room for so many."""
 IN_FLIGHT = 2
 """Buckets from owners, and parts from the node before. More share the network, and all of them are there later."""
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """What a node's `Member.address` holds if nodes pass a version on, as JSON."""
-
-    wire: bytes
-    page: int
-    page_nbytes: int
-
-
-class Page:
-    """[publication, address of the slot, bytes of the wire's address], the wire's address, one byte per part, [whom the
-    node waits for].
-
-    A wire's address may change when memory is registered, so it travels in the page, too.
-    """
-
-    HEADER = 24
-    MAX_ADDRESS = 2**16
-    PARTS = HEADER + MAX_ADDRESS
-    WORD = 8
-    EMPTY = 0
-    """No publication, and nobody who is waited for."""
-
-    def __init__(self, num_parts: int) -> None:
-        self.bytes: UInt8s = np.zeros(self.PARTS + align(num_parts) + self.WORD, np.uint8)
-
-    @property
-    def words(self) -> Int64s:
-        return self.bytes[: self.HEADER].view(np.int64)
-
-    @property
-    def parts(self) -> UInt8s:
-        return self.bytes[self.PARTS : -self.WORD]
-
-    @property
-    def awaited(self) -> Int64s:
-        """One word: 1 + index of a trainer rank, -(1 + index) of a node, or `EMPTY`."""
-        return self.bytes[-self.WORD :].view(np.int64)
-
-    @property
-    def wire(self) -> bytes:
-        return self.bytes[self.HEADER : self.HEADER + int(self.words[2])].tobytes()
-
-    def write(self, publication: int, slot: int, wire: bytes, ready: npt.NDArray[np.bool_]) -> None:
-        if len(wire) > self.MAX_ADDRESS:
-            raise TransportError(f"the address of the wire has {len(wire)} bytes, more than {self.MAX_ADDRESS}")
-        self.words[0] = self.awaited[0] = self.EMPTY
-        self.parts[: len(ready)] = ready
-        self.bytes[self.HEADER : self.HEADER + len(wire)] = np.frombuffer(wire, np.uint8)
-        self.words[1:] = slot, len(wire)
-        self.words[0] = publication
-
-
-def part_nbytes_for(slot_nbytes: int, most_nbytes: int) -> int:
-    """How large the parts of a slot are, and the buckets that fill them. Pure."""
-    return min(max(-(-slot_nbytes // PARTS), LEAST_PART_NBYTES), most_nbytes)
-
-
-def publication_of(stamps: Int64s) -> int:
-    """A number other than `Page.EMPTY` that is equal exactly where the stamps of all owners are."""
-    return (xxhash.xxh3_64_intdigest(stamps.tobytes()) >> 1) | 1
-
-
-def shares_of(plan: SyncPlan, num_receivers: int) -> list[Range]:
-    """The slot in as many runs as there are receivers, about equally long and cut between pieces. Pure."""
-    nbytes = plan.layout.nbytes
-    starts = np.sort(plan.extents.offset)
-    ends = np.maximum.accumulate(plan.extents.end[np.argsort(plan.extents.offset, kind="stable")])
-    # Where a piece begins after all pieces before it have ended.
-    possible = np.concatenate([[0], starts[1:][starts[1:] >= ends[:-1]], [nbytes]])
-    wished = np.arange(num_receivers + 1) * nbytes // num_receivers
-    after = np.clip(np.searchsorted(possible, wished), 1, len(possible) - 1)
-    nearer = wished - possible[after - 1] < possible[after] - wished
-    cuts = possible[after - nearer].tolist()
-    return [Range(low, low, high - low) for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def parts_of(shares: Sequence[Range], part_nbytes: int) -> list[Bucket]:
-    """`shares` in parts of at most `part_nbytes`, as buckets from the node before. Pure."""
-    return [
-        Bucket(UPSTREAM, (Range(start, start, nbytes),), nbytes)
-        for share in shares
-        for start in range(share.dst_offset, share.dst_offset + share.nbytes, part_nbytes)
-        for nbytes in [min(part_nbytes, share.dst_offset + share.nbytes - start)]
-    ]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How memory that is passed on is cut. The same on every node but for `own`."""
-
-    parts: Sequence[Bucket]
-    shares: Int64s
-    """Where the shares of receivers begin."""
-    starts: Int64s
-    """Where the parts begin."""
-    own: Range | None
-    """What this node gets from owners."""
-
-    @classmethod
-    def of(cls, shares: Sequence[Range], part_nbytes: int, own: int | None) -> Cut:
-        """`own`: which of the shares is that of this node. Pure."""
-        parts = parts_of(shares, part_nbytes)
-        return cls(
-            parts,
-            np.array([share.dst_offset for share in shares], np.int64),
-            np.array([part.ranges[0].dst_offset for part in parts], np.int64),
-            shares[own] if own is not None else None,
-        )
 
 
 class NodeHolder:
@@ -265,9 +143,9 @@ class NodeHolder:
             return
         upstream = self._upstream
         assert upstream is not None
-        source = UpstreamReader(self, reader, upstream, self._endpoint, self._copy, publication)
+        source = UpstreamReader(self.learn, reader, upstream, self._endpoint, self._copy, publication)
         loop.reader = source
-        loop.name_of = lambda owner: _name(source.blamed(owner))
+        loop.name_of = lambda owner: name_of(source.blamed(owner))
         loop.on_stall = lambda owners: self._say_who_is_awaited(source.blamed(max(owners)))
         loop.fetch(InTurn(self._in_flight, buckets, self._cut.parts, passed, source.there))
         source.check(deadline)
@@ -338,154 +216,3 @@ class NodeHolder:
         self._wire.changed()
         self._wire.close()
         self._served.clear()
-
-
-class InTurn:
-    """Buckets from owners in their order; beside them parts from the node before, as soon as they are there."""
-
-    def __init__(
-        self,
-        in_flight: int,
-        own: Sequence[Bucket],
-        parts: Sequence[Bucket] = (),
-        passed: Sequence[int] = (),
-        there: Callable[[], UInt8s] = lambda: np.zeros(0, np.uint8),
-    ) -> None:
-        """At most `in_flight` of each kind are under way. Of all `parts` those numbered `passed` are wanted; those of
-        which `there` is not 0 can be read."""
-        self._in_flight = in_flight
-        self._own, self._parts, self._there = deque(own), parts, there
-        self._passed = np.array(passed, np.int64)
-
-    def next(self, flying: Collection[Bucket]) -> Bucket | None:
-        of_node = sum(bucket.owner == UPSTREAM for bucket in flying)
-        if self._own and len(flying) - of_node < self._in_flight:
-            return self._own[0]
-        if len(self._passed) and of_node < self._in_flight:
-            ready = np.flatnonzero(self._there()[self._passed])
-            return self._parts[int(self._passed[ready[0]])] if len(ready) else None
-        return None
-
-    def remove(self, bucket: Bucket) -> None:
-        if bucket.owner == UPSTREAM:
-            self._passed = self._passed[[self._parts[number] is not bucket for number in self._passed.tolist()]]
-        else:
-            self._own.popleft()
-
-    def __iter__(self) -> Iterator[Bucket]:
-        yield from self._own
-        yield from (self._parts[number] for number in self._passed.tolist())
-
-    def __len__(self) -> int:
-        return len(self._own) + len(self._passed)
-
-
-@dataclass
-class UpstreamReader:
-    """The `RangeReader` of one publication from owners and from the node before."""
-
-    holder: NodeHolder
-    owners: WireReader
-    member: Member
-    endpoint: Endpoint
-    copy: Page
-    publication: int
-    _slot_address: int | None = None
-    _look: Any = None
-    """The page, on its way."""
-    _next_look_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._nothing = np.zeros_like(self.copy.parts)
-
-    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Any]:
-        if owner != UPSTREAM:
-            return owner, self.owners.start(owner, ranges, bounce=bounce)
-        assert self._slot_address is not None
-        (part,) = ranges
-        target = self.owners.slot.ctypes.data + part.dst_offset
-        with self._located():
-            return owner, self._wire.read(UPSTREAM, self._slot_address + part.src_offset, target, part.nbytes)
-
-    def is_done(self, transfer: tuple[int, Any]) -> bool:
-        owner, handle = transfer
-        if owner != UPSTREAM:
-            return self.owners.is_done(handle)
-        with self._located():
-            return self._wire.is_done(handle)
-
-    def wait(self, timeout_s: float) -> None:
-        self.owners.wait(timeout_s)
-
-    def cancel(self, transfer: tuple[int, Any]) -> None:
-        """The engine closes the wire after every failure; that ends this transfer with all others."""
-
-    def there(self) -> UInt8s:
-        """Of each part, not 0 if the node before holds it, as far as this one knows; looks again at times."""
-        with self._located():
-            self._learn()
-        return self.copy.parts if self._slot_address is not None else self._nothing
-
-    def blamed(self, owner: int) -> int:
-        """Who keeps `owner` from delivering, as far as its page says; as `Page.awaited` has it."""
-        if owner != UPSTREAM:
-            return 1 + owner
-        if self._slot_address is not None and self.copy.awaited[0] != Page.EMPTY:
-            return int(self.copy.awaited[0])
-        return -(1 + self.member.index)
-
-    def check(self, deadline: float) -> None:
-        """Raise TransportError if the node before does not hold the publication any more."""
-        with self._located():
-            handle = self._wire.read(*self._span(0, Page.HEADER))
-            while not (is_done := self._wire.is_done(handle)) and time.monotonic() < deadline:
-                self.wait(STOPPED_S)
-        if not is_done:
-            raise TransportTimeout("it cannot be read", version=self._version, phase="stage", member=self.member.name)
-        if self.copy.words[0] != self.publication:
-            raise self._error("it received other bytes while it was read")
-
-    def _learn(self) -> None:
-        """What the page says, if it has arrived."""
-        if self._look is None:
-            if time.monotonic() >= self._next_look_s:
-                begun = self._slot_address is not None
-                # The parts are read only after the publication has been seen: before, they may be another's.
-                span = (Page.PARTS, self.endpoint.page_nbytes) if begun else (0, Page.PARTS)
-                self._look = self._wire.watch(*self._span(*span))
-        elif self._wire.is_done(self._look):
-            self._look = None
-            self._next_look_s = 0.0 if self._wire.tells else time.monotonic() + LOOK_S
-            if self._slot_address is None and self.copy.words[0] == self.publication:
-                self.copy.parts[:] = 0
-                self.copy.awaited[0] = Page.EMPTY
-                self.holder.learn(self._wire, self.copy.wire)
-                self._slot_address = int(self.copy.words[1])
-                self._next_look_s = 0.0
-
-    @property
-    def _wire(self) -> Wire:
-        return self.owners.wire
-
-    @property
-    def _version(self) -> int:
-        return self.owners.version
-
-    def _span(self, low: int, high: int) -> tuple[int, int, int, int]:
-        """Of the page of the node before, and of its copy."""
-        return UPSTREAM, self.endpoint.page + low, self.copy.bytes.ctypes.data + low, high - low
-
-    @contextmanager
-    def _located(self) -> Iterator[None]:
-        try:
-            yield
-        except TransportError as exc:
-            raise self._error(exc.message) from exc
-
-    def _error(self, message: str) -> TransportError:
-        return TransportError(message, version=self._version, phase="stage", member=self.member.name)
-
-
-def _name(code: int) -> str:
-    """Of the member that `Page.awaited` means."""
-    return f"trainer-{code - 1}" if code > 0 else f"node-{-code - 1}"

@@ -1,15 +1,7 @@
-"""What a node reads through: a transport library's endpoint, what an owner exposes to it, and a reader of one version.
-
-How a node knows what it reads: next to its region, never inside it, an owner has a `Stamp`, also read through the wire.
-It names the owner's incarnation (a process that took over an address is not the owner), the number of the publication
-and the version. Stamps that are equal before and after, and of the version asked for, mean that every byte in between
-belongs to it. Digests then check the content.
-"""
+"""What a node reads through: an endpoint in a transport library, what owners expose to it, a reader of one version."""
 
 from __future__ import annotations
 
-import mmap
-import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -104,35 +96,6 @@ class OwnerAddress(msgspec.Struct, frozen=True):
     """The network device behind it, where that is known: ranks of one host may share it."""
     deltas: int = 0
     """Where its deltas begin in its process; 0: it makes none."""
-
-
-class Stamp:
-    """[incarnation, publication, version, base, bytes of the deltas] of an owner's region, in a page of its own.
-
-    Deltas lead from the base, as `identity_of` names it, to what the region holds; 0 bytes: there are none.
-    """
-
-    WRITING = -(2**63)
-    WORDS = 5
-    NBYTES = 8 * WORDS
-
-    def __init__(self) -> None:
-        self.bytes: UInt8s = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
-        self._words = self.bytes.view(np.int64)
-        self._words[: self.WORDS] = secrets.randbits(62), 0, self.WRITING, 0, 0
-
-    @property
-    def incarnation(self) -> int:
-        return int(self._words[0])
-
-    def begin(self) -> None:
-        """The region is about to change."""
-        self._words[2] = self.WRITING
-        self._words[1] += 1
-
-    def finish(self, version: int, base: int = 0, deltas_nbytes: int = 0) -> None:
-        self._words[3:5] = base, deltas_nbytes
-        self._words[2] = version
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import BackendUnavailable, TransportError, TransportTimeout
 from ..links.rendezvous import Deadline
-from ..links.wire import Stamp
+from ..links.stamps import Stamp
 from ..memory.host_memory import pinned_memory
 from ..memory.publishing import copy_values
 from .buckets import Bucket

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ..errors import BackendUnavailable, ConfigError
-from ..links.wire import Stamp, Wire
+from ..links.stamps import Stamp
+from ..links.wire import Wire
 from .buffers import HostBuffer, load_buffers
 from .records import BufferMeta, RankMetas
 

@@ -1,0 +1,90 @@
+"""How a node knows what it reads: the stamp that an owner has next to its region, never inside it.
+
+It names the owner's incarnation (a process that took over an address is not the owner), the number of the publication
+and the version. Stamps that are equal before and after, and of the version asked for, mean that every byte in between
+belongs to it. Digests then check the content.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import TransportError, TransportTimeout
+from .fetch import STOPPED_S
+from .wire import UInt8s, WireReader
+
+Stamps = npt.NDArray[np.int64]
+"""[owners, `Stamp.WORDS`], in the order of the reader's owners."""
+
+
+class Stamp:
+    """[incarnation, publication, version, base, bytes of the deltas] of an owner's region, in a page of its own.
+
+    Deltas lead from the base, as `identity_of` names it, to what the region holds; 0 bytes: there are none.
+    """
+
+    WRITING = -(2**63)
+    WORDS = 5
+    NBYTES = 8 * WORDS
+
+    def __init__(self) -> None:
+        self.bytes: UInt8s = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self._words = self.bytes.view(np.int64)
+        self._words[: self.WORDS] = secrets.randbits(62), 0, self.WRITING, 0, 0
+
+    @property
+    def incarnation(self) -> int:
+        return int(self._words[0])
+
+    def begin(self) -> None:
+        """The region is about to change."""
+        self._words[2] = self.WRITING
+        self._words[1] += 1
+
+    def finish(self, version: int, base: int = 0, deltas_nbytes: int = 0) -> None:
+        self._words[3:5] = base, deltas_nbytes
+        self._words[2] = version
+
+
+def read_stamps(reader: WireReader, target: UInt8s, deadline: float, raise_if_stopped: Callable[[int], None]) -> Stamps:
+    """Of all owners of `reader`, by way of `target`, registered memory with room for them.
+
+    Raises TransportError naming an owner whose region does not hold the reader's version; TransportTimeout at
+    `deadline`, in seconds of `time.monotonic`.
+    """
+    waiting = {
+        owner: reader.read(owner, address.stamp, target.ctypes.data + position * Stamp.NBYTES, Stamp.NBYTES)
+        for position, (owner, address) in enumerate(reader.owners.items())
+    }
+    while waiting:
+        waiting = {owner: transfer for owner, transfer in waiting.items() if not reader.is_done(transfer)}
+        raise_if_stopped(reader.version)
+        if waiting and time.monotonic() > deadline:
+            names = ", ".join(f"trainer-{owner}" for owner in sorted(waiting))
+            raise TransportTimeout(f"{names} cannot be read", version=reader.version, phase="stage")
+        if waiting:
+            reader.wait(STOPPED_S)
+    stamps = np.frombuffer(target.tobytes(), np.int64).reshape(-1, Stamp.WORDS)
+    for (owner, address), (incarnation, _, version, *_) in zip(reader.owners.items(), stamps.tolist(), strict=True):
+        if (incarnation, version) != (address.incarnation, reader.version):
+            raise reader.located(TransportError(_what_is_there(incarnation == address.incarnation, version)), owner)
+    return stamps
+
+
+def raise_if_changed(reader: WireReader, before: Stamps, after: Stamps) -> None:
+    """Raises TransportError naming an owner that published between the two readings."""
+    for owner, changed in zip(reader.owners, (before != after).any(axis=1).tolist(), strict=True):
+        if changed:
+            raise reader.located(TransportError("it published again while it was read"), owner)
+
+
+def _what_is_there(same_owner: bool, version: int) -> str:
+    if not same_owner:
+        return "another process answers at its address"
+    return "it is publishing" if version == Stamp.WRITING else f"it holds version {version}"

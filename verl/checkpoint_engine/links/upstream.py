@@ -1,0 +1,133 @@
+"""Reading from owners and from the node before at once: its page says what of it can be had."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import TransportError, TransportTimeout
+from ..plan.types import Member, Range
+from .cuts import UPSTREAM
+from .fetch import STOPPED_S
+from .page import Endpoint, Page
+from .wire import UInt8s, Wire, WireReader
+
+LOOK_S = 0.001
+"""Between two looks at the page of the node before, if the wire does not tell."""
+
+
+@dataclass
+class UpstreamReader:
+    """The `RangeReader` of one publication from owners and from the node before."""
+
+    learn: Callable[[Wire, bytes], None]
+    """Told of the address that the page shows, which may be a new one."""
+    owners: WireReader
+    member: Member
+    endpoint: Endpoint
+    copy: Page
+    publication: int
+    _slot_address: int | None = None
+    _look: Any = None
+    """The page, on its way."""
+    _next_look_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._nothing = np.zeros_like(self.copy.parts)
+
+    def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> tuple[int, Any]:
+        if owner != UPSTREAM:
+            return owner, self.owners.start(owner, ranges, bounce=bounce)
+        assert self._slot_address is not None
+        (part,) = ranges
+        target = self.owners.slot.ctypes.data + part.dst_offset
+        with self._located():
+            return owner, self._wire.read(UPSTREAM, self._slot_address + part.src_offset, target, part.nbytes)
+
+    def is_done(self, transfer: tuple[int, Any]) -> bool:
+        owner, handle = transfer
+        if owner != UPSTREAM:
+            return self.owners.is_done(handle)
+        with self._located():
+            return self._wire.is_done(handle)
+
+    def wait(self, timeout_s: float) -> None:
+        self.owners.wait(timeout_s)
+
+    def cancel(self, transfer: tuple[int, Any]) -> None:
+        """The engine closes the wire after every failure; that ends this transfer with all others."""
+
+    def there(self) -> UInt8s:
+        """Of each part, not 0 if the node before holds it, as far as this one knows; looks again at times."""
+        with self._located():
+            self._learn()
+        return self.copy.parts if self._slot_address is not None else self._nothing
+
+    def blamed(self, owner: int) -> int:
+        """Who keeps `owner` from delivering, as far as its page says; as `Page.awaited` has it."""
+        if owner != UPSTREAM:
+            return 1 + owner
+        if self._slot_address is not None and self.copy.awaited[0] != Page.EMPTY:
+            return int(self.copy.awaited[0])
+        return -(1 + self.member.index)
+
+    def check(self, deadline: float) -> None:
+        """Raise TransportError if the node before does not hold the publication any more."""
+        with self._located():
+            handle = self._wire.read(*self._span(0, Page.HEADER))
+            while not (is_done := self._wire.is_done(handle)) and time.monotonic() < deadline:
+                self.wait(STOPPED_S)
+        if not is_done:
+            raise TransportTimeout("it cannot be read", version=self._version, phase="stage", member=self.member.name)
+        if self.copy.words[0] != self.publication:
+            raise self._error("it received other bytes while it was read")
+
+    def _learn(self) -> None:
+        """What the page says, if it has arrived."""
+        if self._look is None:
+            if time.monotonic() >= self._next_look_s:
+                begun = self._slot_address is not None
+                # The parts are read only after the publication has been seen: before, they may be another's.
+                span = (Page.PARTS, self.endpoint.page_nbytes) if begun else (0, Page.PARTS)
+                self._look = self._wire.watch(*self._span(*span))
+        elif self._wire.is_done(self._look):
+            self._look = None
+            self._next_look_s = 0.0 if self._wire.tells else time.monotonic() + LOOK_S
+            if self._slot_address is None and self.copy.words[0] == self.publication:
+                self.copy.parts[:] = 0
+                self.copy.awaited[0] = Page.EMPTY
+                self.learn(self._wire, self.copy.wire)
+                self._slot_address = int(self.copy.words[1])
+                self._next_look_s = 0.0
+
+    @property
+    def _wire(self) -> Wire:
+        return self.owners.wire
+
+    @property
+    def _version(self) -> int:
+        return self.owners.version
+
+    def _span(self, low: int, high: int) -> tuple[int, int, int, int]:
+        """Of the page of the node before, and of its copy."""
+        return UPSTREAM, self.endpoint.page + low, self.copy.bytes.ctypes.data + low, high - low
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        try:
+            yield
+        except TransportError as exc:
+            raise self._error(exc.message) from exc
+
+    def _error(self, message: str) -> TransportError:
+        return TransportError(message, version=self._version, phase="stage", member=self.member.name)
+
+
+def name_of(code: int) -> str:
+    """Of the member that `Page.awaited` means."""
+    return f"trainer-{code - 1}" if code > 0 else f"node-{-code - 1}"

@@ -25,13 +25,15 @@ import torch
 from benchmarks.command import make_parser, progress, run
 from benchmarks.machine import describe_machine
 from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
-from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_to_activate
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.committed import PinnedSlots, open_to_activate
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter, warm_up
 from verl.checkpoint_engine.memory.device_base import DeviceBase
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
 from verl.checkpoint_engine.memory.host_memory import pinned_memory
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import PieceMemory, SlotPieces, publish
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable

@@ -33,7 +33,7 @@ from benchmarks.rank_process import RankProcess
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
-from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs

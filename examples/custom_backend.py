@@ -20,8 +20,9 @@ from pathlib import Path
 from verl.checkpoint_engine.base import Capabilities, CheckpointEngineWithCache
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
 from verl.checkpoint_engine.plan.types import Member

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.memory.committed import read_committed
 from verl.utils.config import ConfigError
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank

@@ -28,7 +28,7 @@ from tests.checkpoint_engine.fakes import (
 )
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWithCache
 from verl.checkpoint_engine.base import Capabilities
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.publishing import Publication, SlotPieces, publish
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import Topology, direct
 from verl.checkpoint_engine.plan.types import Member

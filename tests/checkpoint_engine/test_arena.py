@@ -12,8 +12,10 @@ import torch
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.full_disk import no_file_larger_than
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView, committed_version, open_committed, read_committed
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.committed import committed_version, open_committed, read_committed
 from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan

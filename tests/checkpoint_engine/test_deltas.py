@@ -18,7 +18,7 @@ from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tenso
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
-from verl.checkpoint_engine.memory.arena import read_committed
+from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS, DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend

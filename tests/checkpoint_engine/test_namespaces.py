@@ -18,7 +18,7 @@ from tests.checkpoint_engine.member_processes import MemberProcess, Node, Proces
 from tests.checkpoint_engine.test_failures import POOLED, grown
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError, TransportTimeout
-from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.memory.committed import committed_version
 
 pytestmark = pytest.mark.cells(2)
 TCP_ONLY = {"nixl": {"ucx_tls": "tcp"}}

@@ -16,13 +16,15 @@ import torch
 
 from verl.checkpoint_engine.links.deltas import OwnerDeltas, fitting
 from verl.checkpoint_engine.memory import device_base
-from verl.checkpoint_engine.memory.arena import NodeArena, PinnedSlots, SlotView, open_committed
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.committed import PinnedSlots, open_committed
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, warm_up
 from verl.checkpoint_engine.memory.device_base import DeviceBase
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.pinning import Pinned, pages_of
 from verl.checkpoint_engine.memory.publishing import SlotPieces, copy_values, publish
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest, Rates
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl.checkpoint_engine.memory.arena import SlotView
 from verl.checkpoint_engine.memory.digest import digest_pieces
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import (
@@ -20,6 +19,7 @@ from verl.checkpoint_engine.memory.publishing import (
     publish,
     publisher_environment,
 )
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan

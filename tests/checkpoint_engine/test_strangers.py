@@ -21,7 +21,7 @@ from tests.checkpoint_engine.member_processes import ProcessFleet
 from tests.strangers import NOBODY, needs_root, talk
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.links.wire import OwnerAddress
-from verl.checkpoint_engine.memory.arena import open_committed
+from verl.checkpoint_engine.memory.committed import open_committed
 
 pytestmark = pytest.mark.cells(3)
 

@@ -26,7 +26,7 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.plan.types import Shard
 from verl.checkpoint_engine.sync.participants import TrainerRank
 

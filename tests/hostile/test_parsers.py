@@ -31,7 +31,7 @@ from tests.hostile.mutations import changed
 from verl.checkpoint_engine.backends import one_sided
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, PlanError, TransportError
 from verl.checkpoint_engine.links import page
-from verl.checkpoint_engine.memory import arena
+from verl.checkpoint_engine.memory import committed
 from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.parameter_server import link_messages, roster
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import INDEX, checkpoint_files
@@ -251,8 +251,8 @@ PARSERS: dict[str, Parser] = {
         "msgpack",
     ),
     "current version of an arena": Parser(
-        lambda _: [msgspec.msgpack.encode(arena.Committed(7, "slot-0.0", "slot-0.0.manifest"))],
-        lambda data, directory: arena.committed_version(into(directory / "current", data).parent),
+        lambda _: [msgspec.msgpack.encode(committed.Committed(7, "slot-0.0", "slot-0.0.manifest"))],
+        lambda data, directory: committed.committed_version(into(directory / "current", data).parent),
         (IntegrityError,),
         "msgpack",
     ),

@@ -13,7 +13,8 @@ import pytest
 from tests.hostile.test_parsers import LAYOUT, RANKS
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, PlanError
-from verl.checkpoint_engine.memory.arena import ARENA_PREFIX, NodeArena, committed_version
+from verl.checkpoint_engine.memory.arena import ARENA_PREFIX, NodeArena
+from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
 from verl.checkpoint_engine.parameter_server.metas import load_metas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint

@@ -27,7 +27,7 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
-from verl.checkpoint_engine.memory.arena import Committed, committed_version
+from verl.checkpoint_engine.memory.committed import Committed, committed_version
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.workers.rollout import RolloutReplica
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, TransportError
-from verl.checkpoint_engine.memory.arena import open_committed
+from verl.checkpoint_engine.memory.committed import open_committed
 from verl.workers.engine.snapshots import copy_into
 from verl.workers.memory_checkpoint.keeper import StateKeeper
 from verl.workers.memory_checkpoint.rank import RankMemory

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config import CheckpointEngineConfig
-from .memory.arena import NodeArena, open_committed
+from .memory.arena import NodeArena
+from .memory.committed import open_committed
 from .memory.digest import PieceDigests
 from .memory.publishing import Publication
 from .plan.delta_choice import DeltaRequest, Encoded, Staging

@@ -19,7 +19,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import ConfigError, TransportError, TransportTimeout
-from ..memory.arena import committed_version
+from ..memory.committed import committed_version
 from .published import NamedTensors, PublishedWeights, host_id, job_name, verified
 
 NAME = "verl_sync"

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from ..errors import PlanError
-from ..memory.arena import NodeArena, open_committed
+from ..memory.arena import NodeArena
+from ..memory.committed import open_committed
 from ..memory.digest import Manifest, verify
 from ..memory.publishing import SlotPieces, copy_values, publish
 from ..memory.threads import memory_threads

@@ -24,7 +24,7 @@ from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, so
 from tests.checkpoint_engine.test_namespaces import hosts_or_skip
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError
-from verl.checkpoint_engine.memory.arena import committed_version
+from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.node import PORT, main
 from verl.checkpoint_engine.publisher.hosts import HERE, Hosts
 from verl.checkpoint_engine.publisher.node_key import key_in, make_key

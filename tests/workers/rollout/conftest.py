@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.sglang_on_cpu import NEEDS_SGLANG
-from verl.checkpoint_engine.memory.arena import NodeArena, SlotView
+from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from ..base import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
-from ..memory.arena import NodeArena, SlotView
+from ..memory.arena import NodeArena
 from ..memory.publishing import Publication, SlotPieces, publish
+from ..memory.slot import SlotView
 from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology, across_hosts
 from ..plan.types import Member, Shard

@@ -44,9 +44,9 @@ from .fetch import Bucket
 from .wire import UInt8s, WireReader
 
 if TYPE_CHECKING:
-    from ..memory.arena import SlotView
     from ..memory.device_base import DeviceBase
     from ..memory.publishing import Place
+    from ..memory.slot import SlotView
 
 logger = logging.getLogger(__name__)
 SAMPLED_OF = 32

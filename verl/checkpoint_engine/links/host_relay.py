@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import CheckpointEngineConfig, NaiveOptions
-from ..memory.arena import SlotView
+from ..memory.slot import SlotView
 from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology
 from ..plan.types import Member, Range

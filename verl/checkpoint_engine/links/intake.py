@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import TransportError
-from ..memory.arena import NodeArena, SlotView
+from ..memory.arena import NodeArena
 from ..memory.delta import is_warm
 from ..memory.digest import Manifest, PieceDigests
+from ..memory.slot import SlotView
 from ..plan.delta_choice import Staging
 from ..plan.layout import align
 from ..plan.sync_plan import SyncPlan

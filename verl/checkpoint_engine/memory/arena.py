@@ -15,92 +15,31 @@ but wakes up later, a reader that hangs. What it then writes or reads is an orph
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import mmap
 import os
 import re
 import shutil
 import socket
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from ..errors import ActivationError, ConfigError, IntegrityError
-from ..plan.encoded import unpacked
+from ..errors import ConfigError, IntegrityError
 from ..plan.layout import Layout
-from ..support.files import read_regular, write_private
+from ..support.files import write_private
+from .committed import Committed, open_committed
 from .digest import Manifest, verify
 from .janitor import Janitor, await_removal, sweep
-from .pinning import Pinned, Spans
+from .slot import SlotView
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..plan.types import TensorSpec
+    pass
 
 ARENA_PREFIX = "verl-"
 MAX_JOB_NAME = 64
-MOST_CURRENT_NBYTES = 2**12
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_JOB_NAME}}}", re.ASCII)
-_FILE = re.compile(r"slot-\d{1,9}\.\d{1,18}(\.manifest)?", re.ASCII)
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """What the file `current` holds."""
-
-    version: int
-    slot: str
-    manifest: str
-
-
-class SlotView:
-    """One slot mapped into this process. The mapping, and every tensor made from it, lives until `close`."""
-
-    def __init__(self, path: Path, layout: Layout, *, writable: bool) -> None:
-        import torch
-
-        self.path = path
-        self.layout = layout
-        self._writable = writable
-        self._pinned: Pinned | None = None
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        with path.open("r+b" if writable else "rb") as file:
-            self._memory = mmap.mmap(
-                file.fileno(), max(layout.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access
-            )
-        with warnings.catch_warnings():  # torch warns that it cannot mark a read-only buffer; nobody writes to these
-            warnings.simplefilter("ignore", UserWarning)
-            # Through numpy, whose array locks the mapping: torch.frombuffer would let `close` unmap a tensor in use.
-            self.bytes: torch.Tensor = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
-
-    def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor `spec` in this slot, borrowed. Writing to one from a read-only view ends the process."""
-        import torch
-
-        offset = self.layout.offsets[self.layout.index[spec.name]]
-        return self.bytes[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in self.layout.specs:
-            yield spec.name, self.tensor(spec)
-
-    def pin(self, spans: Spans | None = None) -> None:
-        """Pin what is at `spans`, or all of it, until `close`. See `Pinned`."""
-        self._pinned = Pinned(self.bytes, spans, read_only=not self._writable)
-
-    def close(self) -> None:
-        """Unmap. Tensors that still borrow the memory keep it mapped until they are gone."""
-        if self._pinned is not None:
-            self._pinned.close()
-        del self.bytes
-        with contextlib.suppress(BufferError):
-            self._memory.close()
 
 
 @dataclass
@@ -317,117 +256,6 @@ def require_name(key: str, name: str) -> None:
             f"{key}={name[: 2 * MAX_JOB_NAME]!r} must be 1 to {MAX_JOB_NAME} letters, digits, dots, dashes and "
             "underscores: it names a directory in shared memory"
         )
-
-
-def committed_version(arena_path: str | Path) -> int | None:
-    """The version that readers of this arena would get; None if nothing is committed."""
-    committed = _read_current(Path(arena_path))
-    return committed.version if committed else None
-
-
-def _read_current(directory: Path) -> Committed | None:
-    try:
-        data = read_regular(directory / "current", MOST_CURRENT_NBYTES)
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise IntegrityError(f"{directory / 'current'} cannot be read: {exc.strerror}") from exc
-    committed = unpacked(data, Committed, f"what an arena writes into {directory / 'current'}", IntegrityError)
-    if not (_FILE.fullmatch(committed.slot) and _FILE.fullmatch(committed.manifest)):
-        raise IntegrityError(f"{directory / 'current'} names {committed.slot[:40]!r}, which is no slot of an arena")
-    return committed
-
-
-def _require_committed(directory: Path, version: int) -> Committed:
-    committed = _read_current(directory)
-    if committed is None or committed.version != version:
-        state = "holds nothing" if committed is None else f"holds version {committed.version}"
-        raise IntegrityError(f"{directory} {state}; version {version} was asked for", version=version, phase="activate")
-    return committed
-
-
-class PinnedSlots:
-    """Slots that an engine on an accelerator reads, mapped and pinned from one activation to the next.
-
-    Pinning takes longer than loading what is pinned, so a slot stays mapped until its file is another one. Used from
-    one thread.
-    """
-
-    def __init__(self) -> None:
-        self._views: dict[tuple[Path, int], SlotView] = {}
-
-    def view(self, path: Path, inode: int, layout: Layout) -> SlotView:
-        """The slot at `path`, which the caller has open under that `inode`. Closes what no file has any more."""
-        for key in [key for key in self._views if not _is_file(*key)]:
-            self._views.pop(key).close()
-        view = self._views.get((path, inode))
-        if view is None:
-            view = self._views[path, inode] = SlotView(path, layout, writable=False)
-            view.pin()
-        view.layout = layout
-        return view
-
-    def close(self) -> None:
-        """Unmap all. Idempotent."""
-        while self._views:
-            self._views.popitem()[1].close()
-
-
-def _is_file(path: Path, inode: int) -> bool:
-    try:
-        return path.stat().st_ino == inode
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def open_committed(
-    arena_path: str | Path, version: int, kept: PinnedSlots | None = None
-) -> Iterator[tuple[Manifest, SlotView]]:
-    """Map the committed `version` read-only, for engines on the same host. Tensors are borrowed until the block ends.
-
-    `kept`: where the mapping is looked for, and stays.
-
-    Raises IntegrityError if the arena is gone or its committed version is another one.
-    """
-    directory = Path(arena_path)
-    with contextlib.ExitStack() as stack:
-        try:
-            committed = _require_committed(directory, version)
-            held = stack.enter_context((directory / committed.slot).open("rb"))
-            fcntl.flock(held, fcntl.LOCK_SH)  # a slot that is being read is replaced, not overwritten
-            _require_committed(directory, version)  # it may have been given up between the look and the lock
-            manifest = Manifest.decode((directory / committed.manifest).read_bytes())
-            path, layout = directory / committed.slot, manifest.plan.layout
-            if kept is not None:
-                view = kept.view(path, os.fstat(held.fileno()).st_ino, layout)
-            else:
-                view = SlotView(path, layout, writable=False)
-                stack.callback(view.close)
-        except FileNotFoundError as exc:
-            raise IntegrityError(
-                f"version {version} was given up while it was being opened: {exc}", version=version, phase="activate"
-            ) from exc
-        yield manifest, view
-
-
-@contextlib.contextmanager
-def open_to_activate(
-    arena_path: str | Path, version: int, kept: PinnedSlots | None = None
-) -> Iterator[tuple[Manifest, SlotView]]:
-    """`open_committed` for an engine that was told to load `version`. Raises ActivationError if it is not there."""
-    with contextlib.ExitStack() as stack:
-        try:
-            opened = stack.enter_context(open_committed(arena_path, version, kept))
-        except IntegrityError as exc:
-            raise ActivationError(exc.message, version=version, phase="activate") from exc
-        yield opened
-
-
-def read_committed(arena_path: str | Path, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (Hugging Face name, tensor) of the committed `version`. A tensor is borrowed until the iterator ends."""
-    with open_committed(arena_path, version) as (_, view):
-        yield from view.tensors()
 
 
 def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> None:

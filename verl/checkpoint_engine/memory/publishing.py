@@ -20,8 +20,8 @@ from .digest import CACHED_NBYTES, PieceDigests
 if TYPE_CHECKING:
     import torch
 
-    from .arena import SlotView
     from .delta import DeltaWriter
+    from .slot import SlotView
 
 COPY_NBYTES = 16 * 2**20
 """At most so many bytes, or one piece, are asked of a source at once."""

@@ -8,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from verl.checkpoint_engine.errors import IntegrityError, TransportTimeout
-from verl.checkpoint_engine.memory.arena import SlotView, open_committed
+from verl.checkpoint_engine.memory.committed import open_committed
 from verl.checkpoint_engine.memory.digest import verify
 from verl.checkpoint_engine.memory.publishing import SlotPieces, publish
+from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from ...errors import CheckpointEngineError
-from ...memory.arena import open_to_activate
+from ...memory.committed import open_to_activate
 from .flow import Flow
 from .orders import Order, Report, write_report
 

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ...errors import ActivationError, IntegrityError, TransportError
-from ...memory.arena import PinnedSlots, open_to_activate
+from ...memory.committed import PinnedSlots, open_to_activate
 from ...memory.digest import Manifest
 from ...parameter_server.checkpoint_directory import checkpoint_files
 from ...parameter_server.devices import device_id

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from verl.checkpoint_engine.memory.arena import open_to_activate
+from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch

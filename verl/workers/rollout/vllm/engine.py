@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.engines.vllm.deaths import told_death
 from verl.checkpoint_engine.engines.vllm.reports import take_reports, take_workers
-from verl.checkpoint_engine.memory.arena import open_to_activate
+from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids

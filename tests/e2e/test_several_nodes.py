@@ -68,14 +68,14 @@ def test_a_rank_whose_host_is_gone_goes_on_elsewhere_with_what_another_host_has_
     assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
 
 
-def test_without_room_for_all_ranks_training_goes_on_with_fewer_from_the_last_checkpoint(found):
+def test_without_room_for_all_ranks_fewer_go_on_with_what_all_of_them_left_in_memory(found):
     run = found["fewer"]
     assert run["step"] == 3
     assert [(record["training/ranks"], record["training/attempt"]) for record in run["metrics"]] == [
         (2, 0),
         (2, 0),
         (1, 1),
-    ]
+    ]  # nothing was saved here either
     assert [report["version"] for report in run["reports"] if report["outcome"] == "committed"][-1] == 3
     assert run["metrics"][-1]["training/rollout_probs_diff_max"] < 1e-3
 

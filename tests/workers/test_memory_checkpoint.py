@@ -12,6 +12,8 @@ from verl.workers.engine.snapshots import copy_into
 from verl.workers.memory_checkpoint.keeper import StateKeeper
 from verl.workers.memory_checkpoint.rank import RankMemory
 
+HOST = "127.0.0.1"
+
 
 class Rank:
     """State of every kind: large, of several dtypes, a scalar, nothing at all."""
@@ -146,11 +148,11 @@ class TestOnOtherHosts:
         for step in (1, 2, 3):
             ranks[0].state["model.weight"] += 1.0
             owner.commit(step, keep(owner, ranks, step))
-            assert reader.fetch(step, owner.lend(step, (0, 1), with_plans=step == 1)) > 0
+            assert reader.fetch(step, owner.lend(step, (0, 1), to=[HOST], with_plans=step == 1)) > 0
         owner.close()  # its host is gone
         assert reader.steps() == ({}, {0: [3, 2], 1: [3, 2]})
-        other.fetch(3, reader.lend(3, (1,), copies=True, with_plans=True), own=True)
-        other.fetch(3, reader.lend(3, (0,), copies=True, with_plans=True), own=True)
+        other.fetch(3, reader.lend(3, (1,), to=[HOST], copies=True, with_plans=True), own=True)
+        other.fetch(3, reader.lend(3, (0,), to=[HOST], copies=True, with_plans=True), own=True)
         for rank, arena in other.arenas_of(3).items():
             new = Rank(9)
             new.memory.check(arena, 3)
@@ -161,9 +163,9 @@ class TestOnOtherHosts:
         owner, reader, _ = hosts
         ranks = reserved(owner, Rank(1), Rank(2))
         owner.commit(1, keep(owner, ranks, 1))
-        reader.fetch(1, owner.lend(1, (0, 1), with_plans=True))
+        reader.fetch(1, owner.lend(1, (0, 1), to=[HOST], with_plans=True))
         owner.commit(2, keep(owner, ranks, 2))
-        lent = owner.lend(2, (0, 1))
+        lent = owner.lend(2, (0, 1), to=[HOST])
         with pytest.raises(IntegrityError, match="are not what the trainer sent"):
             reader.fetch(2, replace(lent, digests={**lent.digests, 1: bytes(len(lent.digests[1]))}))
         with pytest.raises(TransportError, match="has not registered these bytes"):
@@ -177,7 +179,7 @@ class TestOnOtherHosts:
         ranks = reserved(hosts[0], Rank(1))
         hosts[0].commit(1, keep(hosts[0], ranks, 1))
         with pytest.raises(ConfigError, match="more than half of the host's free memory"):
-            small.fetch(1, hosts[0].lend(1, (0,), with_plans=True))
+            small.fetch(1, hosts[0].lend(1, (0,), to=[HOST], with_plans=True))
         assert small.steps() == ({}, {})
         small.close()
 

@@ -4,6 +4,7 @@ ranks       copy their state into the spare slots of their host's keeper, while 
 keepers     commit, once every rank of the run has; so it is there whole, or it is that of the step before
 keepers     copy it from each other, in a ring, where ranks are on several hosts
 new ranks   digest what is there once more, and take it; on another host its keeper gets it from those that have it
+fewer ranks read their parts of it from whoever has them, digest those, and take them
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayWorkerGroup
 from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.future import WorkerFuture
-from verl.workers.memory_checkpoint.keeper import StateKeeper
+from verl.workers.memory_checkpoint.keeper import Lent, StateKeeper
+from verl.workers.memory_checkpoint.resharded import Left, StateDescription
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,19 @@ class _Keeper:
     actor: Any
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """A keeper that has the state of some ranks."""
+
+    actor: Any
+    copies: bool
+    """It is that of another host."""
+    ranks: tuple[int, ...]
+
+    def lend(self, step: int, ranks: Sequence[int], **options: Any) -> Any:
+        return self.actor.lend.remote(step, ranks, copies=self.copies, **options)
+
+
 class MemoryCheckpoint:
     """Lives on the driver, and is used by its main thread."""
 
@@ -57,6 +72,8 @@ class MemoryCheckpoint:
         """`ranks` are the present ones."""
         self._ranks, self._loop, self._enabled = ranks, loop, enabled
         self._keepers: list[_Keeper] = []
+        self._described: list[StateDescription] = []
+        """By rank, of those that the keepers have memory for."""
         self._is_reserved = False
         self._copying: Future[None] | None = None
         self._mirroring: Future[None] | None = None
@@ -84,7 +101,6 @@ class MemoryCheckpoint:
                 job=f"{job}-{number}",
                 shm_dir=str(envs.shm_dir()),
                 address=addresses[node],
-                peers=tuple(address for other, address in addresses.items() if other != node),
             )
 
         return [
@@ -130,14 +146,21 @@ class MemoryCheckpoint:
         """
         if self._step is None:
             return None
+        is_resharded = len(self._ranks().processes) != len(self._described)
         try:
-            step, arenas = self._arenas(self._step)
-            steps = [step] * len(arenas)
-            self._ranks().check_state(arenas, steps)  # before any of them changes anything
-            self._ranks().restore_state(arenas, steps)
+            if is_resharded:
+                step = self._reshard(self._step)
+            else:
+                step, arenas = self._arenas(self._step)
+                steps = [step] * len(arenas)
+                self._ranks().check_state(arenas, steps)  # before any of them changes anything
+                self._ranks().restore_state(arenas, steps)
         except (CheckpointEngineError, RayError) as exc:
             self._give_up(exc)
             return None
+        if is_resharded:
+            self.close()
+            self.keep(step)  # as these ranks divide it
         return step
 
     def forget(self) -> None:
@@ -149,15 +172,20 @@ class MemoryCheckpoint:
     def close(self) -> None:
         """Free the memory, and return when it is free. Idempotent."""
         keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
+        self._is_mirrored = None  # other keepers have to be told what they copy
         _end(keepers)
 
     def _reserve(self) -> bool:
         """Have the keepers take the memory. Whether the state is kept."""
-        plans = self._ranks().describe_state()
-        if None in plans:
+        described: list[StateDescription | None] = self._ranks().describe_state()
+        self._described = [one for one in described if one is not None]
+        if len(self._described) < len(described):
             self.close()
             return self._disable("its training engine has no `snapshot`")
-        asked = [keeper.actor.reserve.remote({rank: plans[rank] for rank in keeper.ranks}) for keeper in self._keepers]
+        asked = [
+            keeper.actor.reserve.remote({rank: self._described[rank].plan for rank in keeper.ranks})
+            for keeper in self._keepers
+        ]
         try:
             sizes: list[int] = ray.get(asked, timeout=KEEPS_WITHIN_S)
         except RayTaskError as exc:
@@ -192,10 +220,11 @@ class MemoryCheckpoint:
         """Once `step` is kept, have each keeper copy what the one before it owns."""
         await asyncio.shield(asyncio.wrap_future(kept))
         began_s = time.monotonic()
-        lent = [
-            keeper.actor.lend.remote(step, keeper.ranks, with_plans=self._is_mirrored is None) for keeper in keepers
-        ]
         readers = [*keepers[1:], keepers[0]]
+        lent = [
+            keeper.actor.lend.remote(step, keeper.ranks, to=[reader.address], with_plans=self._is_mirrored is None)
+            for keeper, reader in zip(keepers, readers, strict=True)
+        ]
         read = [keeper.actor.fetch.remote(step, one) for keeper, one in zip(readers, lent, strict=True)]
         async with asyncio.timeout(MIRRORS_WITHIN_S):
             sizes: list[int] = [await reference for reference in read]
@@ -244,25 +273,14 @@ class MemoryCheckpoint:
 
     def _gather(self, step: int) -> int:
         """Bring what is left on other hosts to those where the ranks are now. Raises what a keeper raises."""
-        holders = _held_by(self._keepers)
-        ranks = sorted(self._ranks().processes)
-        common = [
-            one
-            for one in range(step, step - 2, -1)
-            if all(any(one in steps.get(rank, ()) for _, _, steps in holders) for rank in ranks)
-        ]
-        if not common:
-            raise TransportError("it is not whole on the hosts that are left")
-        step, before = common[0], self._keepers
-        keepers = self._started()
+        step, holders = self._found(step)
+        before, keepers = self._keepers, self._started()
         try:
             for keeper in keepers:
-                left = set(keeper.ranks)
-                for actor, copies, steps in holders:
-                    if here := sorted(rank for rank in left if step in steps.get(rank, ())):
-                        lent = actor.lend.remote(step, here, copies=copies, with_plans=True)
+                for holder in holders:
+                    if here := [rank for rank in holder.ranks if rank in keeper.ranks]:
+                        lent = holder.lend(step, here, to=[keeper.address], with_plans=True)
                         _answer(keeper.actor.fetch.remote(step, lent, own=True), MIRRORS_WITHIN_S)
-                        left -= set(here)
         except BaseException:
             _end(keepers)
             raise
@@ -270,6 +288,40 @@ class MemoryCheckpoint:
         _end(before)
         logger.info("the training state after step %d was brought to the hosts where the ranks are now", step)
         return step
+
+    def _reshard(self, step: int) -> int:
+        """Have ranks that are more or fewer than before take their parts. Raises what keepers and ranks raise."""
+        if any(one.places is None for one in self._described):
+            raise TransportError("the training engine has no `places`, which tell what another number of ranks takes")
+        step, holders = self._found(step)
+        processes = self._ranks().processes
+        hosts = [processes[rank].address for rank in sorted(processes)]
+        left: dict[int, Left] = {}
+        for holder in holders:
+            lent: Lent = _answer(holder.lend(step, holder.ranks, to=hosts), KEEPS_WITHIN_S)
+            left |= {
+                rank: Left(lent.wire, address, lent.digests[rank], self._described[rank])
+                for rank, (address, _) in lent.places.items()
+            }
+        each = [[left[rank] for rank in sorted(left)]] * len(hosts)
+        self._ranks().check_resharded(each, hosts)  # before any of them changes anything
+        self._ranks().restore_resharded(each, hosts, [step] * len(hosts))
+        logger.info("%d ranks have taken what %d left in memory after step %d", len(hosts), len(left), step)
+        return step
+
+    def _found(self, step: int) -> tuple[int, list[_Holder]]:
+        """The last step, at most `step`, that every rank's state is left of, and by whom. Raises TransportError."""
+        held = _held_by(self._keepers)
+        for one in (step, step - 1):
+            missing = set(range(len(self._described)))
+            holders = []
+            for actor, copies, steps in held:
+                if here := sorted(rank for rank in missing if one in steps.get(rank, ())):
+                    holders.append(_Holder(actor, copies, tuple(here)))
+                    missing -= set(here)
+            if not missing:
+                return one, holders
+        raise TransportError("it is not whole on the hosts that are left")
 
     def _settle(self) -> None:
         """Wait until what is being kept is there, or is known not to be; what was kept before is there then."""

@@ -99,8 +99,8 @@ class TrainerConfig:
     )
     min_ranks: int | None = option(
         None,
-        "with how many ranks at least the trainer goes on, from its last checkpoint on disk, when restart_wait_s has "
-        "passed and not all have a place; null: with all, or not at all",
+        "with how many ranks at least the trainer goes on when restart_wait_s has passed and not all have a place; "
+        "null: with all, or not at all",
         least=1,
     )
     memory_checkpoint: str = option(

@@ -1,7 +1,7 @@
 """The Ray actor that owns the memory in which the trainer ranks of its host leave their state.
 
 Where ranks are on several hosts it also has a copy of what another host's keeper owns, read through the `tcp` backend's
-wire. What new ranks on another host need is brought there in the same way.
+wire. What new ranks on another host need is brought there in the same way; another number of ranks reads its parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FETCHED_WITHIN_S = 120.0
 
 @dataclass(frozen=True)
 class Lent:
-    """States of one step that another keeper may read."""
+    """States of one step that others may read."""
 
     wire: bytes
     places: Mapping[int, tuple[int, int]]
@@ -86,17 +86,17 @@ class StateKeeper:
         job: str,
         shm_dir: str,
         address: str = "127.0.0.1",
-        peers: tuple[str, ...] = (),
         free_nbytes: Callable[[], int] = free_host_nbytes,
     ) -> None:
-        """`address`: of this host, as others reach it. `peers`: addresses of hosts whose keepers read here."""
+        """`address`: of this host, as others reach it."""
         begin_actor()
         self._free_nbytes = free_nbytes
         self._job, self._shm_dir = job, Path(shm_dir)
-        self._address, self._peers = address, peers
+        self._address = address
         self._own, self._copies = _States("state"), _States("copy")
         self._wire: TcpWire | None = None
-        self._lent: list[np.ndarray] = []
+        self._lent: dict[bool, list[np.ndarray]] = {}
+        """Of what this host's ranks left (false), and of copies (true)."""
 
     def reserve(self, plans: Mapping[int, bytes]) -> int:
         """An arena for each rank, for a state that its plan describes; the bytes of all of them.
@@ -141,24 +141,32 @@ class StateKeeper:
         """By rank, the steps of which its state is here: of this host's own ranks, and of copies."""
         return self._own.steps(), self._copies.steps()
 
-    def lend(self, step: int, ranks: Collection[int], *, copies: bool = False, with_plans: bool = False) -> Lent:
-        """Let another keeper read what `ranks` left after `step`, or the `copies` that are here, until the next call
-        that changes it. Raises as `arenas_of`."""
+    def lend(
+        self,
+        step: int,
+        ranks: Collection[int],
+        *,
+        to: Collection[str],
+        copies: bool = False,
+        with_plans: bool = False,
+    ) -> Lent:
+        """Let processes on the hosts `to`, by their addresses, read what `ranks` left after `step`, or the `copies`
+        that are here, until the next call that changes it. Raises as `arenas_of`."""
         states = self._copies if copies else self._own
         states.go_to(step, ranks)
         if self._wire is None:
             self._wire = TcpWire(self._address, CONNECTIONS)
-            self._wire.admit(Admission(addresses=self._peers))
-        for memory in self._lent:
+        self._wire.admit(Admission(addresses=tuple(address for address in to if address != self._address)))
+        for memory in self._lent.pop(copies, []):
             self._wire.deregister(memory)
-        self._lent, places, digests = [], {}, {}
+        lent, places, digests = self._lent.setdefault(copies, []), {}, {}
         for rank in ranks:
             committed = states.arenas[rank].base()
             assert committed is not None  # `go_to` has looked
             manifest, view = committed
             memory = view.bytes.numpy()
             self._wire.register(memory)
-            self._lent.append(memory)
+            lent.append(memory)
             places[rank] = memory.ctypes.data, memory.nbytes
             digests[rank] = manifest.digests.tobytes()
         plans = {rank: states.plans[rank].encode() for rank in ranks} if with_plans else {}
@@ -196,6 +204,6 @@ class StateKeeper:
         """Free the memory. Idempotent."""
         if self._wire is not None:
             self._wire.close()
-            self._wire, self._lent = None, []
+            self._wire, self._lent = None, {}
         self._own.close()
         self._copies.close()

@@ -13,8 +13,8 @@ IN_FLIGHT = 4
 LOOK_S = 0.05
 
 
-def read_into(target: UInt8s, wire: Wire, source: int, *, timeout_s: float) -> None:
-    """Fill `target` with what begins at `source` in the memory of the wire's member 0.
+def read_into(target: UInt8s, wire: Wire, source: int, *, timeout_s: float, member: int = 0) -> None:
+    """Fill `target` with what begins at `source` in the memory of one of the wire's members.
 
     Raises TransportError; TransportTimeout after so long without a part that has arrived.
     """
@@ -25,7 +25,7 @@ def read_into(target: UInt8s, wire: Wire, source: int, *, timeout_s: float) -> N
         while left and len(flying) < IN_FLIGHT:
             offset = left.pop()
             nbytes = min(PART_NBYTES, target.nbytes - offset)
-            flying.append(wire.read(0, source + offset, begin + offset, nbytes))
+            flying.append(wire.read(member, source + offset, begin + offset, nbytes))
         waiting = [transfer for transfer in flying if not wire.is_done(transfer)]
         if len(waiting) == len(flying):
             if time.monotonic() > arrived_s + timeout_s:

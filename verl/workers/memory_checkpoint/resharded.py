@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl.checkpoint_engine.backends.tcp import TcpWire
 from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.memory.digest import digest_pieces, named
-from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.snapshots import Place, Places, State
-from verl.workers.memory_checkpoint.reading import read_into
-
-CONNECTIONS = 2
-READ_WITHIN_S = 120.0
+from verl.workers.memory_checkpoint.reading import CONNECTIONS, READ_WITHIN_S, read_into, require_pieces
 
 
 @dataclass(frozen=True)
@@ -115,13 +110,8 @@ class Resharded(Mapping[str, torch.Tensor]):
             position = plan.layout.index[name]
             spec, base = plan.layout.specs[position], plan.layout.offsets[position]
             memory = np.empty(spec.nbytes, np.uint8)
-            read_into(memory, self._wire, left.address + base, member=rank, timeout_s=READ_WITHIN_S)
-            pieces = np.flatnonzero(plan.boxes.tensor == position)
-            there = plan.extents.take(pieces)
-            found = digest_pieces(memory, replace(there, offset=there.offset - base), threads=memory_threads())
-            wrong = pieces[found != np.frombuffer(left.digests, np.uint64)[pieces]].tolist()
-            if wrong:
-                raise IntegrityError(f"{len(wrong)} pieces of rank {rank} are not what it left: {named(plan, wrong)}")
+            read_into(memory, self._wire, left.address + base, member=rank)
+            require_pieces(memory, base, plan, np.flatnonzero(plan.boxes.tensor == position), left.digests, rank)
             read[rank, name] = torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(spec.shape)
         return read[rank, name]
 

@@ -111,7 +111,7 @@ class MemoryCheckpoint:
         began = self._ranks().submit("copy_state", _by_rank(slots))
         self._copying = self._loop.start(self._commit(step, began))
         if len(self._keepers) > 1 and self._is_protected is not False:
-            self._protecting = self._loop.start(self._protect(step, self._copying, self._keepers))
+            self._protecting = self._loop.start(self._protect(step, self._keepers, self._copying))
 
     @property
     def copying(self) -> Future[None] | None:
@@ -147,6 +147,8 @@ class MemoryCheckpoint:
         if is_resharded:
             self.close()
             self.keep(step)  # as these ranks divide it
+        elif len(self._keepers) > 1 and self._is_protected is None:  # these keepers have just got it
+            self._protecting = self._loop.start(self._protect(step, self._keepers))
         return step
 
     def forget(self) -> None:
@@ -204,9 +206,10 @@ class MemoryCheckpoint:
             await reference
         self._step = step
 
-    async def _protect(self, step: int, kept: Future[None], keepers: Sequence[Keeper]) -> None:
+    async def _protect(self, step: int, keepers: Sequence[Keeper], kept: Future[None] | None = None) -> None:
         """Once `step` is kept, have each keeper add up parity of what the others of its group have."""
-        await asyncio.shield(asyncio.wrap_future(kept))
+        if kept is not None:
+            await asyncio.shield(asyncio.wrap_future(kept))
         began_s = time.monotonic()
         with_plans, asked = self._is_protected is None, []
         for group in groups_of(len(keepers)):

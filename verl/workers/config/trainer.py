@@ -105,8 +105,8 @@ class TrainerConfig:
     )
     memory_checkpoint: str = option(
         "auto",
-        "keep the training state of the last step in host memory, for ranks that are started again: twice its size; "
-        "auto: if that is at most half of what is free",
+        "keep the training state of the last step in host memory, for ranks that are started again: twice its size, on "
+        "several hosts with parity; auto: if that is at most half of what is free",
         choices=("auto", "off"),
     )
 

@@ -68,7 +68,7 @@ def _divided(plans: Mapping[int, SyncPlan], number: int) -> list[list[Run]]:
         starts = plan.extents.offset.tolist()
         starts[:1] = [0]
         for piece, (start, stop) in enumerate(zip(starts, [*starts[1:], plan.layout.nbytes], strict=True)):
-            runs = parts[min(before * number // total, number - 1)]
+            runs = parts[(2 * before + stop - start) * number // (2 * total)]  # that in which its middle is
             before += stop - start
             last = runs[-1] if runs else None
             if last and last.rank == rank and last.pieces.stop == piece and last.nbytes + stop - start <= RUN_NBYTES:

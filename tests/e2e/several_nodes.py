@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
 from tests.e2e.job import in_process
+from tests.e2e.remembering import remember
 from tests.warm_workers import lighten_ray
 from verl.protocol import DataProto
 from verl.single_controller.resource_pool import NODE_ID_LABEL
@@ -57,6 +58,7 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.save_freq=1",
             ),
             "colocated": _run(directory / "colocated", *common, "checkpoint_engine.backend=naive"),
+            "remembered": remember(_keepers),
             "refused": _refusal(directory / "refused", *common, "trainer.nnodes=4"),
             "fewer": _run(
                 directory / "fewer",
@@ -64,8 +66,9 @@ def main(directory: Path, model: str, runtime_env: dict[str, Any]) -> dict[str, 
                 "trainer.placement=separate",
                 "checkpoint_engine.backend=gloo",
                 "trainer.total_training_steps=3",
-                "trainer.save_freq=1",
                 "trainer.min_ranks=1",
+                "algorithm.adv_estimator=gae",
+                "critic.ppo_mini_batch_size=4",
                 "trainer.restart_wait_s=5",
                 trainer_class=type("LosesAHost", (LosesAHost,), {"ray_cluster": cluster}),
             ),
@@ -134,6 +137,15 @@ def _run(directory: Path, *overrides: str, **how: Any) -> dict[str, Any]:
         "metrics": list(read_metrics(out / "metrics.jsonl")),
         "saved": sorted(path.name for path in out.glob("global_step_1/actor/*")),
     }
+
+
+def _keepers() -> list[int]:
+    """Process ids of those that keep states of trainer ranks."""
+    return [
+        actor["Pid"]
+        for actor in _actors().values()
+        if actor["ActorClassName"] == "StateKeeper" and actor["State"] == "ALIVE"
+    ]
 
 
 def _refusal(directory: Path, *overrides: str) -> str:

@@ -210,6 +210,26 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_backgroun
     assert last["checkpoint/blocked_s"] > 0
 
 
+def test_ranks_of_megatron_with_moments_of_their_own_and_a_critic_come_back_too(ray_cluster, files, tmp_path):
+    """Each of two data-parallel ranks has the moments of a part of the tensors."""
+    overrides = (
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.use_distributed_optimizer=true",
+        "algorithm.adv_estimator=gae",
+        "critic.strategy=megatron",
+        "critic.ppo_mini_batch_size=4",
+        "critic.shuffle=true",
+        "critic.optim.lr=1e-3",
+    )
+    whole = train(files, tmp_path / "whole", *overrides)
+    planned = [(2, 0, faults.UPDATE), (3, 1, faults.REMEMBER), (4, 1, faults.UPDATE), (4, 0, faults.PUBLISH)]
+    died = train(files, tmp_path / "died", *overrides, planned=planned)
+    assert len(died.restarts) == 4
+    assert all(", from memory, " in told for told in died.restarts)
+    assert died.metrics == whole.metrics
+    assert died.weights == whole.weights
+
+
 def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
     overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo")
     how = {"trainer_class": OneStepOffPolicyTrainer}

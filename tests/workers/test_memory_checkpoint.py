@@ -1,12 +1,11 @@
 """The state of trainer ranks in memory: whole and verified, or not there."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
 
-from verl.checkpoint_engine.errors import ConfigError, IntegrityError, TransportError
+from verl.checkpoint_engine.errors import ConfigError, IntegrityError
 from verl.checkpoint_engine.memory.committed import open_committed
 from verl.workers.engine.snapshots import copy_into
 from verl.workers.memory_checkpoint.keeper import StateKeeper
@@ -128,58 +127,6 @@ def test_training_waits_until_its_state_is_copied(keeper):
     new = Rank(9)
     new.memory.load(keeper.arenas_of(1)[0], 1, new.restore)
     assert torch.equal(new.state["model.weight"], before)
-
-
-class TestOnOtherHosts:
-    """Keepers of three hosts: ranks, a copy of what they left, and where they are started again."""
-
-    @pytest.fixture
-    def hosts(self, tmp_path):
-        keepers = [StateKeeper(job=f"test-{number}", shm_dir=str(tmp_path)) for number in range(3)]
-        yield keepers
-        for keeper in keepers:
-            keeper.close()
-
-    def test_a_copy_is_all_that_ranks_on_a_third_host_need(self, hosts):
-        owner, reader, other = hosts
-        ranks = reserved(owner, Rank(1), Rank(2))
-        for step in (1, 2, 3):
-            ranks[0].state["model.weight"] += 1.0
-            owner.commit(step, keep(owner, ranks, step))
-            assert reader.fetch(step, owner.lend(step, (0, 1), with_plans=step == 1)) > 0
-        owner.close()  # its host is gone
-        assert reader.steps() == ({}, {0: [3, 2], 1: [3, 2]})
-        other.fetch(3, reader.lend(3, (1,), copies=True, with_plans=True), own=True)
-        other.fetch(3, reader.lend(3, (0,), copies=True, with_plans=True), own=True)
-        for rank, arena in other.arenas_of(3).items():
-            new = Rank(9)
-            new.memory.check(arena, 3)
-            new.memory.load(arena, 3, new.restore)
-            assert is_equal(new, ranks[rank])
-
-    def test_what_was_not_copied_whole_leaves_the_copy_of_the_step_before(self, hosts):
-        owner, reader, _ = hosts
-        ranks = reserved(owner, Rank(1), Rank(2))
-        owner.commit(1, keep(owner, ranks, 1))
-        reader.fetch(1, owner.lend(1, (0, 1), with_plans=True))
-        owner.commit(2, keep(owner, ranks, 2))
-        lent = owner.lend(2, (0, 1))
-        with pytest.raises(IntegrityError, match="are not what the trainer sent"):
-            reader.fetch(2, replace(lent, digests={**lent.digests, 1: bytes(len(lent.digests[1]))}))
-        with pytest.raises(TransportError, match="has not registered these bytes"):
-            reader.fetch(2, replace(lent, places={**lent.places, 1: (64, lent.places[1][1])}))
-        assert reader.steps()[1] == {0: [1], 1: [1]}
-        reader.fetch(2, lent)
-        assert reader.steps()[1] == {0: [2, 1], 1: [2, 1]}
-
-    def test_a_host_without_the_memory_says_so_and_has_no_copy(self, hosts, tmp_path):
-        small = StateKeeper(job="small", shm_dir=str(tmp_path), free_nbytes=lambda: 2**20)
-        ranks = reserved(hosts[0], Rank(1))
-        hosts[0].commit(1, keep(hosts[0], ranks, 1))
-        with pytest.raises(ConfigError, match="more than half of the host's free memory"):
-            small.fetch(1, hosts[0].lend(1, (0,), with_plans=True))
-        assert small.steps() == ({}, {})
-        small.close()
 
 
 def test_a_state_that_takes_more_than_half_of_the_free_memory_is_not_kept(tmp_path):

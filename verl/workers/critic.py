@@ -15,7 +15,7 @@ from verl.workers.config import ActorRolloutRefConfig, CriticConfig
 from verl.workers.engine.base import ValueEngine
 from verl.workers.engine.fsdp.value import FSDP2ValueEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, State, placed_under, under
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import LossTotals, compute_value_loss
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
@@ -140,6 +140,12 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     def restore(self, saved: State) -> None:
         self._rememberable_critic.restore(under("critic.", saved))
         super().restore(saved)
+
+    def places(self) -> Places | None:
+        policy = super().places()
+        if policy is None or not isinstance(self._critic, Reshardable):
+            return None
+        return {**policy, **placed_under("critic.", self._critic.places())}
 
     @property
     def _rememberable_critic(self) -> Rememberable:

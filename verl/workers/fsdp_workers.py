@@ -47,9 +47,10 @@ from verl.workers.engine.background import BackgroundWriter, Written
 from verl.workers.engine.base import ROUTES, LossFunction, RecordsRoutes, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
-from verl.workers.engine.snapshots import Rememberable, State, under
+from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, State, placed_under, under
 from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.rank import RankMemory
+from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
 from verl.workers.profiling import RankProfiler
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 MEASURED_PHASES = ("log_prob", "update_actor")
 """Of which the memory is told."""
+RNG = "rng."
+"""So the names of random generators begin in a snapshot: each rank has its own."""
 ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
@@ -320,18 +323,25 @@ class ActorRolloutRefWorker(WeightPublisher):
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The state of this rank, under names that stay: see `Rememberable`."""
-        state = {f"rng.{name}": value for name, value in rng_state(self.device_name).items()}
+        state = {f"{RNG}{name}": value for name, value in rng_state(self.device_name).items()}
         return state | {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
 
     def restore(self, saved: State) -> None:
         """The inverse. A collective."""
         _rememberable(self.actor).restore(under("actor.", saved))
-        set_rng_state(self.device_name, {name: value.clone() for name, value in under("rng.", saved).items()})
+        if rng := under(RNG, saved):
+            set_rng_state(self.device_name, {name: value.clone() for name, value in rng.items()})
+
+    def places(self) -> Places | None:
+        """Of `snapshot`: see `Reshardable`. None if the engine does not tell."""
+        return placed_under("actor.", self.actor.places()) if isinstance(self.actor, Reshardable) else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_state(self) -> bytes | None:
-        """The plan of a checkpoint of this rank's state in memory; None if the engine's cannot be kept there."""
-        return self._memory.plan.encode() if isinstance(self._actor, Rememberable) else None
+    def describe_state(self) -> StateDescription | None:
+        """What this rank leaves in memory; None if the engine's state cannot be kept there."""
+        if not isinstance(self._actor, Rememberable):
+            return None
+        return StateDescription(self._memory.plan.encode(), self.places())
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def copy_state(self, slot: str) -> None:
@@ -353,6 +363,27 @@ class ActorRolloutRefWorker(WeightPublisher):
         """Take what was left in `arena` after `step`, once all ranks have checked theirs."""
         self.before_step()
         self._memory.load(arena, step, self.restore)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def check_resharded(self, left: Sequence[Left], host: str) -> None:
+        """Read what this rank needs of what another number of ranks `left`; its own `host` is at this address.
+
+        Raises IntegrityError unless all of it is there, as it was left.
+        """
+        with self._resharded(left, host) as saved:
+            saved.check()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def restore_resharded(self, left: Sequence[Left], host: str, step: int) -> None:
+        """Take what was `left` after `step`, once all ranks have checked theirs. Random generators begin anew."""
+        self.before_step()
+        with self._resharded(left, host) as saved:
+            self.restore(saved)
+        seed_everything(self._seed + self.rank + step)
+
+    def _resharded(self, left: Sequence[Left], host: str) -> Resharded:
+        own = {name: value for name, value in self.snapshot().items() if not name.startswith(RNG)}
+        return Resharded(own, self.places() or {}, left, host=host)
 
     def weight_source(self) -> WeightSource:
         return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)

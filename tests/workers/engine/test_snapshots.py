@@ -1,15 +1,25 @@
-"""Engines that are built anew go on from a snapshot bit for bit, and one has the same names at any time."""
+"""Engines that are built anew go on from a snapshot bit for bit, and one has the same names at any time.
+
+Another number of ranks takes from snapshots what it would take from a checkpoint on disk.
+"""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.workers.engine.engine_cases import held_parts, make_engine
 from tests.workers.engine.megatron_cases import make_megatron
 from tests.workers.engine.megatron_cases import train as train_megatron
-from tests.workers.engine.test_fsdp_checkpoint import OPTIM, train
+from tests.workers.engine.test_fsdp_checkpoint import CONTENTS, OPTIM, train
+from verl.workers.memory_checkpoint.keeper import StateKeeper
+from verl.workers.memory_checkpoint.rank import RankMemory
+from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
 
+HOST = "127.0.0.1"
 LORA = {"model": {"lora_rank": 2, "target_modules": ["q_proj", "down_proj"]}}
 DISTRIBUTED = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
 
@@ -64,3 +74,79 @@ def test_an_engine_goes_on_from_a_snapshot_bit_for_bit(ranks, models, make, opti
     path = models("qwen2", True)
     for found in ranks.run(go_on_twice, 2, make, path, options):
         assert found == {"names": True, "weights": True, "state": True, "trained": True}
+
+
+def leave(make, path, options, directory):
+    """Train, and save to disk what is returned, too."""
+    engine, train_on = make(path, options)
+    train_on(engine, (0, 1))
+    engine.save_checkpoint(directory, CONTENTS)
+    return {name: tensor.clone() for name, tensor in engine.snapshot().items()}, engine.places()
+
+
+def take(make, path, options, directory, left):
+    """What is taken from memory, what is not as on disk, and what training makes of both."""
+    engine, train_on = make(path, options)
+    with Resharded(engine.snapshot(), engine.places(), left, host=HOST) as saved:
+        saved.check()
+        engine.restore(saved)
+    other, _ = make(path, options)
+    other.load_checkpoint(directory, CONTENTS)
+    taken, loaded = engine.snapshot(), other.snapshot()
+    differ = {name for name, tensor in taken.items() if not torch.equal(tensor, loaded[name])}
+    dist.barrier()
+    train_on(engine, (2, 3))
+    train_on(other, (2, 3))
+    parts = zip(held_parts(engine), held_parts(other), strict=True)
+    return set(taken), set(loaded), differ, all(torch.equal(one[2], same[2]) for one, same in parts)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Keeps what ranks have left, and tells where others can read it."""
+    keeper = StateKeeper(job="test", shm_dir=str(tmp_path))
+
+    def keep(states):
+        memories = [RankMemory(lambda state=state: state) for state, _ in states]
+        keeper.reserve({rank: memory.plan.encode() for rank, memory in enumerate(memories)})
+        slots, digests = keeper.begin(2), {}
+        for rank, memory in enumerate(memories):
+            memory.begin_copy(slots[rank])
+            digests[rank] = asyncio.run(memory.copied())
+        keeper.commit(2, digests)
+        lent = keeper.lend(2, range(len(states)), to=[HOST])
+        return [
+            Left(lent.wire, lent.places[rank][0], lent.digests[rank], StateDescription(memory.plan.encode(), places))
+            for (rank, memory), (_, places) in zip(enumerate(memories), states, strict=True)
+        ]
+
+    yield keep
+    keeper.close()
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "number", "others"),
+    [
+        (fsdp, ({}, {}), 3, 2),
+        (fsdp, ({}, {}), 2, 1),
+        (fsdp, ({"strategy": "fsdp"}, {"strategy": "fsdp"}), 3, 2),
+        (fsdp, ({"strategy": "fsdp"}, {"strategy": "fsdp"}), 2, 1),
+        (fsdp, (LORA, LORA), 2, 3),
+        (megatron, (DISTRIBUTED, DISTRIBUTED), 3, 2),
+        (megatron, (TP2, {}), 2, 1),
+        (megatron, (PP2, TP2), 4, 2),
+    ],
+    ids=["fsdp2 3-2", "fsdp2 2-1", "fsdp 3-2", "fsdp 2-1", "adapters 2-3", "moments 3-2", "tensor", "pipeline"],
+)
+def test_another_number_of_ranks_takes_from_memory_what_is_on_disk(
+    ranks, models, kept, tmp_path, make, options, number, others
+):
+    path, directory = models("qwen3", make is fsdp), tmp_path / "step"
+    left = kept(ranks.run(leave, number, make, path, options[0], directory))
+    for names, same, differ, goes_on in ranks.run(take, others, make, path, options[1], directory, left):
+        assert names == same
+        assert not differ
+        assert goes_on

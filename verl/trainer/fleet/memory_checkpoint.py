@@ -2,8 +2,9 @@
 
 ranks       copy their state into the spare slots of their host's keeper, while they train on, and tell digests
 keepers     commit, once every rank of the run has; so it is there whole, or it is that of the step before
-keepers     copy it from each other, in a ring, where ranks are on several hosts
+keepers     add up parity of what others have, where ranks are on several hosts: one of a group may be lost
 new ranks   digest what is there once more, and take it; on another host its keeper gets it from those that have it
+fewer ranks read their parts of it from whoever has them, digest those, and take them
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -28,26 +28,25 @@ from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayWorkerGroup
 from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.future import WorkerFuture
+from verl.trainer.fleet.state_keepers import (
+    KEEPS_WITHIN_S,
+    Found,
+    Keeper,
+    answer,
+    cause,
+    end,
+    find,
+    groups_of,
+    held_by,
+)
 from verl.workers.memory_checkpoint.keeper import StateKeeper
+from verl.workers.memory_checkpoint.lent import Lent
+from verl.workers.memory_checkpoint.resharded import Left, StateDescription
 
 logger = logging.getLogger(__name__)
 
-KEEPS_WITHIN_S = 60.0
-"""A keeper that has not answered by then is given up; without load it takes milliseconds."""
-FREES_WITHIN_S = 10.0
-"""Afterwards a keeper is killed; then what watches its memory frees it."""
-
-
-MIRRORS_WITHIN_S = 300.0
-"""A copy on another host that takes longer is given up: the next step waits for it."""
-
-
-@dataclass(frozen=True)
-class _Keeper:
-    ranks: tuple[int, ...]
-    node: str
-    address: str
-    actor: Any
+PROTECTS_WITHIN_S = 300.0
+"""Parity that takes longer is given up: the next step waits for it. So is what is made of it."""
 
 
 class MemoryCheckpoint:
@@ -56,11 +55,15 @@ class MemoryCheckpoint:
     def __init__(self, ranks: Callable[[], RayWorkerGroup], loop: LoopThread, *, enabled: bool) -> None:
         """`ranks` are the present ones."""
         self._ranks, self._loop, self._enabled = ranks, loop, enabled
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[Keeper] = []
+        self._described: list[StateDescription] = []
+        """By rank, of those that the keepers have memory for."""
         self._is_reserved = False
         self._copying: Future[None] | None = None
-        self._mirroring: Future[None] | None = None
-        self._is_mirrored: bool | None = None
+        self._digests: dict[int, list[bytes]] = {}
+        """By step, of what each rank left: of the last two."""
+        self._protecting: Future[None] | None = None
+        self._is_protected: bool | None = None
         """None before it was tried."""
         self._step: int | None = None
 
@@ -69,7 +72,7 @@ class MemoryCheckpoint:
         if self._enabled and not self._keepers:
             self._keepers = self._started()
 
-    def _started(self) -> list[_Keeper]:
+    def _started(self) -> list[Keeper]:
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
         by_node: dict[str, list[int]] = {}
         addresses: dict[str, str] = {}
@@ -84,11 +87,10 @@ class MemoryCheckpoint:
                 job=f"{job}-{number}",
                 shm_dir=str(envs.shm_dir()),
                 address=addresses[node],
-                peers=tuple(address for other, address in addresses.items() if other != node),
             )
 
         return [
-            _Keeper(tuple(ranks), node, addresses[node], start(number, node))
+            Keeper(tuple(ranks), node, addresses[node], start(number, node))
             for number, (node, ranks) in enumerate(by_node.items())
         ]
 
@@ -108,8 +110,8 @@ class MemoryCheckpoint:
             return
         began = self._ranks().submit("copy_state", _by_rank(slots))
         self._copying = self._loop.start(self._commit(step, began))
-        if len(self._keepers) > 1 and self._is_mirrored is not False:
-            self._mirroring = self._loop.start(self._mirror(step, self._copying, self._keepers))
+        if len(self._keepers) > 1 and self._is_protected is not False:
+            self._protecting = self._loop.start(self._protect(step, self._keepers, self._copying))
 
     @property
     def copying(self) -> Future[None] | None:
@@ -121,7 +123,7 @@ class MemoryCheckpoint:
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.exception()
-        self._end_mirroring()
+        self._end_protecting()
 
     def restore(self) -> int | None:
         """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was.
@@ -130,14 +132,23 @@ class MemoryCheckpoint:
         """
         if self._step is None:
             return None
+        is_resharded = len(self._ranks().processes) != len(self._described)
         try:
-            step, arenas = self._arenas(self._step)
-            steps = [step] * len(arenas)
-            self._ranks().check_state(arenas, steps)  # before any of them changes anything
-            self._ranks().restore_state(arenas, steps)
+            if is_resharded:
+                step = self._reshard(self._step)
+            else:
+                step, arenas = self._arenas(self._step)
+                steps = [step] * len(arenas)
+                self._ranks().check_state(arenas, steps)  # before any of them changes anything
+                self._ranks().restore_state(arenas, steps)
         except (CheckpointEngineError, RayError) as exc:
             self._give_up(exc)
             return None
+        if is_resharded:
+            self.close()
+            self.keep(step)  # as these ranks divide it
+        elif len(self._keepers) > 1 and self._is_protected is None:  # these keepers have just got it
+            self._protecting = self._loop.start(self._protect(step, self._keepers))
         return step
 
     def forget(self) -> None:
@@ -149,15 +160,21 @@ class MemoryCheckpoint:
     def close(self) -> None:
         """Free the memory, and return when it is free. Idempotent."""
         keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
-        _end(keepers)
+        self._is_protected = None  # other keepers do not know the plans
+        self._digests = {}
+        end(keepers)
 
     def _reserve(self) -> bool:
         """Have the keepers take the memory. Whether the state is kept."""
-        plans = self._ranks().describe_state()
-        if None in plans:
+        described: list[StateDescription | None] = self._ranks().describe_state()
+        self._described = [one for one in described if one is not None]
+        if len(self._described) < len(described):
             self.close()
             return self._disable("its training engine has no `snapshot`")
-        asked = [keeper.actor.reserve.remote({rank: plans[rank] for rank in keeper.ranks}) for keeper in self._keepers]
+        asked = [
+            keeper.actor.reserve.remote({rank: self._described[rank].plan for rank in keeper.ranks})
+            for keeper in self._keepers
+        ]
         try:
             sizes: list[int] = ray.get(asked, timeout=KEEPS_WITHIN_S)
         except RayTaskError as exc:
@@ -182,50 +199,49 @@ class MemoryCheckpoint:
     async def _commit(self, step: int, began: WorkerFuture) -> None:
         await began
         digests: list[bytes] = await self._ranks().submit("copied_state")
+        self._digests = {known: of for known, of in self._digests.items() if known == self._step} | {step: digests}
         for reference in [
             keeper.actor.commit.remote(step, {rank: digests[rank] for rank in keeper.ranks}) for keeper in self._keepers
         ]:
             await reference
         self._step = step
 
-    async def _mirror(self, step: int, kept: Future[None], keepers: Sequence[_Keeper]) -> None:
-        """Once `step` is kept, have each keeper copy what the one before it owns."""
-        await asyncio.shield(asyncio.wrap_future(kept))
+    async def _protect(self, step: int, keepers: Sequence[Keeper], kept: Future[None] | None = None) -> None:
+        """Once `step` is kept, have each keeper add up parity of what the others of its group have."""
+        if kept is not None:
+            await asyncio.shield(asyncio.wrap_future(kept))
         began_s = time.monotonic()
-        lent = [
-            keeper.actor.lend.remote(step, keeper.ranks, with_plans=self._is_mirrored is None) for keeper in keepers
-        ]
-        readers = [*keepers[1:], keepers[0]]
-        read = [keeper.actor.fetch.remote(step, one) for keeper, one in zip(readers, lent, strict=True)]
-        async with asyncio.timeout(MIRRORS_WITHIN_S):
-            sizes: list[int] = [await reference for reference in read]
-        if self._is_mirrored is None:
-            told = (
-                f"that of {keeper.address} on {reader.address} ({_told(nbytes)})"
-                for keeper, reader, nbytes in zip(keepers, readers, sizes, strict=True)
-            )
+        with_plans, asked = self._is_protected is None, []
+        for group in groups_of(len(keepers)):
+            members = [keepers[number] for number in group]
+            to = [keeper.address for keeper in members]
+            lent = [keeper.actor.lend.remote(step, keeper.ranks, to=to, with_plans=with_plans) for keeper in members]
+            asked += [keeper.actor.protect.remote(step, number, *lent) for number, keeper in enumerate(members)]
+        async with asyncio.timeout(PROTECTS_WITHIN_S):
+            sizes: list[int] = [await reference for reference in asked]
+        if with_plans:
             logger.info(
-                "the training state in memory is copied between hosts: %s, in %.1f s",
-                ", ".join(told),
+                "the training state in memory outlives the loss of a host: with %s of parity, in %.1f s",
+                ", ".join(f"{_told(size)} on {keeper.address}" for keeper, size in zip(keepers, sizes, strict=True)),
                 time.monotonic() - began_s,
             )
-        self._is_mirrored = True
+        self._is_protected = True
 
-    def _end_mirroring(self) -> None:
-        """Wait until no keeper copies from another one; what could not be copied is there on its own host alone."""
-        mirroring, self._mirroring = self._mirroring, None
-        if mirroring is None:
+    def _end_protecting(self) -> None:
+        """Wait until no keeper reads from another one; a step without parity is on the hosts of its ranks alone."""
+        protecting, self._protecting = self._protecting, None
+        if protecting is None:
             return
         try:
-            mirroring.result()
+            protecting.result()
         except RayTaskError as exc:
             if isinstance(exc.cause, ConfigError):
-                self._is_mirrored = False
-            logger.warning("the training state is not copied to another host: %s", _first_line(_cause(exc)))
+                self._is_protected = False
+            logger.warning("the training state would not outlive the loss of a host: %s", _first_line(cause(exc)))
         except WorkerGroupError:
             pass  # it was not kept
         except Exception as exc:  # noqa: BLE001 - hosts are gone, or slow; training ends for other reasons
-            logger.warning("the training state is not copied to another host: %s", _first_line(exc))
+            logger.warning("the training state would not outlive the loss of a host: %s", _first_line(exc))
 
     def _arenas(self, step: int) -> tuple[int, list[str]]:
         """The step that every rank can get, at most `step`, and where on its host each finds it."""
@@ -244,36 +260,85 @@ class MemoryCheckpoint:
 
     def _gather(self, step: int) -> int:
         """Bring what is left on other hosts to those where the ranks are now. Raises what a keeper raises."""
-        holders = _held_by(self._keepers)
-        ranks = sorted(self._ranks().processes)
-        common = [
-            one
-            for one in range(step, step - 2, -1)
-            if all(any(one in steps.get(rank, ()) for _, _, steps in holders) for rank in ranks)
-        ]
-        if not common:
-            raise TransportError("it is not whole on the hosts that are left")
-        step, before = common[0], self._keepers
+        before, found = self._keepers, self._find(step)
         keepers = self._started()
         try:
+            lent = self._lent(found, [keeper.address for keeper in keepers])
             for keeper in keepers:
-                left = set(keeper.ranks)
-                for actor, copies, steps in holders:
-                    if here := sorted(rank for rank in left if step in steps.get(rank, ())):
-                        lent = actor.lend.remote(step, here, copies=copies, with_plans=True)
-                        _answer(keeper.actor.fetch.remote(step, lent, own=True), MIRRORS_WITHIN_S)
-                        left -= set(here)
+                for number in found.whole:
+                    if here := [rank for rank in before[number].ranks if rank in keeper.ranks]:
+                        answer(keeper.actor.fetch.remote(found.step, lent[number], here), PROTECTS_WITHIN_S)
+                for number, group in found.lost.items():
+                    if here := [rank for rank in before[number].ranks if rank in keeper.ranks]:
+                        self._rebuild(keeper, found.step, number, group, here, lent, as_own=True)
         except BaseException:
-            _end(keepers)
+            end(keepers)
             raise
-        self._keepers, self._is_mirrored, self._step = keepers, None, step
-        _end(before)
-        logger.info("the training state after step %d was brought to the hosts where the ranks are now", step)
-        return step
+        self._keepers, self._is_protected, self._step = keepers, None, found.step
+        end(before)
+        logger.info("the training state after step %d was brought to the hosts where the ranks are now", found.step)
+        return found.step
+
+    def _reshard(self, step: int) -> int:
+        """Have ranks that are more or fewer than before take their parts. Raises what keepers and ranks raise."""
+        if any(one.places is None for one in self._described):
+            raise TransportError("the training engine has no `places`, which tell what another number of ranks takes")
+        found, processes = self._find(step), self._ranks().processes
+        hosts = [processes[rank].address for rank in sorted(processes)]
+        lent = self._lent(found, hosts)
+        parts = [lent[number] for number in found.whole]
+        for number, group in found.lost.items():
+            ranks = self._keepers[number].ranks
+            helper = self._keepers[next(other for other in group if other != number)]
+            self._rebuild(helper, found.step, number, group, ranks, lent, as_own=False)
+            parts.append(answer(helper.actor.lend.remote(found.step, ranks, to=hosts, rebuilt=True)))
+        left = {
+            rank: Left(part.wire, address, part.digests[rank], self._described[rank])
+            for part in parts
+            for rank, (address, _) in part.places.items()
+        }
+        each = [[left[rank] for rank in sorted(left)]] * len(hosts)
+        self._ranks().check_resharded(each, hosts)  # before any of them changes anything
+        self._ranks().restore_resharded(each, hosts, [found.step] * len(hosts))
+        logger.info("%d ranks have taken what %d left in memory after step %d", len(hosts), len(left), found.step)
+        return found.step
+
+    def _find(self, step: int) -> Found:
+        return find(step, [keeper.ranks for keeper in self._keepers], held_by(self._keepers))
+
+    def _lent(self, found: Found, hosts: Sequence[str]) -> dict[int, Lent]:
+        """What the keepers that have it let processes on `hosts`, and each other, read."""
+        with_parity = {number for group in found.lost.values() for number in group}
+        to = [*hosts, *(self._keepers[number].address for number in found.whole)]
+        asked = {}
+        for number in found.whole:
+            keeper = self._keepers[number]
+            asked[number] = keeper.actor.lend.remote(
+                found.step, keeper.ranks, to=to, with_plans=True, with_parity=number in with_parity
+            )
+        return {number: answer(reference) for number, reference in asked.items()}
+
+    def _rebuild(
+        self,
+        keeper: Keeper,
+        step: int,
+        lost: int,
+        group: range,
+        ranks: Collection[int],
+        lent: Mapping[int, Lent],
+        *,
+        as_own: bool,
+    ) -> None:
+        """Have `keeper` make what `ranks` of the keeper `lost` left."""
+        members = [{rank: self._described[rank].plan for rank in self._keepers[number].ranks} for number in group]
+        digests = {rank: self._digests[step][rank] for rank in ranks}
+        others = [lent[number] for number in group if number != lost]
+        rebuilt = keeper.actor.rebuild.remote(step, members, group.index(lost), digests, *others, as_own=as_own)
+        answer(rebuilt, PROTECTS_WITHIN_S)
 
     def _settle(self) -> None:
         """Wait until what is being kept is there, or is known not to be; what was kept before is there then."""
-        self._end_mirroring()
+        self._end_protecting()
         copying, self._copying = self._copying, None
         if copying is None:
             return
@@ -292,41 +357,8 @@ class MemoryCheckpoint:
     def _asked(self, method: str, step: int) -> dict[int, str]:
         """What all keepers answer, by rank. Raises what a keeper raised."""
         asked = [getattr(keeper.actor, method).remote(step) for keeper in self._keepers]
-        answers: list[Mapping[int, str]] = _answer(asked, KEEPS_WITHIN_S)
+        answers: list[Mapping[int, str]] = answer(asked)
         return {rank: path for answer in answers for rank, path in answer.items()}
-
-
-def _answer(asked: Any, timeout_s: float) -> Any:
-    """Raises what a keeper raised."""
-    try:
-        return ray.get(asked, timeout=timeout_s)
-    except RayTaskError as exc:
-        raise _cause(exc) from None
-
-
-def _cause(exc: RayTaskError) -> Exception:
-    return exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc
-
-
-def _held_by(keepers: Sequence[_Keeper]) -> list[tuple[Any, bool, dict[int, list[int]]]]:
-    """Who has what: a keeper's actor, whether these are copies, and the steps by rank. Owners first."""
-    own, copies = [], []
-    for keeper in keepers:
-        try:
-            steps = ray.get(keeper.actor.steps.remote(), timeout=KEEPS_WITHIN_S)
-        except RayError:
-            continue  # it went with its host
-        own.append((keeper.actor, False, steps[0]))
-        copies.append((keeper.actor, True, steps[1]))
-    return own + copies
-
-
-def _end(keepers: Sequence[_Keeper]) -> None:
-    if keepers:
-        freed = [keeper.actor.close.remote() for keeper in keepers]
-        ray.wait(freed, num_returns=len(freed), timeout=FREES_WITHIN_S)
-    for keeper in keepers:
-        ray.kill(keeper.actor)
 
 
 async def until_kept(kept: Future[None], version: int) -> None:

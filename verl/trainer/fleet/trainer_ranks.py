@@ -113,18 +113,13 @@ class TrainerRanks:
             return 0
         what = f"trainer {'; '.join(lost)}"
         while self._limit.take():
-            before = self.group.world_size
             self.group.shutdown(grace_s=0.0)
             self.memory.end_copying()
             try:
                 self.group = self._start_again()
                 self.build()
                 self.group.keep_wide(self._kept_wide)
-                if self.group.world_size == before:
-                    remembered = self.memory.restore()
-                else:
-                    remembered = None  # what each of so many ranks left fits no other number of them
-                    self.memory.close()
+                remembered = self.memory.restore()
             except WorkerDied as exc:  # once more, if that may be
                 logger.warning("%s; started again, they died again: %s", what, _first_line(exc))
                 continue
@@ -157,7 +152,7 @@ class TrainerRanks:
             except PlacementError:
                 continue
             logger.warning(
-                "%d of %d trainer ranks go on, without what was in memory (trainer.min_ranks=%d): %s",
+                "%d of %d trainer ranks go on (trainer.min_ranks=%d): %s",
                 group.world_size,
                 self._config.trainer.world_size,
                 self._config.trainer.min_ranks,

@@ -99,14 +99,14 @@ class TrainerConfig:
     )
     min_ranks: int | None = option(
         None,
-        "with how many ranks at least the trainer goes on, from its last checkpoint on disk, when restart_wait_s has "
-        "passed and not all have a place; null: with all, or not at all",
+        "with how many ranks at least the trainer goes on when restart_wait_s has passed and not all have a place; "
+        "null: with all, or not at all",
         least=1,
     )
     memory_checkpoint: str = option(
         "auto",
-        "keep the training state of the last step in host memory, for ranks that are started again: twice its size; "
-        "auto: if that is at most half of what is free",
+        "keep the training state of the last step in host memory, for ranks that are started again: twice its size, on "
+        "several hosts with parity; auto: if that is at most half of what is free",
         choices=("auto", "off"),
     )
 

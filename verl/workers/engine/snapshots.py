@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from verl.checkpoint_engine.plan.types import Box
+
 State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a part of a snapshot's tensor is of a tensor of the whole model."""
+
+    tensor: str
+    box: Box
+    """Of that tensor. Two places of one tensor, on whatever ranks, have equal boxes or none of their elements in
+    common."""
+    within: Box
+    """Where these elements are in the snapshot's tensor, in the same order."""
+
+
+Places = Mapping[str, Sequence[Place]]
+"""By the names of a snapshot."""
 
 
 @runtime_checkable
@@ -27,6 +46,15 @@ class Rememberable(Protocol):
         """
 
 
+@runtime_checkable
+class Reshardable(Rememberable, Protocol):
+    """One whose state another number of ranks can take."""
+
+    def places(self) -> Places:
+        """Of each tensor of `snapshot` of which ranks have different parts. What is left out is the same on all that
+        have it. No collective."""
+
+
 @torch.no_grad()
 def copy_into(own: State, saved: State) -> None:
     """For `restore`: fill the tensors of a snapshot of one's own."""
@@ -34,6 +62,29 @@ def copy_into(own: State, saved: State) -> None:
         tensor.copy_(saved[name])
 
 
-def under(prefix: str, state: State) -> dict[str, torch.Tensor]:
+def under(prefix: str, state: State) -> State:
     """The part of `state` whose names begin so, without that."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return _Under(prefix, state)
+
+
+def placed_under(prefix: str, places: Places) -> Places:
+    """The inverse, for what a state's tensors are."""
+    return {
+        prefix + name: [replace(place, tensor=prefix + place.tensor) for place in own] for name, own in places.items()
+    }
+
+
+class _Under(Mapping[str, torch.Tensor]):
+    """Values are looked up when they are asked for: they may have to be read first."""
+
+    def __init__(self, prefix: str, state: State) -> None:
+        self._prefix, self._state = prefix, state
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._state[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._state if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

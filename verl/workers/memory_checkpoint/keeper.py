@@ -1,12 +1,13 @@
 """The Ray actor that owns the memory in which the trainer ranks of its host leave their state.
 
-Where ranks are on several hosts it also has a copy of what another host's keeper owns, read through the `tcp` backend's
-wire. What new ranks on another host need is brought there in the same way.
+Where ranks are on several hosts it also has parity of what those of others leave, read through the wire of `tcp`. What
+new ranks on another host need is brought there in the same way; another number of ranks reads its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from verl.checkpoint_engine.backends.tcp import TcpWire
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError
+from verl.checkpoint_engine.links.wire import UInt8s
 from verl.checkpoint_engine.memory.arena import NodeArena, require_free_bytes
 from verl.checkpoint_engine.memory.digest import Manifest, verify
 from verl.checkpoint_engine.memory.host_memory import free_host_nbytes
@@ -21,26 +23,14 @@ from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.support.admission import Admission
 from verl.utils.lifetime import begin_actor
-from verl.workers.memory_checkpoint.reading import read_into
+from verl.workers.memory_checkpoint.lent import Lent
+from verl.workers.memory_checkpoint.parity import Parity, rebuild
+from verl.workers.memory_checkpoint.reading import CONNECTIONS, connected, read_into
 
 SLOTS = 2
 """A step that is being copied, and the one before it."""
 MOST_OF_FREE = 0.5
 """Of the host's free memory: the rest is for what a run allocates later."""
-CONNECTIONS = 4
-FETCHED_WITHIN_S = 120.0
-
-
-@dataclass(frozen=True)
-class Lent:
-    """States of one step that another keeper may read."""
-
-    wire: bytes
-    places: Mapping[int, tuple[int, int]]
-    """By rank: where it lies in its owner's memory, and how many bytes."""
-    digests: Mapping[int, bytes]
-    plans: Mapping[int, bytes]
-    """If they were asked for."""
 
 
 @dataclass
@@ -53,20 +43,11 @@ class _States:
 
     def steps(self) -> dict[int, list[int]]:
         """Those of which each rank's state is here."""
-        return {
-            rank: [step for step in (arena.version, arena.previous_version) if step is not None]
-            for rank, arena in self.arenas.items()
-        }
+        return {rank: _steps(arena) for rank, arena in self.arenas.items()}
 
     def go_to(self, step: int, ranks: Collection[int]) -> None:
-        """Give up what is of a later step. Raises IntegrityError if `step` is not here."""
         for rank in ranks:
-            arena = self.arenas[rank]
-            arena.drop()
-            if arena.version != step and arena.previous_version == step:
-                arena.rollback()
-            if arena.version != step:
-                raise IntegrityError(f"the state of rank {rank} here is that of step {arena.version}", version=step)
+            _go_to(self.arenas[rank], step, f"state of rank {rank}")
 
     def close(self) -> None:
         for arena in self.arenas.values():
@@ -86,17 +67,18 @@ class StateKeeper:
         job: str,
         shm_dir: str,
         address: str = "127.0.0.1",
-        peers: tuple[str, ...] = (),
         free_nbytes: Callable[[], int] = free_host_nbytes,
     ) -> None:
-        """`address`: of this host, as others reach it. `peers`: addresses of hosts whose keepers read here."""
+        """`address`: of this host, as others reach it."""
         begin_actor()
         self._free_nbytes = free_nbytes
         self._job, self._shm_dir = job, Path(shm_dir)
-        self._address, self._peers = address, peers
-        self._own, self._copies = _States("state"), _States("copy")
+        self._address = address
+        self._own, self._rebuilt = _States("state"), _States("rebuilt")
+        self._parity: Parity | None = None
         self._wire: TcpWire | None = None
-        self._lent: list[np.ndarray] = []
+        self._lent: dict[int, UInt8s] = {}
+        """By address."""
 
     def reserve(self, plans: Mapping[int, bytes]) -> int:
         """An arena for each rank, for a state that its plan describes; the bytes of all of them.
@@ -105,20 +87,23 @@ class StateKeeper:
         """
         return self._reserve(self._own, plans)
 
-    def _reserve(self, states: _States, plans: Mapping[int, bytes]) -> int:
+    def _reserve(self, states: _States, plans: Mapping[int, bytes], slots: int = SLOTS) -> int:
         decoded = {rank: SyncPlan.decode(plan) for rank, plan in plans.items() if rank not in states.arenas}
-        needed = SLOTS * sum(plan.layout.nbytes for plan in decoded.values())
-        require_free_bytes(self._shm_dir, needed)
-        if needed > (most := MOST_OF_FREE * self._free_nbytes()):
-            raise ConfigError(
-                f"{needed / 2**30:.2f} GiB are more than half of the host's free memory, {most / 2**30:.2f} GiB"
-            )
+        needed = slots * sum(plan.layout.nbytes for plan in decoded.values())
+        self._require(needed)
         for rank, plan in decoded.items():
             states.arenas[rank] = NodeArena.create(
-                shm_dir=self._shm_dir, job=self._job, node=f"{states.prefix}-{rank}", layout=plan.layout, slots=SLOTS
+                shm_dir=self._shm_dir, job=self._job, node=f"{states.prefix}-{rank}", layout=plan.layout, slots=slots
             )
             states.plans[rank] = plan
         return needed
+
+    def _require(self, nbytes: int) -> None:
+        require_free_bytes(self._shm_dir, nbytes)
+        if nbytes > (most := MOST_OF_FREE * self._free_nbytes()):
+            raise ConfigError(
+                f"{nbytes / 2**30:.2f} GiB are more than half of the host's free memory, {most / 2**30:.2f} GiB"
+            )
 
     def begin(self, step: int) -> dict[int, str]:
         """Open the spare slots for the state after `step`; their paths, by rank."""
@@ -137,65 +122,142 @@ class StateKeeper:
         self._own.go_to(step, self._own.arenas)
         return {rank: str(arena.directory) for rank, arena in self._own.arenas.items()}
 
-    def steps(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """By rank, the steps of which its state is here: of this host's own ranks, and of copies."""
-        return self._own.steps(), self._copies.steps()
+    def steps(self) -> tuple[dict[int, list[int]], list[int]]:
+        """By rank of this host, the steps of which its state is here; the steps of which parity is."""
+        return self._own.steps(), _steps(self._parity.arena) if self._parity is not None else []
 
-    def lend(self, step: int, ranks: Collection[int], *, copies: bool = False, with_plans: bool = False) -> Lent:
-        """Let another keeper read what `ranks` left after `step`, or the `copies` that are here, until the next call
+    def lend(
+        self,
+        step: int,
+        ranks: Collection[int],
+        *,
+        to: Collection[str],
+        rebuilt: bool = False,
+        with_plans: bool = False,
+        with_parity: bool = False,
+    ) -> Lent:
+        """Let processes on the hosts `to`, by their addresses, read what `ranks` left after `step`, until the next call
         that changes it. Raises as `arenas_of`."""
-        states = self._copies if copies else self._own
+        states = self._rebuilt if rebuilt else self._own
         states.go_to(step, ranks)
         if self._wire is None:
             self._wire = TcpWire(self._address, CONNECTIONS)
-            self._wire.admit(Admission(addresses=self._peers))
-        for memory in self._lent:
-            self._wire.deregister(memory)
-        self._lent, places, digests = [], {}, {}
+        self._wire.admit(Admission(addresses=tuple(address for address in to if address != self._address)))
+        if not rebuilt:
+            for memory in self._lent.values():
+                self._wire.deregister(memory)
+            self._lent = {}
+        places, digests = {}, {}
         for rank in ranks:
-            committed = states.arenas[rank].base()
-            assert committed is not None  # `go_to` has looked
-            manifest, view = committed
-            memory = view.bytes.numpy()
-            self._wire.register(memory)
-            self._lent.append(memory)
+            manifest, memory = self._registered(states.arenas[rank])
             places[rank] = memory.ctypes.data, memory.nbytes
             digests[rank] = manifest.digests.tobytes()
         plans = {rank: states.plans[rank].encode() for rank in ranks} if with_plans else {}
-        return Lent(self._wire.address(), places, digests, plans)
+        parity: int | None = None
+        if with_parity:
+            assert self._parity is not None  # `steps` has told
+            _go_to(self._parity.arena, step, "parity")
+            parity = self._registered(self._parity.arena)[1].ctypes.data
+        return Lent(self._wire.address(), places, digests, plans, parity)
 
-    def fetch(self, step: int, lent: Lent, *, own: bool = False) -> int:
-        """Read what another keeper lends, as this host's `own` or as copies; the bytes. All of it is there, or nothing
-        of it is.
+    def _registered(self, arena: NodeArena) -> tuple[Manifest, UInt8s]:
+        """What has been committed there, for others to read."""
+        committed = arena.base()
+        assert committed is not None and self._wire is not None  # `_go_to` has looked
+        manifest, view = committed
+        memory = view.bytes.numpy()
+        self._wire.register(memory)
+        self._lent[memory.ctypes.data] = memory
+        return manifest, memory
 
-        Raises TransportError, IntegrityError; ConfigError if this host cannot spare the memory.
+    def protect(self, step: int, number: int, *lent: Lent) -> int:
+        """Keep parity of what the members of a group have lent after `step`, of which this host is member `number`;
+        how many bytes that takes. It is there as a whole, or nothing of it.
+
+        Raises TransportError, IntegrityError; ConfigError if this host cannot spare the memory. The first time they
+        lend plans, too.
         """
-        states = self._own if own else self._copies
-        self._reserve(states, lent.plans)
-        wire = TcpWire(self._address, CONNECTIONS, listens=False)
+        if self._parity is None:
+            members = [{rank: SyncPlan.decode(plan) for rank, plan in one.plans.items()} for one in lent]
+            self._require(SLOTS * Parity.nbytes_of(members))
+            self._parity = Parity(members, number, shm_dir=self._shm_dir, job=self._job, slots=SLOTS)
+        others = {other: one.wire for other, one in enumerate(lent) if other != number}
+        with connected(self._address, others) as wire:
+            self._parity.take(step, wire, lent)
+        return self._parity.arena.nbytes
+
+    def fetch(self, step: int, lent: Lent, ranks: Collection[int]) -> None:
+        """Read what `ranks` left, which another keeper lends with plans, as what this host's left. All of it is there,
+        or nothing of it is. Raises as `protect`."""
+        self._reserve(self._own, {rank: lent.plans[rank] for rank in ranks})
+        with (
+            connected(self._address, {0: lent.wire}) as wire,
+            self._filling(self._own, step, ranks, lent.digests) as slots,
+        ):
+            for rank, slot in slots.items():
+                read_into(slot, wire, lent.places[rank][0])
+
+    def rebuild(
+        self,
+        step: int,
+        members: Sequence[Mapping[int, bytes]],
+        lost: int,
+        digests: Mapping[int, bytes],
+        *lent: Lent,
+        as_own: bool,
+    ) -> None:
+        """Make what ranks of the member `lost` left, those with `digests`, of what the other members lend, in their
+        order, with parity. `members`: the plans of each one's ranks. As `fetch`."""
+        states = self._own if as_own else self._rebuilt
+        self._reserve(states, {rank: members[lost][rank] for rank in digests}, SLOTS if as_own else 1)
+        plans = [{rank: SyncPlan.decode(plan) for rank, plan in one.items()} for one in members]
+        others = dict(zip([number for number in range(len(members)) if number != lost], lent, strict=True))
+        wires = {number: one.wire for number, one in others.items()}
+        with connected(self._address, wires) as wire, self._filling(states, step, digests, digests) as slots:
+            rebuild(slots, plans, lost, wire, others)
+
+    @contextmanager
+    def _filling(
+        self, states: _States, step: int, ranks: Collection[int], digests: Mapping[int, bytes]
+    ) -> Iterator[dict[int, UInt8s]]:
+        """Slots to fill with the states after `step`; afterwards all of them are right and committed, or none is."""
+        arenas = {rank: states.arenas[rank] for rank in ranks}
         try:
-            wire.connect(0, lent.wire, FETCHED_WITHIN_S)
-            manifests = {}
-            for rank, (address, _) in lent.places.items():
-                arena = states.arenas[rank]
+            for arena in arenas.values():
                 arena.begin(step)
-                slot = arena.writable_view().bytes.numpy()
-                read_into(slot, wire, address, timeout_s=FETCHED_WITHIN_S)
-                digests = np.frombuffer(lent.digests[rank], np.uint64)
-                manifests[rank] = Manifest(step, states.plans[rank], digests)
-                verify(slot, manifests[rank], threads=memory_threads())
+            slots = {rank: arena.writable_view().bytes.numpy() for rank, arena in arenas.items()}
+            yield slots
+            manifests = {
+                rank: Manifest(step, states.plans[rank], np.frombuffer(digests[rank], np.uint64)) for rank in ranks
+            }
             for rank, manifest in manifests.items():
-                states.arenas[rank].commit(step, manifest)
+                verify(slots[rank], manifest, threads=memory_threads())
+            for rank, manifest in manifests.items():
+                arenas[rank].commit(step, manifest)
         finally:
-            wire.close()
-            for rank in lent.places:
-                states.arenas[rank].drop()
-        return sum(nbytes for _, nbytes in lent.places.values())
+            for arena in arenas.values():
+                arena.drop()
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
         if self._wire is not None:
             self._wire.close()
-            self._wire, self._lent = None, []
+            self._wire, self._lent = None, {}
         self._own.close()
-        self._copies.close()
+        self._rebuilt.close()
+        if self._parity is not None:
+            self._parity.arena.close()
+            self._parity = None
+
+
+def _steps(arena: NodeArena) -> list[int]:
+    return [step for step in (arena.version, arena.previous_version) if step is not None]
+
+
+def _go_to(arena: NodeArena, step: int, what: str) -> None:
+    """Give up what is of a later step. Raises IntegrityError if `step` is not here."""
+    arena.drop()
+    if arena.version != step and arena.previous_version == step:
+        arena.rollback()
+    if arena.version != step:
+        raise IntegrityError(f"the {what} here is that of step {arena.version}", version=step)

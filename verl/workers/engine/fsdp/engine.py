@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
-from verl.workers.engine.snapshots import State, copy_into
+from verl.workers.engine.snapshots import Places, State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.packing import keeps_sequences_apart
@@ -242,6 +242,12 @@ class FSDPEngine:
         self._lr_step = int(saved["lr_step"])
         if self._adapters is not None:
             self._adapters.gather()
+
+    def places(self) -> Places:
+        """See `verl.workers.engine.snapshots.Reshardable`."""
+        model, optimizer = self._resharded(), self.optimizer
+        moments = snapshot.places_of_moments(optimizer, model, self.sharding) if optimizer is not None else {}
+        return {**snapshot.places_of_weights(model, self.sharding), **moments}
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""

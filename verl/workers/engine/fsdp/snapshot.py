@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.fsdp.sharding import Sharding
-from verl.workers.engine.fsdp.tensors import named_parameters
+from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters
+from verl.workers.engine.snapshots import Place
 
 
 def weights(model: nn.Module, sharding: Sharding) -> dict[str, torch.Tensor]:
     """This rank's parts of what is trained, and buffers. What is frozen is in the model's directory."""
-    frozen = {name for name, parameter in named_parameters(model) if not parameter.requires_grad}
     return {
         f"model.{name}.{index}": part.values()
-        for name, tensor in sharding.held(model).items()
-        if name not in frozen
+        for name, tensor in _changing(model, sharding)
         for index, part in enumerate(tensor.parts)
     }
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Of AdamW; zeros, as its first step makes them, where that has not been taken yet."""
-    found = {}
+    return {
+        f"optimizer.{index}.{kind}": _local(value)
+        for index, parameter in _stepped(optimizer)
+        for kind, value in optimizer.state[parameter].items()
+    }
+
+
+def places_of_weights(model: nn.Module, sharding: Sharding) -> dict[str, list[Place]]:
+    """Of `weights`."""
+    return {
+        f"model.{name}.{index}": [Place(f"model.{name}", part.box, Box.whole(part.box.shape))]
+        for name, tensor in _changing(model, sharding)
+        for index, part in enumerate(tensor.parts)
+    }
+
+
+def places_of_moments(optimizer: torch.optim.Optimizer, model: nn.Module, sharding: Sharding) -> dict[str, list[Place]]:
+    """Of `moments`, which are divided as the weights are. How many steps were taken all ranks know alike."""
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    held, found = sharding.held(model), {}
+    for index, parameter in _stepped(optimizer):
+        name = names[id(parameter)]
+        for kind, value in optimizer.state[parameter].items():
+            if kind != "step":
+                within = _within(_local(value), held[name].parts)
+                found[f"optimizer.{index}.{kind}"] = [
+                    Place(f"optimizer.{kind}.{name}", part.box, inner)
+                    for part, inner in zip(held[name].parts, within, strict=True)
+                ]
+    return found
+
+
+def _changing(model: nn.Module, sharding: Sharding) -> Iterator[tuple[str, HeldTensor]]:
+    frozen = {name for name, parameter in named_parameters(model) if not parameter.requires_grad}
+    return ((name, tensor) for name, tensor in sharding.held(model).items() if name not in frozen)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
+    """Those of which this rank has something, by their number among all."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         if not _local(parameter).numel():  # FSDP1: this rank has none of it
@@ -32,8 +72,17 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        for kind, value in state.items():
-            found[f"optimizer.{index}.{kind}"] = _local(value)
+        yield index, parameter
+
+
+def _within(local: torch.Tensor, parts: Sequence[Part]) -> list[Box]:
+    """Where a parameter's parts are in a moment: it has their shape, or with FSDP1 they lie in a row."""
+    if [part.box.shape for part in parts] == [tuple(local.shape)]:
+        return [Box.whole(tuple(local.shape))]
+    found, offset = [], 0
+    for part in parts:
+        found.append(Box((offset,), (offset + part.box.numel,)))
+        offset += part.box.numel
     return found
 
 

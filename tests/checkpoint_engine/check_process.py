@@ -1,19 +1,23 @@
 """A vLLM model with a packed copy of a weight that its loader does not refresh, and what the check says about it.
 
-    python -m tests.checkpoint_engine.check_process MODEL
+    python -m tests.checkpoint_engine.check_process MODEL [QUANTIZABLE]
 
-No engine. Prints a list of JSON records, one for each activation that was tried: see `Tried`.
+The second one's weights are quantized as they are loaded. No engine.
+Prints a list of JSON records, one for each activation that was tried: see `Tried`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 FORGETFUL = "ForgetfulLlamaForCausalLM"
+PLAIN = {"dtype": "float32"}
+QUANTIZED = {"dtype": "bfloat16", "quantization": "fp8_per_block"}
 
 
 @dataclass
@@ -45,16 +49,20 @@ def main() -> None:
         config = make_config(directory, forgetful)
         tried += forgetful_later(config, _model(config), directory)
         config = make_config(directory, forgetful)
-        tried += without_memory(config, _model(config), directory)
+        tried += without_memory("without memory", config, _model(config), directory)
+    if len(sys.argv) > 2:
+        tried += quantized(Path(sys.argv[2]))
     sys.stdout.write("\n" + json.dumps([asdict(one) for one in tried]))
 
 
 def register_forgetful() -> None:
+    import torch
     from vllm import ModelRegistry
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     class ForgetfulLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-        """Computes with a copy of its norm's weight that is made when weights are loaded for the first time."""
+        """Computes with copies of its norm's weight and of a quantized projection's that are made when weights are
+        loaded for the first time."""
 
         refreshes = False
         """Whether it is made again later."""
@@ -63,12 +71,30 @@ def register_forgetful() -> None:
             loaded: set[str] = super().load_weights(weights)
             if self.refreshes or not hasattr(self.model, "packed"):
                 self.model.packed = self.model.norm.weight.detach().clone()
+                projection = self.model.layers[0].mlp.down_proj.weight
+                if projection.dtype == torch.float8_e4m3fn:
+                    self.model.projection = projection.detach().clone()
             return loaded
 
     ModelRegistry.register_model(FORGETFUL, ForgetfulLlamaForCausalLM)
 
 
-def make_config(directory: Path, overrides: dict[str, Any]) -> Any:
+def quantized(directory: Path) -> list[Tried]:
+    from tests.models.vllm_process import _distributed, _model
+
+    forgetful = {"architectures": [FORGETFUL]}
+    config = make_config(directory, {}, QUANTIZED)
+    with _distributed(config):
+        tried = activations("float8 first", config, _model(config), "first", directory)
+        config = make_config(directory, {}, QUANTIZED)
+        tried += without_memory("float8 without memory", config, _model(config), directory)
+        for mode in ("first", "always"):
+            config = make_config(directory, forgetful, QUANTIZED)
+            tried += activations(f"float8 forgetful {mode}", config, _model(config), mode, directory)
+    return tried
+
+
+def make_config(directory: Path, overrides: dict[str, Any], options: Mapping[str, Any] = PLAIN) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -76,12 +102,12 @@ def make_config(directory: Path, overrides: dict[str, Any]) -> Any:
 
     return EngineArgs(
         model=str(directory),
-        dtype="float32",
         load_format="auto",
         hf_overrides=overrides,
         skip_tokenizer_init=True,
         enforce_eager=True,
         weight_transfer_config=WeightTransferConfig(backend=ENGINE_NAME),
+        **options,
     ).create_engine_config()
 
 
@@ -124,14 +150,14 @@ def forgetful_later(config: Any, model: Any, directory: Path) -> list[Tried]:
     return [*tried, activate("forgetful later", engine, directory, 2)]
 
 
-def without_memory(config: Any, model: Any, directory: Path) -> list[Tried]:
+def without_memory(case: str, config: Any, model: Any, directory: Path) -> list[Tried]:
     """The same, where a second model does not fit."""
     from tests.models.vllm_process import _engine
     from verl.checkpoint_engine.engines.vllm.check import EngineCheck
 
     engine = _engine(config, model)
     engine._check = EngineCheck("first", config, engine.device, free=lambda device: 1000)
-    return [activate("without memory", engine, directory, 1)]
+    return [activate(case, engine, directory, 1)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+FLOAT8 = "float8"
+"""Name of the directory of a model whose weights are quantized as they are loaded."""
 REFRESHING = "RefreshingLlamaForCausalLM"
 STEPS: dict[str, tuple[int | None, Callable[[str], bool]]] = {
     "first": (None, lambda name: True),
@@ -46,7 +48,7 @@ class Activated:
 def main() -> None:
     import torch
 
-    from tests.checkpoint_engine.check_process import make_config
+    from tests.checkpoint_engine.check_process import PLAIN, QUANTIZED, make_config
     from tests.models.vllm_process import _distributed, _model
 
     torch.accelerator.empty_cache = lambda: None
@@ -55,7 +57,8 @@ def main() -> None:
     for directory in map(Path, sys.argv[2:]):
         names = (None, REFRESHING) if directory.name == "llama" else (None,)
         for name in names:
-            config = make_config(directory, {"architectures": [name]} if name else {})
+            options = QUANTIZED if directory.name == FLOAT8 else PLAIN
+            config = make_config(directory, {"architectures": [name]} if name else {}, options)
             with _distributed(config):
                 told += steps(name or directory.name, config, _model(config), directory, Path(sys.argv[1]))
     sys.stdout.write("\n" + json.dumps([asdict(one) for one in told]))

@@ -23,7 +23,7 @@ from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
-from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
+from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
 
 START_TIMEOUT_S = 300.0
 
@@ -48,6 +48,17 @@ class ServedVLLM:
             self.call("/v1/completions", body | {"prompt": prompt, "return_token_ids": True}) for prompt in PROMPTS
         ]
         return [answer["choices"][0]["token_ids"] for answer in answers]
+
+    def log_probs(self, prompt: list[int]) -> list[float]:
+        """Of every token of `prompt` but the first."""
+        body = {"model": str(self._model), "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}
+        (answer,) = self.call("/v1/completions", body)["choices"]
+        places = zip(answer["prompt_logprobs"][1:], prompt[1:], strict=True)
+        return [place[str(token)]["logprob"] for place, token in places]
+
+    def version(self) -> str:
+        """Of the weights that it serves."""
+        return Endpoint(self.url, timeout_s=60).version()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What the worker computes with, by vLLM's name of the parameter."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_engine.check_process import Tried
+from tests.float8 import FLOAT8_ON_CPU, NEEDS_FLOAT8
 from tests.warm_workers import Fork, WarmWorkers
 from verl.checkpoint_engine.engines.vllm.reports import take_reports, write_report
 from verl.checkpoint_engine.errors import IntegrityError
@@ -24,13 +25,14 @@ Activations = dict[str, list[Tried]]
 def tried(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Activations:
     """By case, one for each version."""
     directory = tmp_path_factory.mktemp("check")
-    model = make_tiny_model(directory / "model", "llama")
+    models = [make_tiny_model(directory / "model", "llama")]
+    if FLOAT8_ON_CPU:
+        models.append(make_tiny_model(directory / "quantizable", "llama", hidden_size=256, dtype="bfloat16"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     answered = directory / "answered"
     with answered.open("w") as output:
-        process = Fork(
-            warm, "tests.checkpoint_engine.check_process", [str(model)], env=environment, stdout=output, stderr=output
-        )
+        program, arguments = "tests.checkpoint_engine.check_process", [*map(str, models)]
+        process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
     assert process.wait(250) == 0, answered.read_text()
     cases: Activations = {}
     for one in json.loads(answered.read_text().splitlines()[-1]):
@@ -77,6 +79,32 @@ def test_where_a_second_model_does_not_fit_the_report_says_so_and_less_is_checke
     (activation,) = tried["without memory"]
     assert activation.error is None
     assert "were written anew; not compared with a load from disk: a second model needs" in activation.message
+
+
+@pytest.mark.vllm
+@NEEDS_FLOAT8
+def test_a_quantized_model_is_compared_with_one_that_was_quantized_as_from_disk(tried: Activations):
+    first, second = tried["float8 first"]
+    assert first.error is second.error is None
+    assert first.message.endswith("live tensors equal a load from disk")
+
+
+@pytest.mark.vllm
+@NEEDS_FLOAT8
+def test_a_quantized_tensor_of_the_version_before_is_caught(tried: Activations):
+    for mode in ("first", "always"):
+        for activation in tried[f"float8 forgetful {mode}"]:
+            assert activation.error == "IntegrityError"
+            assert "model.projection has values from before" in activation.message
+            assert "2 tensors of ForgetfulLlama" in activation.message
+
+
+@pytest.mark.vllm
+@NEEDS_FLOAT8
+def test_a_quantized_model_that_cannot_be_compared_serves_nothing(tried: Activations):
+    (activation,) = tried["float8 without memory"]
+    assert activation.error == "ActivationError"
+    assert "compared with a load from disk before it serves any: a second model needs" in activation.message
 
 
 def test_a_server_tells_the_longest_time_of_its_ranks_once(tmp_path: Path):

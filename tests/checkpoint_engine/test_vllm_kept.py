@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from tests.checkpoint_engine.kept_process import REFRESHING, STEPS, Activated
+from tests.checkpoint_engine.kept_process import FLOAT8, REFRESHING, STEPS, Activated
+from tests.float8 import FLOAT8_ON_CPU
 from tests.warm_workers import Fork, WarmWorkers
 from verl.checkpoint_engine.engines.vllm.unchanged import Kept, kept
 from verl.utils.builtin import make_tiny_model
@@ -26,6 +27,8 @@ def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> St
         make_tiny_model(base / "tied", "qwen2", tie_word_embeddings=True, dtype="bfloat16"),
         make_tiny_model(base / "experts", "qwen3_moe"),
     ]
+    if FLOAT8_ON_CPU:
+        models.append(make_tiny_model(base / FLOAT8, "qwen3_moe", hidden_size=256, dtype="bfloat16"))
     (base / "shm").mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     answered, arguments = base / "answered", [str(base / "shm"), *map(str, models)]
@@ -41,7 +44,7 @@ def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> St
 
 @pytest.mark.vllm
 def test_every_version_is_computed_with_bit_for_bit(activated: Steps):
-    assert set(activated) == {"llama", "tied", "experts", REFRESHING}
+    assert set(activated) == {"llama", "tied", "experts", REFRESHING, *([FLOAT8] if FLOAT8_ON_CPU else [])}
     for steps in activated.values():
         assert list(steps) == list(STEPS)
         assert {step: one.wrong for step, one in steps.items() if one.wrong} == {}
@@ -49,7 +52,7 @@ def test_every_version_is_computed_with_bit_for_bit(activated: Steps):
 
 @pytest.mark.vllm
 def test_layers_of_which_nothing_changed_are_not_loaded_again(activated: Steps):
-    for name in ("llama", "tied", "experts"):
+    for name in activated.keys() - {REFRESHING}:
         found = {step: (one.kept, one.tensors) for step, one in activated[name].items()}
         kept_first, tensors = found["a projection and a norm"]
         # A fused projection is loaded whole: two neighbours of the one that changed, with their biases, go with it.

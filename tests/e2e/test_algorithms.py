@@ -6,6 +6,7 @@ import pytest
 
 from tests.e2e.job import in_process
 from tests.e2e.test_training import Run
+from tests.float8 import NEEDS_FLOAT8
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.experimental.one_step_off_policy import main_ppo as one_step_off
@@ -187,3 +188,29 @@ def test_the_trainer_follows_the_experts_that_the_rollout_engine_chose(ray_clust
     assert len(run.metrics) == 2
     for metrics in run.metrics.values():
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.vllm
+@NEEDS_FLOAT8
+def test_what_a_quantized_engine_of_two_ranks_samples_is_weighed(ray_cluster, tmp_path):
+    run = Run(
+        tmp_path,
+        in_process(
+            tmp_path,
+            "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.dtype=bfloat16",
+            "actor_rollout_ref.rollout.quantization=fp8",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "algorithm.rollout_correction.rollout_is=token",
+            "checkpoint_engine.check_engine=always",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=2",
+        ),
+    )
+    first, *later = (report["engine_checks"]["replica-0"]["found"] for report in run.reports)
+    assert first.endswith("live tensors equal a load from disk")
+    assert [found.partition("live tensors ")[2] for found in later] == ["were written anew"] * 2
+    for metrics in (run.metrics[1], run.metrics[2]):
+        assert 1e-3 < metrics["training/rollout_probs_diff_mean"] < 2e-2
+        assert metrics["rollout_corr/rollout_is_min"] < 0.99

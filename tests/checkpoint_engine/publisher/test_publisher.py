@@ -70,12 +70,6 @@ def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
             process.terminate()
 
 
-def served_version(server: ServedVLLM) -> str:
-    from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-
-    return Endpoint(server.url, timeout_s=60).version()
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(500)
 class TestAgainstVLLM:
@@ -97,7 +91,7 @@ class TestAgainstVLLM:
                 transfer.pause()
                 transfer.send_weights(gathered())
                 transfer.resume()
-                assert (transfer.version, served_version(server)) == (version, str(version))
+                assert (transfer.version, server.version()) == (version, str(version))
                 assert_serves(server, model, directory)
             name, first = next(gathered())
             with pytest.raises(ConfigError, match=r"TRL sent \d+ tensors fewer than before"):
@@ -106,7 +100,7 @@ class TestAgainstVLLM:
                 transfer.send_weights([(name, first[:1])])
             with pytest.raises(ConfigError, match="has not sent before: another"):
                 transfer.send_weights([("another", first)])
-            assert served_version(server) == "1"
+            assert server.version() == "1"
         finally:
             transfer.destroy()
         transfer.destroy()
@@ -119,7 +113,7 @@ class TestAgainstVLLM:
                 nudge(model, version)
                 report = publisher.push(version)
                 assert report.replicas_updated == (server.url,)
-                assert served_version(server) == str(version)
+                assert server.version() == str(version)
                 assert_serves(server, model, directory)
             before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             pending = publisher.push_async(2)
@@ -175,7 +169,7 @@ class TestAgainstVLLM:
         )
         assert done.returncode == 0, done.stderr
         assert re.search(r"step 1: loss [\d.]+, served after [\d.]+ s", done.stdout)
-        assert served_version(server) == "1"
+        assert server.version() == "1"
         served = server.weights()
         start = AutoModelForCausalLM.from_pretrained(directory)
         assert not torch.equal(served["model.norm.weight"], start.state_dict()["model.norm.weight"])
@@ -229,5 +223,5 @@ class TestAgainstVLLM:
         ranks[1].communicate(timeout=60)
         assert ranks[1].returncode == 0
         assert re.search(r"(SyncAborted|TransportError) after \d+ s: .*a rank of this job does not answer", said), said
-        assert served_version(server) == "1"
+        assert server.version() == "1"
         server.greedy_tokens()

@@ -365,7 +365,44 @@ LAUNCHES = (
         "training in float8",
         "hybrid",
         f"{MEGATRON} +{M}.override_transformer_config.fp8=e4m3",
-        refused="override_transformer_config.fp8 cannot be set",
+        refused="override_transformer_config.fp8: layers that compute in fp8 are Transformer Engine's",
+    ),
+    Launch(
+        "engines in float8",
+        "fully_async",
+        f"{ASYNC} data.train_batch_size=0 data.gen_batch_size=1 +{R}.quantization=fp8 {C}.rollout_is=token "
+        f"{R}.prometheus.enable=True {R}.prometheus.port=44398 trainer.device=cuda",
+        said="quantization: fp8, which rollout correction accounts for",
+    ),
+    Launch(
+        "engines in float8 that nothing accounts for",
+        "hybrid",
+        f"{GRPO} {R}.quantization=fp8 {R}.quantization_config_file=null",
+        said="nothing accounts for it: algorithm.rollout_correction.rollout_is=token would",
+    ),
+    Launch(
+        "engines in float8 of another width",
+        "hybrid",
+        f"{GRPO} {R}.quantization=fp8 {R}.dtype=float16",
+        refused="quantization=fp8 needs actor_rollout_ref.rollout.dtype=bfloat16",
+    ),
+    Launch(
+        "engines in float8 on Ascend",
+        "hybrid",
+        f"{GRPO} {R}.quantization=fp8 trainer.device=npu",
+        refused="on npu the engine of actor_rollout_ref.rollout.name=vllm does not quantize",
+    ),
+    Launch(
+        "engines in float8 that are not compared",
+        "hybrid",
+        f"{GRPO} {R}.quantization=fp8 checkpoint_engine.check_engine=off",
+        refused="needs checkpoint_engine.check_engine=first or always",
+    ),
+    Launch(
+        "another way to quantize",
+        "hybrid",
+        f"{GRPO} {R}.engine_kwargs.vllm.quantization=fp8_per_tensor",
+        refused="engine_kwargs.vllm.quantization is decided by rollout.quantization",
     ),
     Launch(
         "a profiler that is off",

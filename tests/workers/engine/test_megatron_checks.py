@@ -48,7 +48,7 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
             [
                 ["recompute_granularty: megatron-core's", "Did you mean 'recompute_granularity'?"],
                 ["hidden_size cannot be set", "follows from the checkpoint"],
-                ["fp8 cannot be set"],
+                ["fp8: layers that compute in fp8", "megatron-core's own"],
             ],
         ),
         (2, {"padded_vocab_size": 8}, [["padded_vocab_size=8 would cut", "vocab_size="]]),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.sglang_on_cpu import NEEDS_SGLANG
@@ -34,9 +35,15 @@ class Trainer:
     """Stands for a trainer and its node: commits the weights of local models to an arena of its own."""
 
     def __init__(self, models: dict[int, Path]) -> None:
-        self.models = {version: AutoModelForCausalLM.from_pretrained(path).eval() for version, path in models.items()}
-        weights = next(iter(self.models.values())).state_dict()
-        specs = [TensorSpec(name=name, shape=tuple(w.shape), dtype="float32") for name, w in weights.items()]
+        self.models = {
+            version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            for version, path in models.items()
+        }
+        self._weights = {version: load_file(path / "model.safetensors") for version, path in models.items()}
+        specs = [
+            TensorSpec(name=name, shape=tuple(w.shape), dtype=str(w.dtype).removeprefix("torch."))
+            for name, w in next(iter(self._weights.values())).items()
+        ]
         self._layout = Layout.of(specs)
         shards = [Shard(spec.name, Box.whole(spec.shape)) for spec in specs]
         self._plan = make_plan(self._layout, [ShardTable.of(self._layout, shards)], block_nbytes=2**20)
@@ -49,9 +56,8 @@ class Trainer:
         if self._arena.version == version:
             return
         slot = SlotView(self._arena.begin(version), self._layout, writable=True)
-        weights = self.models[version].state_dict()
         for name, tensor in slot.tensors():
-            tensor.copy_(weights[name])
+            tensor.copy_(self._weights[version][name])
         digests = digest_pieces(slot.bytes.numpy(), self._plan.extents)
         self._arena.commit(version, Manifest.of(version, self._plan, [digests]))
         slot.close()

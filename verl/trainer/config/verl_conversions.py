@@ -122,6 +122,14 @@ def expert_parallel(value: Any, at: Values) -> Any:
     return True
 
 
+def scraped(value: Any, at: Values) -> int | None:
+    """A port of the driver for Prometheus: that of the launch, else any that is free."""
+    if not value:
+        return None
+    present = at("trainer.metrics_port")
+    return present if isinstance(present, int) else 0
+
+
 def rejections(value: Any, _: Values) -> Any:
     """verl's older names, those of a ratio over a token, a sequence, or its geometric mean."""
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

@@ -39,6 +39,7 @@ from verl.trainer.config.verl_conversions import (
     rejections,
     same_family,
     scheduler,
+    scraped,
     shared_by,
 )
 from verl.trainer.config.verl_rules import Moved, NoEffect, Refused, Rule, Values
@@ -520,13 +521,20 @@ RULES: dict[str, Rule] = {
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"
     ),
-    f"{_ROLLOUT}.quantization": _off("rollout engines compute in rollout.dtype"),
+    f"{_ROLLOUT}.quantization_config_file": NoEffect(
+        why="there is none", only=_is(None), otherwise=f"the one way to quantize is {_ROLLOUT}.quantization=fp8"
+    ),
     f"{_ROLLOUT}.trace.*": NoEffect(
         why="samples are not traced; trainer.rollout_data_dir has every one",
         only=lambda value, at: at(f"{_ROLLOUT}.trace.backend") is None,
         otherwise="samples are not traced; trainer.rollout_data_dir has every one",
     ),
-    **_disabled(f"{_ROLLOUT}.prometheus", "engines are not watched over HTTP; see rollout metrics in docs/training.md"),
+    f"{_ROLLOUT}.prometheus.enable": Moved(
+        to=("trainer.metrics_port",),
+        convert=scraped,
+        why="Prometheus scrapes the driver, at the address that the log says, and no engines",
+    ),
+    f"{_ROLLOUT}.prometheus.*": NoEffect(why="no file of Prometheus's is written: tell it where the driver is"),
     f"{_ROLLOUT}.over_sample_rate": NoEffect(
         why="it is 0", only=_is(0, 0.0), otherwise="every prompt of a batch is generated to its end"
     ),

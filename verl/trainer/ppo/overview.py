@@ -47,6 +47,8 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
         f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
         f"rewards {config.reward_model.reward_manager}"
     )
+    if rollout.quantization is not None:
+        yield f"quantization: {rollout.quantization}{_correction(config)}"
     if config.reward_model.enable:
         served = config.reward_model
         yield (
@@ -64,6 +66,17 @@ def _cuts(config: PPOConfig) -> str:
     return (
         f" (TP {cut.tensor_model_parallel_size}, PP {cut.pipeline_model_parallel_size}, "
         f"EP {cut.expert_model_parallel_size})"
+    )
+
+
+def _correction(config: PPOConfig) -> str:
+    """What makes up for responses that are sampled from other probabilities than those that are trained."""
+    by_ratio = config.actor_rollout_ref.actor.use_rollout_log_probs
+    if by_ratio or config.algorithm.rollout_correction.rollout_is is not None:
+        return ", which rollout correction accounts for"
+    return (
+        "; responses are sampled from rounded weights, and nothing accounts for it: "
+        "algorithm.rollout_correction.rollout_is=token would"
     )
 
 

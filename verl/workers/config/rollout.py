@@ -82,6 +82,12 @@ class RolloutConfig(Section):
     prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length", least=1)
     response_length: int | None = option(None, "tokens; null: data.max_response_length", least=1)
     dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))
+    quantization: str | None = option(
+        None,
+        "fp8: the engine quantizes every version as it loads it, linear layers and experts in blocks of 128 x 128, but "
+        "not routers (vllm); null: it computes in dtype",
+        choices=(None, "fp8"),
+    )
     gpu_memory_utilization: float = option(
         0.5, "share of device memory for weights and KV cache; on cpu: ignored", above=0, most=1
     )

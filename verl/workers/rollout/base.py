@@ -91,6 +91,8 @@ class RolloutReplica(ABC):
     """The engine reads the model's weights from its directory, and a version may be adapters for them alone."""
     tells_experts_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine tells the experts of every token."""
+    quantizes_on: ClassVar[tuple[str, ...]] = ()
+    """Devices on which the engine can quantize weights as it loads them."""
     startup_hint: ClassVar[str] = ""
     """What to tell people who wait for it to start."""
 
@@ -126,7 +128,26 @@ class RolloutReplica(ABC):
                 f"actor_rollout_ref.rollout.name={config.name} does not tell which experts it chose (on {where}); "
                 "actor_rollout_ref.actor.megatron.router_replay.mode=R2 needs no engine that does"
             )
+        if config.quantization is not None:
+            self._check_quantization()
         self.check_config()
+
+    def _check_quantization(self) -> None:
+        """Weights that are rounded once more arrive right if the engine compares them with a load from disk."""
+        config = self.config
+        key = f"actor_rollout_ref.rollout.quantization={config.quantization}"
+        if self.device not in self.quantizes_on:
+            where = " or ".join(self.quantizes_on) or "no device"
+            raise ConfigError(
+                f"{key}: on {self.device} the engine of actor_rollout_ref.rollout.name={config.name} does not quantize "
+                f"weights that it is sent (on {where})"
+            )
+        if config.dtype != "bfloat16":
+            raise ConfigError(f"{key} needs actor_rollout_ref.rollout.dtype=bfloat16, not {config.dtype}")
+        if self.model.sends_adapters:
+            raise ConfigError(f"{key} needs actor_rollout_ref.model.lora.merge=true: adapters are not quantized")
+        if config.checkpoint_engine.get("check_engine") == "off":
+            raise ConfigError(f"{key} needs checkpoint_engine.check_engine=first or always, not off")
 
     @abstractmethod
     def check_config(self) -> None:

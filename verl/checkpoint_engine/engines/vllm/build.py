@@ -20,6 +20,20 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 Watch = Callable[[torch.nn.Module], None]
 
 
+def quantizes_online(vllm_config: VllmConfig) -> bool:
+    """Its model is loaded from plain weights, and quantizes those of a layer when they have come."""
+    return vllm_config.quant_config is not None and vllm_config.quant_config.get_name() == "online"
+
+
+def without_quantization(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy for the model that the weights are made for."""
+    plain = copy.copy(vllm_config)
+    plain.model_config = copy.copy(vllm_config.model_config)
+    plain.model_config.quantization = None
+    plain.quant_config = None
+    return plain
+
+
 def standing_alone(vllm_config: VllmConfig) -> VllmConfig:
     """A copy for a second model of a worker: layers enter themselves into the configuration, each name once."""
     alone = copy.copy(vllm_config)

@@ -20,18 +20,25 @@ import psutil
 import torch
 import xxhash
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ...errors import IntegrityError
+from ...errors import ActivationError, IntegrityError
 from ...plan.types import EngineCheckResult
 from ...support.package import PACKAGE
-from .build import Weights, load_as_from_disk
-from .live import LiveTensor, Packed, as_integers, differences, live_tensors
+from .build import Weights, load_as_from_disk, quantizes_online
+from .live import INTEGERS, LiveTensor, Packed, as_integers, differences, live_tensors
 
 logger = logging.getLogger(__name__)
 
 MODES = ("first", "always", "off")
-PATTERNS = {torch.float32: 0x7FC5A5A5, torch.bfloat16: 0x7FDA, torch.float16: 0x7F5A, torch.float64: 0x7FF8A5A5A5A5A5A5}
-"""NaNs that no arithmetic makes."""
+PATTERNS = {
+    torch.float32: 0x7FC5A5A5,
+    torch.bfloat16: 0x7FDA,
+    torch.float16: 0x7F5A,
+    torch.float64: 0x7FF8A5A5A5A5A5A5,
+    torch.float8_e4m3fn: 0xFF,
+}
+"""NaNs that no arithmetic makes; of float8 one that no number becomes, there being two of them in all."""
 MOST_NAMES = 8
 MARGIN = 1.2
 """Of memory: packing needs some besides the tensors themselves."""
@@ -69,13 +76,23 @@ class EngineCheck:
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
-        """`weights` makes those of the version; None if they come only once. `agree` says whether all ranks say so."""
+        """`weights` makes those of the version; None if they come only once. `agree` says whether all ranks say so.
+
+        Raises ActivationError if there is no second model for one that quantizes its weights: what was written anew
+        might then be rounded in another way than from disk, and nothing else would show it.
+        """
         began = time.perf_counter()
         self.result = None
         if not self._passed:
             whole = weights is not None and agree(self._fits(model))
             if weights is not None and whole:
                 self._build(weights)
+            elif weights is not None and quantizes_online(self._vllm_config):
+                raise ActivationError(
+                    f"an engine that quantizes weights is compared with a load from disk before it serves any: "
+                    f"{self._lacking(model)}; give it a smaller KV cache (rollout.gpu_memory_utilization)",
+                    phase="activate",
+                )
             else:
                 self._why_not = self._reason(model, weights)
             names = self._written if self._written is not None else frozenset(dict(model.named_parameters()))
@@ -157,11 +174,7 @@ class EngineCheck:
         return needed_nbytes(model) < self._free(self._device)
 
     def _reason(self, model: torch.nn.Module, weights: Callable[[], Weights] | None) -> str:
-        if weights is None:
-            reason = "the weights come only once"
-        else:
-            needed, free = (nbytes / 2**30 for nbytes in (needed_nbytes(model), self._free(self._device)))
-            reason = f"a second model needs {needed:.3g} GiB on {self._device}, where {free:.3g} GiB are free"
+        reason = "the weights come only once" if weights is None else self._lacking(model)
         logger.warning(
             "the live model is not compared with a load from disk (%s): only that every parameter is written anew is "
             "checked; `python -m %s.certify` checks all of it",
@@ -170,16 +183,29 @@ class EngineCheck:
         )
         return reason
 
+    def _lacking(self, model: torch.nn.Module) -> str:
+        needed, free = (nbytes / 2**30 for nbytes in (needed_nbytes(model), self._free(self._device)))
+        return f"a second model needs {needed:.3g} GiB on {self._device}, where {free:.3g} GiB are free"
+
 
 def needed_nbytes(model: torch.nn.Module) -> int:
-    """Memory for a second model like `model`."""
+    """Memory for a second model like `model`, while it is loaded."""
     storages: dict[int, int] = {}
     for tensor in live_tensors(model).values():
         if isinstance(tensor, Packed):
             storages[id(tensor.multiply)] = tensor.nbytes
         elif not tensor.is_meta:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return int(sum(storages.values()) * MARGIN)
+    return int(sum(storages.values()) * MARGIN) + max(map(_quantizing_nbytes, model.modules()), default=0)
+
+
+def _quantizing_nbytes(layer: torch.nn.Module) -> int:
+    """What a layer needs beside its quantized weights while it makes them: the plain ones, once more with padding, and
+    two of one matrix at a time in float32."""
+    if not getattr(getattr(layer, "quant_method", None), "uses_meta_device", False):
+        return 0
+    plain = [tensor for tensor in get_layerwise_info(layer).restore_metadata[0].values() if tensor.dim() > 1]
+    return sum(2 * tensor.nbytes + 8 * tensor.shape[-2] * tensor.shape[-1] for tensor in plain)
 
 
 def free_nbytes(device: torch.device) -> int:
@@ -206,8 +232,7 @@ def _mark(model: torch.nn.Module, names: frozenset[str], *, whole: bool) -> dict
 
 
 def _pattern(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return torch.tensor(PATTERNS[dtype], dtype=width, device=device).view(dtype)
+    return torch.tensor(PATTERNS[dtype], dtype=INTEGERS[dtype.itemsize], device=device).view(dtype)
 
 
 def _is_stale(found: LiveTensor | None, before: LiveTensor) -> bool:

@@ -25,6 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...compat.vllm import load_numel
 from ...errors import ActivationError
+from .build import quantizes_online, without_quantization
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
 """dtype (torch's name) and shape of every tensor of a checkpoint."""
@@ -60,7 +61,8 @@ def _last_part(name: str) -> str:
 
 @contextlib.contextmanager
 def _trial(vllm_config: Any) -> Iterator[_Trial]:
-    alone = copy.copy(vllm_config)
+    # Quantizing needs values, and asks nothing else of a checkpoint than the plain model does.
+    alone = without_quantization(vllm_config) if quantizes_online(vllm_config) else copy.copy(vllm_config)
     alone.compilation_config = copy.copy(vllm_config.compilation_config)
     alone.compilation_config.static_forward_context = {}  # layers enter themselves, once
     with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from ...compat.torch import children
 from ...errors import ActivationError
+from .build import quantizes_online
 from .live import STATE
 from .unchanged import Kept, Sources
 
@@ -135,8 +136,8 @@ class Reload:
             ) from exc
         if partial := [name for name, layer in model.named_modules() if _has_more_to_load(layer)]:
             raise self._refused(f"does not find some experts among the weights: {', '.join(partial)}", version)
-        # Loaders that do not report what they loaded return None; quantised models add parameters of their own.
-        if self._vllm_config.model_config.quantization is not None:
+        # Loaders that do not report what they loaded return None; models of quantised checkpoints add parameters.
+        if self._vllm_config.model_config.quantization is not None and not quantizes_online(self._vllm_config):
             return set()
         if loaded is not None and (missing := self._not_among(loaded)):
             raise self._refused(

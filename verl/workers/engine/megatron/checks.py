@@ -51,7 +51,9 @@ OF_MODEL = frozenset(
     ]
 )
 """Fields of Megatron's configuration that the weights or the engine need as they are."""
-OF_LAYOUT = ("num_layers", "pipeline_", "account_for_", "fp8", "fp4", "virtual_pipeline", "multi_latent", "mtp_")
+OF_LAYOUT = ("num_layers", "pipeline_", "account_for_", "virtual_pipeline", "multi_latent", "mtp_")
+
+NARROW = ("fp8", "fp4")
 
 
 class Checkpoint(Protocol):
@@ -202,6 +204,8 @@ def _overrides(config: MegatronConfig) -> Iterator[str]:
         key = f"{KEY}.override_transformer_config.{name}"
         if name not in known:
             yield f"{key}: megatron-core's TransformerConfig has no such field.{did_you_mean(name, known)}"
+        elif name.startswith(NARROW):
+            yield f"{key}: layers that compute in {name[:3]} are Transformer Engine's, and here are megatron-core's own"
         elif name in OF_MODEL or name.endswith("_parallel_size") or name.startswith(OF_LAYOUT):
             yield f"{key} cannot be set: it follows from the checkpoint and from the other keys of {KEY}"
 

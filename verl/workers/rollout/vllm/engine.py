@@ -48,6 +48,8 @@ LIVENESS_S = 0.5
 """How often a control call that takes long asks whether the engine core is alive."""
 TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
 """Which worker died is told a moment after calls fail, if at all."""
+QUANTIZATION = {"fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*gate", "*router"]}}}
+"""vLLM's words for `rollout.quantization`. Routers are small, and decide more than any other matrix."""
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
@@ -158,6 +160,8 @@ class VLLMEngine:
         if spec.model.sends_adapters:
             rank = engine_rank(spec.model.lora_rank)
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
+        if config.quantization is not None:
+            arguments |= QUANTIZATION[config.quantization]
         if config.enable_rollout_routing_replay:
             arguments["enable_return_routed_experts"] = True
         return arguments | (config.engine_kwargs.get("vllm") or {})

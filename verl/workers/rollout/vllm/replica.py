@@ -12,6 +12,8 @@ from verl.workers.rollout.vllm.adapter import LARGEST_RANK
 OWNED_ARGUMENTS = {
     "model": "actor_rollout_ref.model.path",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
+    "quantization_config": "rollout.quantization",
     "seed": "rollout.seed",
     "load_format": "rollout.load_format",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
@@ -47,6 +49,7 @@ class VLLMReplica(RolloutReplica):
     can_sleep_on = ("cuda", "npu")
     loads_adapters = True
     tells_experts_on = ("cuda",)
+    quantizes_on = ("cpu", "cuda")
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:

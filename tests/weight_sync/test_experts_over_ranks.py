@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +21,13 @@ from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
 from tests.weight_sync.replicas import InspectedVLLMReplica
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, Trainer
+from tests.workers.rollout.test_death import assert_dead_soon, server_process, wait_until_gone
+from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 from verl.utils.builtin import make_tiny_model
 from verl.workers.rollout import SamplingOptions, TokenOutput
+from verl.workers.rollout.errors import ReplicaDied
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -30,6 +36,7 @@ DATA_RANKS = 2
 PROMPT = [5, 4, 3, 2]
 ROUNDING = 2e-4
 """Between two implementations in float32."""
+KEEPING = replace(CONFIG, pause_mode="keep")
 
 
 class Versions(Trainer):
@@ -40,12 +47,12 @@ class Versions(Trainer):
         self._models, self._without = models, without
         self._live = {name: tensor.clone() for name, tensor in self._read(1).items()}
         ranks = [
-            TrainerRank(rank, RowShardedSource(self._live, rank, NUM_RANKS, "float32"), CONFIG)
+            TrainerRank(rank, RowShardedSource(self._live, rank, NUM_RANKS, "float32"), KEEPING)
             for rank in range(NUM_RANKS)
         ]
         shm_dir.mkdir()
-        node = RolloutNode(0, CONFIG, job="versions", shm_dir=shm_dir)
-        self.manager = CheckpointEngineManager(config=CONFIG, trainers=ranks, nodes=[node])
+        node = RolloutNode(0, KEEPING, job="versions", shm_dir=shm_dir)
+        self.manager = CheckpointEngineManager(config=KEEPING, trainers=ranks, nodes=[node])
 
     def _read(self, number: int) -> dict[str, torch.Tensor]:
         weights = load_file(self._models[number] / "model.safetensors")
@@ -158,3 +165,64 @@ async def test_tokens_and_log_probs_are_those_of_each_version_and_of_no_other(de
         for experts in (slice(0, half), slice(half, None)):
             torn = with_experts_of(dealt.hugging_face(version), before, experts)
             assert furthest(alone.log_probs, log_probs(torn, alone.token_ids)) > 100 * ROUNDING
+
+
+async def test_tokens_of_requests_in_flight_are_each_of_one_version_on_all_ranks(dealt: Dealt):
+    """Both ranks are busy when versions change: what is said of a token is computed from all the experts of one."""
+    numbers, done = itertools.count(), False
+
+    async def ask_again() -> list[TokenOutput]:
+        outputs = []
+        while not done:
+            number = next(numbers)
+            outputs.append(await dealt.generate(f"busy-{dealt.trainer.version}-{number}", tokens=100, seed=number))
+        return outputs
+
+    askers = [asyncio.ensure_future(ask_again()) for _ in range(2 * DATA_RANKS)]
+    for _ in VERSIONS:
+        await dealt.trainer.train_and_sync()
+    done = True
+    outputs = [output for asked in askers for output in await asked]
+    spans = [span for output in outputs for span in output.weight_versions]
+    models = {version: dealt.hugging_face(version) for version in {span.version for span in spans}}
+    assert len(spans) > len(outputs)  # some responses went on with another version
+    for output in outputs:
+        assert output.log_probs is not None
+        for span in output.weight_versions:
+            part = slice(span.start, span.stop)
+            expected = log_probs(models[span.version], output.token_ids)
+            assert furthest(output.log_probs[part], expected[part]) < ROUNDING, (span, output.weight_versions)
+
+
+async def test_a_version_without_an_expert_of_one_rank_is_refused_on_all_and_the_next_one_served(
+    dealt: Dealt, own_shm_dir: Path
+):
+    lacking = Versions(dealt.models, own_shm_dir / "lacking", without=".experts.0.")
+    try:
+        await lacking.manager.add_replicas([dealt.replica])
+        with pytest.raises(SyncAborted, match=r"rank 0: .* does not find some experts among the weights"):
+            await lacking.sync()
+    finally:
+        await lacking.close()
+    await dealt.trainer.train_and_sync()
+    version = dealt.trainer.version
+    assert await greedy_tokens(dealt.replica, version) == hugging_face_tokens(dealt.hugging_face(version))
+
+
+async def test_a_rank_that_dies_is_named_and_the_replica_starts_again_whole(dealt: Dealt):
+    replica = dealt.replica
+    await replica.pause("keep")
+    parked = asyncio.ensure_future(dealt.generate("parked"))
+    server = await server_process(replica)
+    family = server.children(recursive=True)
+    (worker,) = [process for process in family if "Worker_DP1" in " ".join(process.cmdline())]
+    worker.kill()
+    died = f"its worker 1 (pid {worker.pid}, data-parallel rank 1) was ended by SIGKILL"
+    await assert_dead_soon(replica, died)
+    with pytest.raises(ReplicaDied, match=re.escape(died)):
+        await asyncio.wait_for(parked, 20)
+    await replica.launch_servers()
+    assert wait_until_gone([psutil.Process(process.pid) for process in family if process.is_running()], 20) == []
+    await dealt.trainer.train_and_sync()
+    version = dealt.trainer.version
+    assert await greedy_tokens(replica, version) == hugging_face_tokens(dealt.hugging_face(version))

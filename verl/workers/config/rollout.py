@@ -167,10 +167,10 @@ class RolloutConfig(Section):
         tensor, data, experts = self.tensor_model_parallel_size, self.data_parallel_size, self.expert_parallel_size
         if experts in (1, tensor, tensor * data):
             return None
-        wanted = [f"{tensor} (data-parallel ranks are then replicas of their own)"] if tensor > 1 else ["1"]
+        wanted = [f"{tensor} (data-parallel ranks are then replicas of their own)" if data > 1 else str(tensor)]
         wanted += [f"{tensor * data} (they are one replica)"] if data > 1 else []
         ways = f"set it to {' or '.join(wanted)}"
-        if data * tensor != experts and experts % tensor == 0:
+        if experts % tensor == 0:
             ways += f", or data_parallel_size to {experts // tensor}"
         return (
             f"actor_rollout_ref.rollout.expert_parallel_size={experts}: experts are dealt out over all ranks of a "

@@ -38,7 +38,12 @@ class DealtMethod(UnquantizedFusedMoEMethod):
         super().__init__(moe)
         kind = self.experts_cls
         if moe.moe_parallel_config.use_ep and isinstance(kind, type) and issubclass(kind, CPUUnquantizedExperts):
-            self.experts_cls = type(kind.__name__, (_OwnExperts, kind), {})
+            self.experts_cls = with_own_experts(kind)
+
+
+def with_own_experts(kind: type[CPUUnquantizedExperts]) -> type[CPUUnquantizedExperts]:
+    """A class of vLLM's experts for CPUs that computes with those of its rank."""
+    return type(kind.__name__, (_OwnExperts, kind), {})
 
 
 class _OwnExperts:

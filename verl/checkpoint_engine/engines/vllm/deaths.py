@@ -16,6 +16,7 @@ from ...support import envs
 
 LOGGER = "vllm.v1.executor.multiproc_executor"
 """What watches workers logs the name and the exit code of the first that dies."""
+REAPED_WITHIN_S = 1.0
 
 
 class _Deaths(logging.Handler):
@@ -25,8 +26,18 @@ class _Deaths(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         match record.args:
-            case (str(name), int(code)) if name.startswith("Vllm") and not self._file.exists():
+            case (str(name), int() | None as code) if name.startswith("Vllm") and not self._file.exists():
+                code = _reaped(name) if code is None else code
                 self._file.write_text(json.dumps([name, code, multiprocessing.current_process().name]))
+
+
+def _reaped(name: str) -> int | None:
+    """The exit code of a child that is gone, and was not asked for it yet: its pipe closes a moment before."""
+    for child in multiprocessing.active_children():
+        if child.name == name:
+            child.join(REAPED_WITHIN_S)
+            return child.exitcode
+    return None
 
 
 def tell_deaths() -> None:
@@ -54,7 +65,9 @@ def told_death(file: Path, pids: Mapping[int, int], of_core: int) -> str | None:
     return " ".join(["its worker", str(rank), *([f"({', '.join(told)})"] if told else []), _ended(code)])
 
 
-def _ended(code: int) -> str:
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "died"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -49,10 +49,10 @@ class VLLMReplica(RolloutReplica):
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:
-        if self.model.sends_adapters:
-            self._check_adapters()
         if self.config.data_ranks > 1:
             self._check_data_ranks()
+        if self.model.sends_adapters:
+            self._check_adapters()
         arguments = self.config.engine_kwargs.get("vllm") or {}
         if not arguments:
             return

@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import time
 
+import psutil
 import pytest
 
+from tests.checkpoint_engine.fakes import soon
 from verl.checkpoint_engine.engines.vllm.deaths import LOGGER, tell_deaths, told_death
 
 SAID = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
@@ -41,10 +43,12 @@ def test_the_worker_that_died_first_is_named_with_what_ended_it(file, code, word
     assert told_death(file, {0: 10, 1: 20}, 2) == words
 
 
-def test_a_worker_whose_exit_code_is_not_known_yet_is_asked_for_it(file):
+@pytest.mark.parametrize("is_zombie", [True, False])
+def test_a_worker_whose_exit_code_is_not_known_yet_is_asked_for_it(file, is_zombie):
     worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="VllmWorker-0")
     worker.start()
     worker.kill()
+    assert not is_zombie or soon(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE)
     logging.getLogger(LOGGER).error(SAID, worker.name, None)
     assert told_death(file, {}, 1) == "its worker 0 was ended by SIGKILL"
 

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...compat.processes import child
 from ...support import envs
 
 LOGGER = "vllm.v1.executor.multiproc_executor"
@@ -33,11 +34,11 @@ class _Deaths(logging.Handler):
 
 def _reaped(name: str) -> int | None:
     """The exit code of a child that is gone, and was not asked for it yet: its pipe closes a moment before."""
-    for child in multiprocessing.active_children():
-        if child.name == name:
-            child.join(REAPED_WITHIN_S)
-            return child.exitcode
-    return None
+    gone = child(name)
+    if gone is None:
+        return None
+    gone.join(REAPED_WITHIN_S)
+    return gone.exitcode
 
 
 def tell_deaths() -> None:

@@ -13,9 +13,13 @@ VOCAB_MULTIPLE = 64
 
 
 def expected_on_rank(
-    weights: Mapping[str, torch.Tensor], config: PretrainedConfig, rank: int, ranks: int
+    weights: Mapping[str, torch.Tensor], config: PretrainedConfig, rank: int, ranks: int, data_ranks: int = 1
 ) -> dict[str, torch.Tensor]:
-    """`weights` have Hugging Face names and the rollout dtype; the result has vLLM's names."""
+    """`weights` have Hugging Face names and the rollout dtype; the result has vLLM's names.
+
+    With several `data_ranks`, over which experts are dealt out, `rank` counts over all of them, each of `ranks`.
+    """
+    place, rank = rank, rank % ranks
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if re.search(r"\.(q|k|v|gate|up)_proj\.|\.experts\.", name):
@@ -37,10 +41,14 @@ def expected_on_rank(
                 gate, up = (weights[f"{prefix}.mlp.{part}_proj.{kind}"].chunk(ranks)[rank] for part in ("gate", "up"))
                 found[f"{prefix}.mlp.gate_up_proj.{kind}"] = torch.cat([gate, up])
         if f"{prefix}.mlp.gate.weight" in weights:
+            own, cuts, cut = range(config.num_experts), ranks, rank
+            if data_ranks > 1:  # whole experts, as many as there are for each rank
+                each = config.num_experts // (ranks * data_ranks)
+                own, cuts, cut = range(place * each, (place + 1) * each), 1, 0
             gates, ups, downs = (
                 [
-                    weights[f"{prefix}.mlp.experts.{expert}.{matrix}_proj.weight"].chunk(ranks, dim=dim)[rank]
-                    for expert in range(config.num_experts)
+                    weights[f"{prefix}.mlp.experts.{expert}.{matrix}_proj.weight"].chunk(cuts, dim=dim)[cut]
+                    for expert in own
                 ]
                 for matrix, dim in (("gate", 0), ("up", 0), ("down", 1))
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -27,13 +28,13 @@ class InspectedVLLMEngine(VLLMEngine):
 class ServedWeights:
     """vLLM mixes it into every worker: `worker_extension_cls`."""
 
-    rank: int
     vllm_config: Any
     model_runner: Any
 
     def write_served_weights(self, version: int) -> None:
         directory = Path(self.vllm_config.additional_config["served_weights"])
-        torch.save(served_weights(self.model_runner.get_model()), served_weights_file(directory, version, self.rank))
+        rank = get_world_group().rank_in_group  # over data-parallel ranks, too
+        torch.save(served_weights(self.model_runner.get_model()), served_weights_file(directory, version, rank))
 
 
 @torch.inference_mode()
@@ -74,9 +75,11 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
     """vLLM's CPU kernel has experts packed, which is an order of their elements: packing numbers shows it."""
-    numbers = torch.arange(packed.numel(), dtype=torch.int32).view(torch.int16)
-    halves = (numbers[start::2].contiguous().view(packed.dtype).reshape(packed.shape) for start in (0, 1))
-    places = torch.stack([cpu_prepack_moe_weight(half, isa).view(torch.int16).flatten() for half in halves], dim=1)
+    element = {2: torch.int16, 4: torch.int32}[packed.element_size()]
+    parts = 4 // packed.element_size()  # of a number, in one element each
+    numbers = torch.arange(packed.numel(), dtype=torch.int32).view(element)
+    each = (numbers[start::parts].contiguous().view(packed.dtype).reshape(packed.shape) for start in range(parts))
+    places = torch.stack([cpu_prepack_moe_weight(part, isa).view(element).flatten() for part in each], dim=1)
     unpacked = torch.empty_like(packed).flatten()
     unpacked[places.view(torch.int32).flatten().long()] = packed.flatten()
     return unpacked.view(packed.shape)

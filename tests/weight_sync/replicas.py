@@ -19,7 +19,9 @@ class InspectedVLLMReplica(VLLMReplica):
 
     engine = "tests.weight_sync.inspected_engine:InspectedVLLMEngine"
 
-    def __init__(self, replica_rank: int, model: Path, directory: Path, *, dtype: str, ranks: int) -> None:
+    def __init__(
+        self, replica_rank: int, model: Path, directory: Path, *, dtype: str, ranks: int, data_ranks: int = 1
+    ) -> None:
         self.directory = directory
         self.directory.mkdir()
         super().__init__(
@@ -28,6 +30,8 @@ class InspectedVLLMReplica(VLLMReplica):
                 name="vllm",
                 dtype=dtype,
                 tensor_model_parallel_size=ranks,
+                data_parallel_size=data_ranks,
+                expert_parallel_size=ranks * data_ranks if data_ranks > 1 else 1,
                 max_model_len=256,
                 cpu_kvcache_gib=0.1,
                 num_cpus=0.1,
@@ -50,7 +54,7 @@ class InspectedVLLMReplica(VLLMReplica):
 
         Raises FileNotFoundError for a version that was never activated.
         """
-        ranks = range(self.config.tensor_model_parallel_size)
+        ranks = range(self.config.replica_ranks)
         files = [served_weights_file(self.directory, version, rank) for rank in ranks]
         weights = [torch.load(file) for file in files]
         for file in files:

@@ -335,25 +335,33 @@ LAUNCHES = (
     Launch(
         "experts over more ranks than a replica has",
         "hybrid",
+        f"{GRPO} {R}.data_parallel_size=2 {R}.expert_parallel_size=8",
+        refused="set it to 2 (data-parallel ranks are then replicas of their own) or 4 (they are one replica), or "
+        "data_parallel_size to 4",
+    ),
+    Launch(
+        "experts over data-parallel ranks",
+        "hybrid",
         f"{GRPO} {R}.data_parallel_size=4 {R}.expert_parallel_size=8",
-        refused="set it to actor_rollout_ref.rollout.tensor_model_parallel_size=2, or that to 8",
+        said="replicas of 8 ranks (TP 2, DP 4, EP 8: experts are dealt out over all of them)",
     ),
     Launch(
         "experts over the ranks of a replica",
         "hybrid",
         f"{GRPO} {R}.expert_parallel_size=2 {R}.cudagraph_capture_sizes=[8,16]",
+        said="replicas of 2 ranks (EP 2)",
     ),
     Launch(
         "data-parallel engines",
         "hybrid",
         f"{GRPO} {R}.data_parallel_size=4",
-        said="each of them is a replica of its own",
+        said="replicas of 2 ranks (each of data_parallel_size is a replica of its own)",
     ),
     Launch(
         "data-parallel engines as one",
         "hybrid",
         f"{GRPO} {R}.engine_kwargs.vllm.data_parallel_size=4",
-        refused="data-parallel ranks are replicas (rollout.num_replicas)",
+        refused="is decided by rollout.data_parallel_size and rollout.expert_parallel_size",
     ),
     Launch(
         "what saves memory or time",

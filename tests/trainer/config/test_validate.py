@@ -106,6 +106,15 @@ def test_the_defaults_fit_together():
             ["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
             ["fsdp_size=3 does not divide 4 trainer ranks"],
         ),
+        (
+            ["actor_rollout_ref.rollout.data_parallel_size=4", "actor_rollout_ref.rollout.expert_parallel_size=2"],
+            [
+                "expert_parallel_size=2",
+                "data_parallel_size=4",
+                "set it to 1 (data-parallel ranks are then replicas of their own) or 4",
+                "or data_parallel_size to 2",
+            ],
+        ),
         (["trainer.min_ranks=2"], ["trainer.min_ranks=2 is not less than 2 trainer ranks"]),
         (["trainer.min_ranks=1", "trainer.max_restarts=0"], ["min_ranks=1 needs trainer.max_restarts of 1 or more"]),
         (

@@ -33,6 +33,20 @@ def config_of(placement: str, **rollout: Any) -> PPOConfig:
         ("colocated", "cpu", {}, 1),
         ("colocated", "cuda", {}, 4),
         ("colocated", "cuda", {"tensor_model_parallel_size": 2}, 2),
+        ("colocated", "cuda", {"data_parallel_size": 2}, 4),
+        ("colocated", "cuda", {"data_parallel_size": 2, "expert_parallel_size": 2}, 2),
+        (
+            "colocated",
+            "cuda",
+            {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 2},
+            2,
+        ),
+        (
+            "colocated",
+            "cuda",
+            {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4},
+            1,
+        ),
         ("separate", "cpu", {"nnodes": 3}, 3),
         ("separate", "cuda", {"nnodes": 2, "n_gpus_per_node": 8, "tensor_model_parallel_size": 4}, 4),
         ("separate", "cpu", {"nnodes": 2, "num_replicas": 5}, 5),
@@ -46,6 +60,12 @@ def test_colocated_replicas_share_one_arena_and_divide_the_trainers_devices():
     config = config_of("colocated", tensor_model_parallel_size=2)
     placed = place_rollouts(config, "cuda", replicas=2, trainer_nodes=["a"], all_nodes=["a", "b"])
     assert placed.nodes == ("a",)
+    assert [replica.device_ids for replica in placed.replicas] == [("0", "1"), ("2", "3")]
+
+
+def test_a_replica_of_data_parallel_ranks_has_a_device_for_each():
+    config = config_of("colocated", data_parallel_size=2, expert_parallel_size=2)
+    placed = place_rollouts(config, "cuda", replicas=2, trainer_nodes=["a"], all_nodes=["a"])
     assert [replica.device_ids for replica in placed.replicas] == [("0", "1"), ("2", "3")]
 
 

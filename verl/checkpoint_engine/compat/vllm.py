@@ -40,6 +40,17 @@ def load_numel(parameter: torch.Tensor) -> int:
     return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
 
 
+def know_own_experts(layer: Any) -> None:
+    """A layer of experts that was built on the meta device finds out which of them its rank holds.
+
+    The table of them has been built there, too, and `update` of its manager leaves it where it is.
+    """
+    import torch
+
+    with torch.device("cpu"):
+        layer.expert_map_manager._calculate_expert_maps()
+
+
 @dataclass(frozen=True)
 class PackedProduct:
     """A matrix packed by oneDNN, which can only be multiplied with."""

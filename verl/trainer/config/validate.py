@@ -306,21 +306,25 @@ def _ranks(config: PPOConfig) -> Iterator[str]:
         )
     if resolve_device(config.trainer.device) == "cpu":
         return
-    parallel = rollout.tensor_model_parallel_size
+    parallel, sizes = rollout.replica_ranks, "tensor_model_parallel_size"
+    sizes += " * data_parallel_size" if rollout.data_ranks > 1 else ""
     per_node = config.trainer.n_gpus_per_node if colocated else rollout.n_gpus_per_node
     devices = ranks if colocated else rollout.nnodes * per_node
     owner = f"{ranks} trainer ranks" if colocated else f"{devices} rollout devices"
     if per_node % parallel:
         what = "trainer ranks" if colocated else "rollout devices"
-        yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel} does not divide {per_node} {what} "
-            "of one machine"
-        )
+        yield (f"actor_rollout_ref.rollout.{sizes}={parallel} does not divide {per_node} {what} of one machine")
     elif rollout.num_replicas is not None and rollout.num_replicas * parallel > devices:
         yield (
-            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * tensor_model_parallel_size={parallel} = "
+            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas} * {sizes}={parallel} = "
             f"{rollout.num_replicas * parallel} exceeds {owner}"
         )
+
+
+def _experts(config: PPOConfig) -> Iterator[str]:
+    problem = config.actor_rollout_ref.rollout.why_not_dealt()
+    if problem is not None:
+        yield problem
 
 
 def _sharing(config: PPOConfig) -> Iterator[str]:
@@ -479,6 +483,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _rewards,
     _placement,
     _ranks,
+    _experts,
     _sharing,
     _reference,
     _profiler,

@@ -107,21 +107,6 @@ def at_most_turns(value: Any, at: Values) -> Any:
     return min(value + 1, present) if isinstance(present, int) else value + 1
 
 
-def expert_parallel(value: Any, at: Values) -> Any:
-    """vLLM deals experts out among the ranks of one replica; data-parallel ones are replicas of their own here."""
-    if value in (None, 1):
-        return None
-    ranks = at(f"{_ROLLOUT}.tensor_model_parallel_size") or 1
-    if not isinstance(value, int) or not isinstance(ranks, int):
-        raise ConfigError("it is a number of ranks")
-    if value != ranks:
-        raise ConfigError(
-            "experts are dealt out among the ranks of a replica, and data-parallel ranks are replicas of their own: "
-            f"set it to {_ROLLOUT}.tensor_model_parallel_size={ranks}, or that to {value}"
-        )
-    return True
-
-
 def scraped(value: Any, at: Values) -> int | None:
     """A port of the driver for Prometheus: that of the launch, else any that is free."""
     if not value:

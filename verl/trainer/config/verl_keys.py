@@ -21,7 +21,6 @@ from verl.trainer.config.verl_conversions import (
     dtype_name,
     dtype_of,
     engine_of,
-    expert_parallel,
     format_of_load,
     fsdp_strategy,
     is_actors,
@@ -510,13 +509,6 @@ RULES: dict[str, Rule] = {
     f"{_ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
     f"{_ROLLOUT}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
     f"{_ROLLOUT}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
-    f"{_ROLLOUT}.data_parallel_size": NoEffect(
-        why="each of them is a replica of its own: the same numbers", costs=_above_1
-    ),
-    f"{_ROLLOUT}.expert_parallel_size": Moved(
-        to=(f"{_ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel",),
-        convert=expert_parallel,
-    ),
     f"{_ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{_ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(
         why="it is 1", only=_is(1), otherwise=f"the nearest is {_ROLLOUT}.tensor_model_parallel_size"

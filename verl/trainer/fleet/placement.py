@@ -98,9 +98,9 @@ def num_replicas(config: PPOConfig, device: str) -> int:
     if rollout.num_replicas is not None:
         return rollout.num_replicas
     if config.trainer.placement == "colocated":
-        per_node = 1 if device == "cpu" else config.trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
+        per_node = 1 if device == "cpu" else config.trainer.n_gpus_per_node // rollout.replica_ranks
         return config.trainer.nnodes * per_node
-    per_node = 1 if device == "cpu" else rollout.n_gpus_per_node // rollout.tensor_model_parallel_size
+    per_node = 1 if device == "cpu" else rollout.n_gpus_per_node // rollout.replica_ranks
     return rollout.nnodes * per_node
 
 
@@ -121,7 +121,7 @@ def place_rollouts(
     """
     if config.trainer.placement == "colocated":
         nodes = tuple(trainer_nodes)
-        ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        ranks = config.actor_rollout_ref.rollout.replica_ranks
         return RolloutPlacement(nodes, _deal(nodes, replicas, ranks_on_trainer=0 if device == "cpu" else ranks))
     wanted = config.actor_rollout_ref.rollout.nnodes
     free = [node for node in all_nodes if node not in set(trainer_nodes)]

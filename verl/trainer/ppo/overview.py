@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl.trainer.fleet.placement import num_replicas
 from verl.trainer.fleet.reward_models import num_engines
 from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
-from verl.workers.config import PPOConfig
+from verl.workers.config import PPOConfig, RolloutConfig
 
 
 def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
@@ -30,8 +30,8 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
     data, trainer, actor = config.data, config.trainer, config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout
     yield (
-        f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.tensor_model_parallel_size} "
-        f"ranks, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
+        f"rollout: {rollout.name}, {num_replicas(config, device)} replicas of {rollout.replica_ranks} "
+        f"ranks{_dealt(rollout)}, {trainer.placement}; {rollout.n} responses per prompt{_tools(config)}"
     )
     shared = " of every rank" if actor.fsdp_config.ulysses_sequence_parallel_size > 1 else ""
     micro = (
@@ -78,6 +78,18 @@ def _correction(config: PPOConfig) -> str:
         "; responses are sampled from rounded weights, and nothing accounts for it: "
         "algorithm.rollout_correction.rollout_is=token would"
     )
+
+
+def _dealt(rollout: RolloutConfig) -> str:
+    """What becomes of experts and of data-parallel ranks."""
+    if rollout.data_ranks > 1:
+        return (
+            f" (TP {rollout.tensor_model_parallel_size}, DP {rollout.data_ranks}, EP {rollout.replica_ranks}: experts "
+            "are dealt out over all of them)"
+        )
+    dealt = f" (EP {rollout.replica_ranks})" if rollout.expert_parallel_size > 1 else ""
+    own = " (each of data_parallel_size is a replica of its own)" if rollout.data_parallel_size > 1 else ""
+    return dealt + own
 
 
 def _tools(config: PPOConfig) -> str:

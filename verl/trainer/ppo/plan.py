@@ -18,6 +18,7 @@ from verl.trainer.ppo.run import (
     _adapter_shapes,
     _agent_loop_manager_class,
     _local_critic,
+    _require_experts,
     _require_heads,
     _require_model,
     _require_policy_engines,
@@ -87,6 +88,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: _require_model(model, path))
     attempt(lambda: _require_positions(config), stands_in=stands_in)
     attempt(lambda: _require_heads(config), stands_in=stands_in)
+    attempt(lambda: _require_experts(config), stands_in=stands_in)
     attempt(lambda: _adapter_shapes(config, path), stands_in=stands_in)
     attempt(lambda: _require_policy_engines(config, local, device), stands_in=stands_in)
     attempt(lambda: make_replicas(config, model_path=path, device=device))

@@ -38,7 +38,14 @@ from verl.utils.config import ConfigError, to_mapping
 from verl.utils.console import print_summary
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
-from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, require_vocabulary, resolve_model_path
+from verl.utils.model import (
+    MODEL_KEY,
+    expert_count,
+    load_hf_config,
+    load_tokenizer,
+    require_vocabulary,
+    resolve_model_path,
+)
 from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
 from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig, FSDPConfig, HFModelConfig, PPOConfig
@@ -136,6 +143,7 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
     _require_model(config.actor_rollout_ref.model, model_path)
     _require_positions(config)
     _require_heads(config)
+    _require_experts(config)
     adapters = _adapter_shapes(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)
     _require_policy_engines(config, policy, device)
@@ -331,6 +339,16 @@ def _require_heads(config: PPOConfig) -> None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} does "
             f"not divide the {heads} attention heads of {policy.model.path}"
+        )
+
+
+def _require_experts(config: PPOConfig) -> None:
+    """Data-parallel ranks are one replica because they share experts."""
+    policy = config.actor_rollout_ref
+    if policy.rollout.data_ranks > 1 and not expert_count(load_hf_config(policy.model)):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.expert_parallel_size={policy.rollout.expert_parallel_size}: the model "
+            f"{policy.model.path} has no experts to deal out; set it to 1"
         )
 
 

@@ -94,7 +94,19 @@ class RolloutConfig(Section):
     cpu_kvcache_gib: float = option(1.0, "KV cache per replica on cpu, in GiB", above=0)
     enforce_eager: bool = option(False, "never compile; on cpu: always eager")
     free_cache_engine: bool = option(True, "free weights and KV cache while the trainer works, where the engine can")
-    tensor_model_parallel_size: int = option(1, "ranks of one replica (verl: 2)", least=1)
+    tensor_model_parallel_size: int = option(1, "ranks that share every layer (verl: 2)", least=1)
+    data_parallel_size: int = option(
+        1,
+        "with expert_parallel_size above tensor_model_parallel_size: as many times the ranks in one replica, which "
+        "share its requests; otherwise those are replicas of their own",
+        least=1,
+    )
+    expert_parallel_size: int = option(
+        1,
+        "ranks over which experts are dealt out: tensor_model_parallel_size, or that times data_parallel_size; 1: "
+        "every rank has a part of each expert (vllm)",
+        least=1,
+    )
     num_replicas: int | None = option(
         None, "replicas of the engine; null: as many as the ranks allow, on cpu one per rollout node", least=1
     )
@@ -145,3 +157,28 @@ class RolloutConfig(Section):
     checkpoint_engine: dict[str, Any] = option(
         {}, "verl's place for the top-level section checkpoint_engine; means the same"
     )
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks of one replica: more than 1 where its experts are dealt out over them, too."""
+        return self.data_parallel_size if self.expert_parallel_size > self.tensor_model_parallel_size else 1
+
+    @property
+    def replica_ranks(self) -> int:
+        """All ranks of one replica."""
+        return self.tensor_model_parallel_size * self.data_ranks
+
+    def why_not_dealt(self) -> str | None:
+        """What is wrong with `expert_parallel_size`, if anything."""
+        tensor, data, experts = self.tensor_model_parallel_size, self.data_parallel_size, self.expert_parallel_size
+        if experts in (1, tensor, tensor * data):
+            return None
+        wanted = [f"{tensor} (data-parallel ranks are then replicas of their own)" if data > 1 else str(tensor)]
+        wanted += [f"{tensor * data} (they are one replica)"] if data > 1 else []
+        ways = f"set it to {' or '.join(wanted)}"
+        if experts % tensor == 0:
+            ways += f", or data_parallel_size to {experts // tensor}"
+        return (
+            f"actor_rollout_ref.rollout.expert_parallel_size={experts}: experts are dealt out over all ranks of a "
+            f"replica, of which there are tensor_model_parallel_size={tensor} times data_parallel_size={data}: {ways}"
+        )

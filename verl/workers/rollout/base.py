@@ -73,7 +73,7 @@ class Placement:
     """Placement group, and its bundle, that the server must run in; takes precedence over `node_id`."""
     bundle_index: int = -1
     device_ids: tuple[str, ...] = ()
-    """Accelerators shared with others, one per tensor-parallel rank. Modes HYBRID and COLOCATED need them."""
+    """Accelerators shared with others, one per rank of the replica. Modes HYBRID and COLOCATED need them."""
 
 
 class RolloutReplica(ABC):
@@ -89,6 +89,8 @@ class RolloutReplica(ABC):
     """Devices on which the engine can free its memory."""
     loads_adapters: ClassVar[bool] = False
     """The engine reads the model's weights from its directory, and a version may be adapters for them alone."""
+    deals_experts: ClassVar[bool] = False
+    """The engine deals experts out over its ranks, and over data-parallel ones."""
     tells_experts_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine tells the experts of every token."""
     quantizes_on: ClassVar[tuple[str, ...]] = ()
@@ -120,6 +122,14 @@ class RolloutReplica(ABC):
             raise ConfigError(
                 f"actor_rollout_ref.model.lora.merge=false needs an engine that loads adapters, which "
                 f"actor_rollout_ref.rollout.name={config.name} does not: set lora.merge=true, or rollout.name=vllm"
+            )
+        if problem := config.why_not_dealt():
+            raise ConfigError(problem)
+        if config.expert_parallel_size > 1 and not self.deals_experts:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: the engine of "
+                f"actor_rollout_ref.rollout.name={config.name} does not deal experts out; set it to 1, or "
+                "rollout.name=vllm"
             )
         if config.enable_rollout_routing_replay and device not in self.tells_experts_on:
             where = " or ".join(self.tells_experts_on) or "no device"
@@ -187,12 +197,11 @@ class RolloutReplica(ABC):
         await self._init(RolloutMode.STANDALONE, placement or Placement())
 
     async def _init(self, mode: RolloutMode, placement: Placement) -> None:
-        ranks = self.config.tensor_model_parallel_size
+        ranks = self.config.replica_ranks
         shares = mode is not RolloutMode.STANDALONE and self.device != "cpu"
         if shares and len(placement.device_ids) != ranks:
             raise ConfigError(
-                f"{self.name}: {mode.value} with tensor_model_parallel_size={ranks} needs {ranks} device ids, "
-                f"not {placement.device_ids}"
+                f"{self.name}: {mode.value} with {ranks} ranks needs {ranks} device ids, not {placement.device_ids}"
             )
         self.mode, self.placement = mode, placement
         await self.launch_servers()
@@ -236,7 +245,7 @@ class RolloutReplica(ABC):
         options: dict[str, Any] = {"num_cpus": self.config.num_cpus, "max_restarts": 0}
         if self.device in RAY_RESOURCE:
             if self.mode is RolloutMode.STANDALONE:
-                ranks = self.config.tensor_model_parallel_size
+                ranks = self.config.replica_ranks
                 options |= {"num_gpus": ranks} if self.device == "cuda" else {"resources": {"NPU": ranks}}
             else:  # their owner holds them in Ray's books; we only look at them
                 env |= {VISIBLE_DEVICES[self.device]: ",".join(self.placement.device_ids)}

@@ -1,17 +1,23 @@
-"""Which worker of an engine died: vLLM's engine core logs that, and tells its client that something has failed."""
+"""Which worker of an engine died: vLLM's engine core logs that, and tells its client that something has failed.
+
+There is an engine core for each data-parallel rank, which counts its workers from 0.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...compat.processes import child
 from ...support import envs
 
 LOGGER = "vllm.v1.executor.multiproc_executor"
 """What watches workers logs the name and the exit code of the first that dies."""
+REAPED_WITHIN_S = 1.0
 
 
 class _Deaths(logging.Handler):
@@ -21,8 +27,18 @@ class _Deaths(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         match record.args:
-            case (str(name), int(code)) if name.startswith("Vllm") and not self._file.exists():
-                self._file.write_text(json.dumps([name, code]))
+            case (str(name), int() | None as code) if name.startswith("Vllm") and not self._file.exists():
+                code = _reaped(name) if code is None else code
+                self._file.write_text(json.dumps([name, code, multiprocessing.current_process().name]))
+
+
+def _reaped(name: str) -> int | None:
+    """The exit code of a child that is gone, and was not asked for it yet: its pipe closes a moment before."""
+    gone = child(name)
+    if gone is None:
+        return None
+    gone.join(REAPED_WITHIN_S)
+    return gone.exitcode
 
 
 def tell_deaths() -> None:
@@ -35,18 +51,24 @@ def tell_deaths() -> None:
         logger.addHandler(_Deaths(file))
 
 
-def told_death(file: Path, pids: Mapping[int, int]) -> str | None:
-    """A few words on the worker that died first, if that was told; `pids` are those of ranks."""
+def told_death(file: Path, pids: Mapping[int, int], of_core: int) -> str | None:
+    """A few words on the worker that died first, if that was told; `pids` are those of ranks, of which each engine core
+    has `of_core`."""
     try:
-        name, code = json.loads(file.read_text())
+        name, code, core = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    rank = name.rpartition("-")[2]
-    pid = pids.get(int(rank)) if rank.isdigit() else None
-    return f"its worker {rank}{f' (pid {pid})' if pid else ''} {_ended(code)}"
+    data_rank = core.rpartition("_DP")[2]
+    own, first = name.rpartition("-")[2], of_core * int(data_rank) if data_rank.isdigit() else 0
+    rank = first + int(own) if own.isdigit() else own
+    told = [f"pid {pids[rank]}"] if rank in pids else []
+    told += [f"data-parallel rank {data_rank}"] if data_rank.isdigit() else []
+    return " ".join(["its worker", str(rank), *([f"({', '.join(told)})"] if told else []), _ended(code)])
 
 
-def _ended(code: int) -> str:
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "died"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ...compat.vllm import load_numel
+from ...compat.vllm import know_own_experts, load_numel
 from ...errors import ActivationError
 from .build import quantizes_online, without_quantization
 
@@ -68,6 +68,9 @@ def _trial(vllm_config: Any) -> Iterator[_Trial]:
     with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
         model: Any = initialize_model(alone)
         _put_on_meta(model)
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                know_own_experts(module)
         with set_current_vllm_config(alone):
             yield _Trial(model, alone)
 

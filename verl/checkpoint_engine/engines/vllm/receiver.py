@@ -1,11 +1,12 @@
 """The vLLM side of a sync: a weight-transfer engine that loads a version from a node arena or a ParameterServer.
 
-Runs inside every vLLM worker (one per tensor-parallel rank), with or without a trainer of ours. The update request is
-`{"arena_path": str, "version": int}`, the bytes being on this host already, or `{"socket_paths": {device id: path}}`,
-where a ParameterServer hands them over bucket by bucket. With `"since": int`, the version that every worker computes
-with, tensors that are the same are not loaded. Each rank maps the memory and feeds views of it to the model's own
-`load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a tensor, and vLLM's post-processing of
-fused, packed and quantised layouts runs as for a checkpoint from disk.
+Runs inside every vLLM worker (one per rank, data-parallel ones included), with or without a trainer of ours. The update
+request is `{"arena_path": str, "version": int}`, the bytes being on this host already, or
+`{"socket_paths": {device id: path}}`, where a ParameterServer hands them over bucket by bucket. With `"since": int`,
+the version that every worker computes with, tensors that are the same are not loaded. Each rank maps the memory and
+feeds views of it to the model's own `load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a
+tensor, or its experts, and vLLM's post-processing of fused, packed and quantised layouts runs as for a checkpoint from
+disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ...parameter_server.safetensors_files import read_checkpoint
 from ...plan.types import EngineCheckResult
 from .build import Weights, load_as_from_disk
 from .check import EngineCheck, free_nbytes, needed_nbytes
-from .fit import names_kept_wide, require_fit
+from .fit import TensorShapes, names_kept_wide, require_fit
 from .reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
 from .reports import write_report, write_worker
 from .unchanged import Kept, Loaded, Sources
@@ -101,14 +102,26 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         ConfigError if the weights in the model's directory cannot be read for a report.
         """
         self._check = EngineCheck(init_info.check_engine, self.vllm_config, self.device)
-        # One rank speaks for all, whose models are alike; the last one, for the reason that `_raise_on_last` gives.
-        if init_info.tensors is not None and self._rank == self.parallel_config.world_size - 1:
-            require_fit(self.vllm_config, init_info.tensors)
+        if init_info.tensors is not None:
+            self._require_fit(init_info.tensors)
         if init_info.report_directory is not None:
             files = checkpoint_files(Path(self.vllm_config.model_config.model))
             tensors = {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in read_checkpoint(files)}
             wide = names_kept_wide(self.vllm_config, tensors)
             write_worker(Path(init_info.report_directory), self._rank, wide)
+
+    def _require_fit(self, tensors: TensorShapes) -> None:
+        """One rank speaks for all whose models are alike; the last one, for the reason that `_raise_on_last` gives."""
+        if not self.parallel_config.enable_expert_parallel:
+            if self._rank == get_world_group().world_size - 1:
+                require_fit(self.vllm_config, tensors)
+            return
+        failure: ActivationError | None = None
+        try:
+            require_fit(self.vllm_config, tensors)
+        except ActivationError as exc:
+            failure = exc
+        self._raise_on_last(failure)
 
     def start_weight_update(self) -> None:
         """Nothing happens before it is known what is loaded."""
@@ -290,8 +303,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     @property
     def _rank(self) -> int:
-        """Of this worker in its engine."""
-        return self.parallel_config.rank
+        """Of this worker among those of its engine, of all data-parallel ranks."""
+        return int(get_world_group().rank_in_group)
 
     def _own_socket(self, socket_paths: dict[str, str]) -> str:
         """Device ids of CPU ranks count over all engines; a caller names each engine those that feed it, in order."""

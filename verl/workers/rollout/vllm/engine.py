@@ -50,6 +50,8 @@ TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
 """Which worker died is told a moment after calls fail, if at all."""
 QUANTIZATION = {"fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*gate", "*router"]}}}
 """vLLM's words for `rollout.quantization`. Routers are small, and decide more than any other matrix."""
+EXPERTS_WORKER = "verl.checkpoint_engine.engines.vllm.cpu_experts.ExpertsWorker"
+"""vLLM's worker for CPUs cannot compute with a part of the experts."""
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
@@ -62,6 +64,8 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._leftovers: Leftovers | None = None
         self._activating = False
+        self._paused = False
+        """vLLM was told to pause, and not to go on since."""
         self._serves: int | None = None
         """The version that every worker computes with; None where that is not known."""
         self._reports = Path()
@@ -114,7 +118,7 @@ class VLLMEngine:
         cores = assign_cores(
             sorted(os.sched_getaffinity(0)),
             replicas=spec.local_count,
-            ranks=spec.config.tensor_model_parallel_size,
+            ranks=spec.config.replica_ranks,
             replica=spec.local_index,
         )
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind(cores)
@@ -149,7 +153,7 @@ class VLLMEngine:
         }
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
-            if config.tensor_model_parallel_size == 1:
+            if config.replica_ranks == 1:
                 arguments["distributed_executor_backend"] = "uni"
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -164,7 +168,12 @@ class VLLMEngine:
             arguments |= QUANTIZATION[config.quantization]
         if config.enable_rollout_routing_replay:
             arguments["enable_return_routed_experts"] = True
-        return arguments | (config.engine_kwargs.get("vllm") or {})
+        if config.expert_parallel_size > 1:
+            arguments |= {"enable_expert_parallel": True, "data_parallel_size": config.data_ranks}
+        arguments |= config.engine_kwargs.get("vllm") or {}
+        if spec.device == "cpu" and arguments.get("enable_expert_parallel") and config.replica_ranks > 1:
+            arguments.setdefault("worker_cls", EXPERTS_WORKER)
+        return arguments
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
@@ -211,6 +220,7 @@ class VLLMEngine:
 
     async def pause(self, mode: str) -> None:
         llm = self._running()
+        self._paused = True
         if mode == "wait":
             await self._control(llm.pause_generation(mode="wait"))
             return
@@ -220,7 +230,10 @@ class VLLMEngine:
         await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
 
     async def resume(self) -> None:
-        await self._control(self._running().resume_generation())
+        """Data-parallel ranks that run would meet in different collectives if they were told to go on."""
+        if self._paused:
+            await self._control(self._running().resume_generation())
+            self._paused = False
 
     async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         self._activating = True
@@ -295,7 +308,8 @@ class VLLMEngine:
         await self._control(llm.sleep(level=level) if weights else llm.release_kv_cache_memory())
 
     async def wake(self, *, weights: bool) -> None:
-        await self._control(self._running().wake_up(tags=["weights"] if weights else ["kv_cache"]))
+        if await self._control(self._running().wake_up(tags=["weights"] if weights else ["kv_cache"])):
+            self._paused = False  # vLLM goes on once nothing of it sleeps
 
     async def health(self) -> None:
         """Ask the engine core something, except while it loads weights and cannot answer."""
@@ -327,7 +341,7 @@ class VLLMEngine:
     def _died(self) -> str:
         """What is known of it. Blocks for a moment the first time: calls may fail before the cause is told."""
         self._died_s = self._died_s or time.monotonic()
-        while (worker := told_death(self._deaths, self._pids)) is None:
+        while (worker := told_death(self._deaths, self._pids, self._spec.config.tensor_model_parallel_size)) is None:
             if time.monotonic() > self._died_s + TOLD_WITHIN_S:
                 break
             time.sleep(LOOK_S)

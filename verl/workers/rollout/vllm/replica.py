@@ -17,6 +17,8 @@ OWNED_ARGUMENTS = {
     "seed": "rollout.seed",
     "load_format": "rollout.load_format",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "data_parallel_size": "rollout.data_parallel_size and rollout.expert_parallel_size",
+    "data_parallel_size_local": "rollout.data_parallel_size and rollout.expert_parallel_size",
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
@@ -33,31 +35,35 @@ OWNED_ARGUMENTS = {
     "max_loras": "actor_rollout_ref.model.lora.merge",
     "max_lora_rank": "actor_rollout_ref.model.lora_rank",
 }
-ONE_REPLICA = (
-    "data_parallel_size",
-    "data_parallel_size_local",
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-)
+ONE_REPLICA = ("pipeline_parallel_size", "prefill_context_parallel_size")
 """Arguments that would give a replica more ranks than it is placed on."""
 
 
 class VLLMReplica(RolloutReplica):
-    """One `AsyncLLM`: an engine-core process and one worker process per tensor-parallel rank behind the server."""
+    """One `AsyncLLM` behind the server: an engine-core process per data-parallel rank, with a worker process per
+    tensor-parallel rank each."""
 
     engine = "verl.workers.rollout.vllm.engine:VLLMEngine"
     can_sleep_on = ("cuda", "npu")
     loads_adapters = True
+    deals_experts = True
     tells_experts_on = ("cuda",)
     quantizes_on = ("cpu", "cuda")
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:
+        if self.config.data_ranks > 1:
+            self._check_data_ranks()
         if self.model.sends_adapters:
             self._check_adapters()
         arguments = self.config.engine_kwargs.get("vllm") or {}
         if not arguments:
             return
+        if self.config.expert_parallel_size > 1 and arguments.get("enable_expert_parallel") is False:
+            raise ConfigError(
+                "rollout.engine_kwargs.vllm.enable_expert_parallel=false contradicts "
+                f"rollout.expert_parallel_size={self.config.expert_parallel_size}: delete one of them"
+            )
         for name in arguments:
             if name in OWNED_ARGUMENTS:
                 raise ConfigError(f"rollout.engine_kwargs.vllm.{name} is decided by {OWNED_ARGUMENTS[name]}")
@@ -65,7 +71,8 @@ class VLLMReplica(RolloutReplica):
             if arguments.get(name) not in (None, 1):
                 raise ConfigError(
                     f"rollout.engine_kwargs.vllm.{name}={arguments[name]}: a replica has the ranks of "
-                    "rollout.tensor_model_parallel_size; data-parallel ranks are replicas (rollout.num_replicas)"
+                    "rollout.tensor_model_parallel_size, and of rollout.data_parallel_size where experts are dealt out "
+                    "over both (rollout.expert_parallel_size)"
                 )
         import dataclasses
 
@@ -75,6 +82,21 @@ class VLLMReplica(RolloutReplica):
         for name in arguments:
             if name not in known:
                 raise ConfigError(f"vLLM has no argument {name!r} (engine_kwargs.vllm).{did_you_mean(name, known)}")
+
+    def _check_data_ranks(self) -> None:
+        """What has not been tried with several engine cores in one replica."""
+        key = f"actor_rollout_ref.rollout.expert_parallel_size={self.config.expert_parallel_size}"
+        own = f"{self.config.tensor_model_parallel_size}, which makes data-parallel ranks replicas of their own"
+        if self.model.sends_adapters:
+            raise ConfigError(
+                f"{key} over data-parallel ranks has not been tried with adapters: set it to {own}, or "
+                "actor_rollout_ref.model.lora.merge=true"
+            )
+        if self.config.enable_rollout_routing_replay:
+            raise ConfigError(
+                f"{key} over data-parallel ranks has not been tried with rollout.enable_rollout_routing_replay: set it "
+                f"to {own}"
+            )
 
     def _check_adapters(self) -> None:
         merged = "set actor_rollout_ref.model.lora.merge=true"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.config.validate_teachers import distillation_problems
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.config.critic import CriticModelConfig
@@ -477,6 +478,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _algorithm,
     _estimators,
     _rewards,
+    distillation_problems,
     _placement,
     _ranks,
     _sharing,

@@ -359,6 +359,24 @@ def _reward() -> dict[str, Rule]:
     }
 
 
+def _of_teachers(section: str) -> dict[str, Rule]:
+    """Of every teacher, whatever its name."""
+    scored = "whole sequences are scored, of data.max_prompt_length + data.max_response_length tokens"
+    return {
+        f"{section}.free_cache_engine": NoEffect(why="teachers have devices of their own, and stay on them"),
+        f"{section}.temperature": NoEffect(why="log-probs of teachers are at temperature 1, as verl's are"),
+        f"{section}.prompt_length": NoEffect(why=scored),
+        f"{section}.response_length": NoEffect(why=scored),
+        f"{section}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
+        f"{section}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
+        f"{section}.limit_images": NoEffect(why="it is null", only=_is(None), otherwise="prompts are text"),
+        f"{section}.pipeline_model_parallel_size": NoEffect(
+            why="it is 1", only=_is(1), otherwise=f"the nearest is {section}.tensor_model_parallel_size"
+        ),
+        f"{section}.quantization": _off("teachers compute in inference.dtype"),
+    }
+
+
 RULES: dict[str, Rule] = {
     # Other places and names of what exists.
     "model_engine": Moved(to=(f"{_ACTOR}.strategy", "critic.strategy"), convert=engine_of),
@@ -555,9 +573,7 @@ RULES: dict[str, Rule] = {
     "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
         why="one batch is generated at a time: the same groups, later", costs=_above_1
     ),
-    **_disabled(
-        "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
-    ),
+    **_of_teachers("distillation.teacher_models.teacher_model.inference"),
     **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
     "transfer_queue.enable": NoEffect(
         why="batches go through the driver: the same numbers, more of its memory", costs=_true
@@ -588,8 +604,17 @@ RULES: dict[str, Rule] = {
 }
 
 
+_ALONE = "distillation.distillation_loss.use_task_rewards=false: the distillation loss is the whole loss"
+
+
+def _only_distils(at: Values) -> bool:
+    return at("distillation.enabled") is True and at("distillation.distillation_loss.use_task_rewards") is False
+
+
 SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.load_format": format_of_load,
+    f"{_ACTOR}.use_kl_loss": lambda value, at: False if value is True and _only_distils(at) else value,
+    f"{_ACTOR}.entropy_coeff": lambda value, at: 0.0 if value and _only_distils(at) else value,
     "trainer.logger": loggers,
     f"{_ROLLOUT}.profiler.enable": profiles_rollouts,
     f"{_ACTOR}.profiler.ranks": profiled_ranks,
@@ -625,6 +650,8 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
 """Keys that are here, too, and values of verl's that have other names here."""
 
 REASONS = {
+    f"{_ACTOR}.use_kl_loss": _ALONE,
+    f"{_ACTOR}.entropy_coeff": _ALONE,
     f"{_ROLLOUT}.profiler.enable": "nothing is traced: rollout engines are in the steps of global_profiler.tool=torch",
     f"{_MEGATRON}.use_dist_checkpointing": f"{_MEGATRON}.dist_checkpointing_path is not set: weights are read from the "
     f"Hugging Face directory {_POLICY}.model.path",

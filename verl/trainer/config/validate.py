@@ -277,6 +277,12 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
             f"reward_model.rollout.tensor_model_parallel_size={parallel} does not divide the {devices} devices of a "
             "machine that serve the reward model"
         )
+    shared = not served.enable_resource_pool and served.rollout.free_cache_engine
+    if served.rollout.name == "sglang" and shared and resolve_device(trainer.device) != "cpu":
+        yield (
+            "reward_model.rollout.name=sglang keeps its memory: set reward_model.enable_resource_pool=true, for "
+            "devices of its own, or reward_model.rollout.free_cache_engine=false"
+        )
     if served.model.path is None:
         yield "reward_model.enable=true needs reward_model.model.path"
 

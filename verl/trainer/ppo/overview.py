@@ -51,7 +51,7 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
     if config.reward_model.enable:
         served = config.reward_model
         yield (
-            f"reward model: {served.model.path}, {num_engines(config, device)} engines of "
+            f"reward model: {served.model.path} by {served.rollout.name}, {num_engines(config, device)} engines of "
             f"{served.rollout.tensor_model_parallel_size} ranks, on "
             f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
         )

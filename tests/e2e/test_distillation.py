@@ -12,6 +12,7 @@ from tests.e2e.job import in_process
 from tests.e2e.test_algorithms import separately
 from tests.e2e.test_training import Run
 from verl.utils.builtin import make_tiny_model
+from verl.utils.tracking import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -86,12 +87,17 @@ def samples_of(directory, step):
     return [json.loads(line) for line in (directory / "samples" / f"{step}.jsonl").read_text().splitlines()]
 
 
-def test_the_divergence_that_is_told_is_the_one_of_both_models(ray_cluster, tmp_path, base, tiny_model, teachers):
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_the_divergence_that_is_told_is_the_one_of_both_models(
+    ray_cluster, tmp_path, base, tiny_model, teachers, strategy
+):
     run = Run(
         tmp_path,
         in_process(
             tmp_path,
             *base,
+            f"actor_rollout_ref.actor.strategy={strategy}",
+            "actor_rollout_ref.actor.megatron.dtype=float32",
             f"{LOSS}.loss_mode=k1",
             f"{LOSS}.use_policy_gradient=true",
             f"{LOSS}.use_task_rewards=false",
@@ -145,6 +151,17 @@ def test_each_sample_has_the_teacher_of_its_source(ray_cluster, tmp_path, base, 
         assert 0 < metrics["actor/distillation/student_mass"] < metrics["actor/distillation/teacher_mass"] <= 1.0001
         assert metrics["actor/distillation/loss"] > 0
         assert "actor/pg_loss" in metrics
+
+
+def test_a_teacher_that_dies_ends_the_run_by_name(start, warm, base):
+    job = start(*base, "trainer.total_training_steps=500", warm=warm)
+    metrics = job.output_dir / "metrics.jsonl"
+    job.wait_for(lambda: metrics.exists() and read_metrics(metrics), "the first step")
+    [server] = job.find("ray::TeacherServer")
+    server.kill()
+    assert job.wait() == 1
+    assert "teacher teacher_model-0 died" in job.stderr
+    assert job.left() == []
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])

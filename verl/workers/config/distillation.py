@@ -80,7 +80,7 @@ class TeacherInferenceConfig(Section):
     gpu_memory_utilization: float = option(0.5, "share of a device's memory for one engine", above=0, most=1)
     cpu_kvcache_gib: float = option(0.5, "memory of the KV cache on cpu", above=0)
     enforce_eager: bool = option(True, "no CUDA graphs")
-    cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes of CUDA graphs; null: vLLM's")
+    cudagraph_capture_sizes: list[int] | None = option(None, "batch sizes of CUDA graphs; null: vLLM's", least=1)
     max_model_len: int | None = option(None, "longest sequence and one more token; null: what data says", least=2)
     max_num_seqs: int = option(1024, "sequences computed at once", least=1)
     max_num_batched_tokens: int = option(8192, "tokens computed at once", least=1)

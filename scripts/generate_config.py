@@ -53,6 +53,7 @@ GROUPS = {
     "algorithm": "algorithm/algorithm",
     "custom_reward_function": "custom_reward_function/custom_reward_function",
     "reward_model": "reward_model/reward_model",
+    "distillation": "distillation/distillation",
     "checkpoint_engine": "checkpoint_engine/checkpoint_engine",
     "async_training": "async_training/async_training",
     "trainer": "trainer/trainer",

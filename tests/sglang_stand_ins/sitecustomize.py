@@ -1,4 +1,5 @@
-"""Stand-ins for packages that SGLang imports and that an engine on CPU never calls: kernels for accelerators, images.
+"""Stand-ins for packages that SGLang imports and that an engine on CPU never calls: kernels for accelerators, images,
+sounds.
 
 With this directory in PYTHONPATH every process of an engine has them, unless the package itself is installed. What they
 hold is made when it is asked for: a class for a name with a capital letter, else something that can be called.
@@ -11,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-PACKAGES = ("IPython", "gguf", "sgl_kernel", "torchvision", "traitlets", "triton")
+PACKAGES = ("IPython", "gguf", "sgl_kernel", "soundfile", "torchvision", "traitlets", "triton")
 
 
 class AnyClass(type):

@@ -39,8 +39,10 @@ class ModelSettings(Protocol):
     def custom_chat_template(self) -> str | None: ...
 
 
-def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True) -> Path:
+def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True, key: str = f"{MODEL_KEY}.path") -> Path:
     """The Hugging Face directory behind `path`: a built-in name, made on first use, or a local directory.
+
+    `key` is the one that says it.
 
     Raises ConfigError naming what is missing, weights included: `load_format=dummy` is for the rollout engine, the
     trainer needs real ones.
@@ -50,16 +52,17 @@ def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True) -> Path
     directory = Path(path).expanduser().absolute()
     if not directory.is_dir():
         raise ConfigError(
-            f"{MODEL_KEY}.path={str(path)!r} is not a directory. Models are not downloaded from a hub: give a local "
+            f"{key}={str(path)!r} is not a directory. Models are not downloaded from a hub: give a local "
             "directory (`hf download <name> --local-dir <directory>` makes one), builtin:tiny-qwen2 or "
             "builtin:tiny-qwen3-moe"
         )
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"{MODEL_KEY}.path={str(path)!r} has no config.json: it is no Hugging Face model directory")
+        raise ConfigError(f"{key}={str(path)!r} has no config.json: it is no Hugging Face model directory")
     if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise ConfigError(f"{MODEL_KEY}.path={str(path)!r} has no weights ({' or '.join(WEIGHT_FILES)})")
+        raise ConfigError(f"{key}={str(path)!r} has no weights ({' or '.join(WEIGHT_FILES)})")
     if need_tokenizer:
-        _require_tokenizer(directory, f"{MODEL_KEY}.path", f"; set {MODEL_KEY}.tokenizer_path if it is elsewhere")
+        elsewhere = f"; set {MODEL_KEY}.tokenizer_path if it is elsewhere" if key == f"{MODEL_KEY}.path" else ""
+        _require_tokenizer(directory, key, elsewhere)
     return directory
 
 

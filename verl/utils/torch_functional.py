@@ -52,6 +52,15 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     return _by_rows(_row_entropy, logits)
 
 
+def candidate_logprobs_from_logits(logits: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of several tokens in each place: logits [..., V], candidates [..., K] -> float32 [..., K]."""
+    return logits.gather(-1, candidates).float() - _by_rows(_row_logsumexp, logits)[..., None]
+
+
+def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().logsumexp(-1)
+
+
 def _row_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -cross_entropy(logits.float(), labels, reduction="none")
 

@@ -39,10 +39,12 @@ from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,
+    DistillationLossConfig,
     RefConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
 )
+from verl.workers.distilled_loss import DistilledLoss
 from verl.workers.engine.background import BackgroundWriter, Written
 from verl.workers.engine.base import ROUTES, LossFunction, RecordsRoutes, TrainEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
@@ -81,9 +83,10 @@ class ActorRolloutRefWorker(WeightPublisher):
         device: str | None = None,
         seed: int = 1,
         correction: RolloutCorrectionConfig | None = None,
+        distillation: DistillationLossConfig | None = None,
     ) -> None:
         """`config.model.path` is a Hugging Face directory. `loss_fn` replaces `ActorLoss`; it must be picklable.
-        `correction` is for `ActorLoss`.
+        `correction` is for `ActorLoss`; with `distillation` the actor learns from teachers, too.
 
         `device` is cpu, cuda, npu, or None for what is there. `config.nccl_timeout` bounds every collective.
         Raises ConfigError for what can be known to fail before a process group exists.
@@ -101,7 +104,13 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._has_actor, self._has_ref = "actor" in parts, "ref" in parts
         self._kept_wide: frozenset[str] = frozenset()
         """Tensors that rollout engines keep in float32."""
-        self._loss_fn = loss_fn or (ActorLoss(config.actor, correction) if self._has_actor else None)
+        self._loss_fn = loss_fn
+        if loss_fn is None and self._has_actor:
+            self._loss_fn = (
+                ActorLoss(config.actor, correction)
+                if distillation is None
+                else DistilledLoss(config.actor, distillation, correction)
+            )
         self._mini_batch_size = (
             mini_batch_size_per_rank(config.actor.ppo_mini_batch_size, config.rollout.n, self.world_size)
             if self._has_actor

@@ -55,6 +55,8 @@ A, R, F, M = (
     "actor_rollout_ref.actor.megatron",
 )
 C = "algorithm.rollout_correction"
+D = "distillation.distillation_loss"
+TAUGHT = "distillation.enabled=True distillation.nnodes=1"
 GRPO = (
     "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 "
     "data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=builtin:tiny-qwen2 "
@@ -267,14 +269,21 @@ LAUNCHES = (
         f"{GRPO} reward_model.enable=True reward_model.model.path=builtin:tiny-qwen2 reward_model.strategy=megatron "
         "reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32 "
         "reward_model.megatron.tensor_model_parallel_size=2 reward_model.use_dynamic_bsz=True",
-        said="reward_model.strategy=megatron: vLLM computes the reward model",
+        said="reward_model.strategy=megatron: an inference engine computes the reward model",
     ),
     Launch(
-        "a reward model, as verl 0.7 writes it, by an engine that is not here",
+        "a reward model on SGLang, as verl 0.7 writes it",
         "hybrid",
         f"{GRPO} reward_model.enable=True reward_model.enable_resource_pool=True reward_model.nnodes=1 "
-        "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang",
-        refused="reward_model.rollout.name=sglang is not possible, only vllm",
+        "reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=sglang "
+        "reward_model.rollout.free_cache_engine=False",
+        said="reward model: builtin:tiny-qwen2 by sglang",
+    ),
+    Launch(
+        "a reward model by an engine that is not here",
+        "hybrid",
+        f"{GRPO} reward_model.enable=True reward_model.model.path=builtin:tiny-qwen2 reward_model.rollout.name=trtllm",
+        refused="reward_model.rollout.name='trtllm' is not one of: vllm, sglang",
     ),
     Launch(
         "policy filtration",
@@ -539,7 +548,60 @@ LAUNCHES = (
         f"{MEGATRON} +{M}.override_transformer_config.recompute_granularty=full",
         refused="Did you mean 'recompute_granularity'?",
     ),
-    Launch("distillation", "hybrid", f"{GRPO} distillation.enabled=True distillation.nnodes=1", refused="no teacher"),
+    Launch(
+        "distillation by policy gradient alone",
+        "hybrid",
+        f"{GRPO} {TAUGHT} distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2 {D}.loss_mode=k1 "
+        f"distillation.teacher_models.teacher_model.inference.free_cache_engine=True {D}.use_policy_gradient=True "
+        f"{D}.use_task_rewards=False {D}.loss_max_clamp=10.0 {D}.log_prob_min_clamp=-10.0 {A}.use_kl_loss=True",
+        said="distillation: k1 by policy gradient, in the place of the policy loss",
+    ),
+    Launch(
+        "two teachers, whose files are elsewhere",
+        "one_step_off",
+        f"{GRPO} {TAUGHT} {D}.loss_mode=forward_kl_topk {D}.topk=64 +distillation.teacher_models.math.key=math "
+        "+distillation.teacher_models.math.model_path=Qwen/Qwen3-32B +distillation.teacher_models.math.num_replicas=1 "
+        "+distillation.teacher_models.code.key=code +distillation.teacher_models.code.model_path=Qwen/Qwen3-Coder "
+        "+distillation.teacher_models.code.num_replicas=1 "
+        "+distillation.teacher_models.code.inference.skip_tokenizer_init=True",
+        said="not here: distillation.teacher_models.code.model_path=Qwen/Qwen3-Coder must be a directory where the run",
+    ),
+    Launch(
+        "distillation from nobody", "hybrid", f"{GRPO} {TAUGHT}", refused="distillation.enabled=true needs a teacher"
+    ),
+    Launch(
+        "a teacher with a typing mistake",
+        "hybrid",
+        f"{GRPO} {TAUGHT} +distillation.teacher_models.math.model_pth=x",
+        refused="unknown configuration key 'distillation.teacher_models.math.model_pth'. Did you mean 'model_path'?",
+    ),
+    Launch(
+        "a teacher on an engine that is not here",
+        "hybrid",
+        f"{GRPO} {TAUGHT} +distillation.teacher_models.a.model_path=builtin:tiny-qwen2 "
+        "+distillation.teacher_models.a.inference.name=sglang",
+        refused="distillation.teacher_models.a.inference.name='sglang' is not one of: null, vllm",
+    ),
+    Launch(
+        "a teacher whose sequences are too short",
+        "hybrid",
+        f"{GRPO} {TAUGHT} +distillation.teacher_models.a.model_path=builtin:tiny-qwen2 "
+        "+distillation.teacher_models.a.inference.max_model_len=1536",
+        refused="max_model_len=1536 is less than data.max_prompt_length + data.max_response_length + 1 = 1537",
+    ),
+    Launch(
+        "distillation of whole distributions on Megatron",
+        "hybrid",
+        f"{MEGATRON} {TAUGHT} distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2 "
+        f"{D}.loss_mode=forward_kl_topk",
+        refused="needs actor_rollout_ref.actor.strategy=fsdp or fsdp2",
+    ),
+    Launch(
+        "distillation whose gradient no teacher changes",
+        "hybrid",
+        f"{GRPO} {TAUGHT} distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2 {D}.loss_mode=k1",
+        refused="loss_mode=k1 has the same gradient with any teacher",
+    ),
     Launch("a typing mistake", "hybrid", f"{GRPO} trainer.nnode=2", refused="Did you mean 'trainer.nnodes'?"),
 )
 

@@ -1,21 +1,30 @@
 """A reward model behind HTTP: what it says, who gets its address, and how it ends."""
 
+import http.client
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.workers.reward_model import head
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.trainer.config.loader import load_config
+from verl.trainer.config.validate import problems_of
 from verl.trainer.fleet.reward_models import num_engines, reward_function
+from verl.utils.builtin import make_tiny_model
 from verl.utils.config import ConfigError
+from verl.utils.device import any_device
 from verl.utils.reward_score.served import AskedFunction, RewardModelError, ScoredByModel, next_address
 from verl.workers.config.reward_model import RewardRolloutConfig
 from verl.workers.reward_model import RewardModelServer, ServerSpec
+from verl.workers.reward_model.engines import ENGINES
 from verl.workers.rollout.errors import RolloutError
 
 MESSAGES = [{"role": "user", "content": "2+2="}]
@@ -74,6 +83,92 @@ def test_an_engine_that_cannot_start_says_why(tmp_path):
     server = RewardModelServer(spec(model, tmp_path / "engine.log", engine_kwargs={"no_such_option": 1}))
     with pytest.raises(RolloutError, match="ended with exit code 2: .*no-such-option"):
         server.start(150)
+
+
+@torch.no_grad()
+def written(model: Path, messages, count: int) -> str:
+    """By transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for _ in range(count):
+        ids = torch.cat([ids, network(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return tokenizer.decode(ids[0, -count:], skip_special_tokens=True)
+
+
+def asked(solution_str, reward_router_address):
+    """A judge as people write them."""
+    body = {"model": "judge", "messages": [{"role": "user", "content": solution_str}], "max_tokens": 5}
+    connection = http.client.HTTPConnection(reward_router_address, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body | {"temperature": 0}), headers)
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return answer["choices"][0]["message"]["content"]
+
+
+@NEEDS_SGLANG
+@pytest.mark.sglang
+@pytest.mark.timeout(500)
+def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    of_cpu = ENGINES["sglang"].environment_on_cpu | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{PACKAGE}"}
+    served = replace(spec(model, tmp_path / "engine.log", name="sglang"), scores=False)
+    server = RewardModelServer(replace(served, environment=served.environment | of_cpu))
+    addresses = tmp_path / "addresses.json"
+    try:
+        addresses.write_text(json.dumps([server.start(400)]))
+        function = AskedFunction(asked, addresses, str(model))
+        for text in ("4", "five, I think"):
+            assert function(solution_str=text) == written(model, [{"role": "user", "content": text}], 5)
+        children = psutil.Process().children(recursive=True)
+        assert any("sglang" in str(child.cmdline()) for child in children)
+    finally:
+        server.stop()
+    assert not server.healthy()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_sglang_gets_its_own_names_of_the_same_settings(tmp_path):
+    own = {"vllm": {"enable_prefix_caching": True}, "sglang": {"schedule_policy": "fcfs"}, "watchdog_timeout": 9}
+    served = replace(spec(tmp_path, tmp_path / "log", name="sglang", engine_kwargs=own), device="cuda", scores=False)
+    arguments = " ".join(served.arguments())
+    for words in (
+        f"--model-path {tmp_path} --served-model-name judge --tp-size 1 --device cuda --dtype float32",
+        "--context-length 256 --max-running-requests 8",
+        "--mem-fraction-static 0.5",
+        "--watchdog-timeout 9 --schedule-policy fcfs",
+    ):
+        assert words in arguments
+    assert "prefix" not in arguments
+
+
+def test_a_model_with_a_head_is_not_for_sglang(tmp_path):
+    config = load_config(
+        [
+            "reward_model.enable=true",
+            f"reward_model.model.path={head.make(tmp_path / 'model')}",
+            "reward_model.rollout.name=sglang",
+        ]
+    )
+    with pytest.raises(ConfigError, match=r"name=sglang: .* has a head that gives a score.* set it to vllm"):
+        reward_function(config)
+
+
+def test_sglang_has_memory_of_its_own():
+    config = load_config(
+        ["reward_model.enable=true", "reward_model.model.path=x", "reward_model.rollout.name=sglang"]
+        + ["trainer.n_gpus_per_node=1"]
+    )
+    on_device = replace(config, trainer=replace(config.trainer, device="cuda"))
+    with any_device():
+        assert any("name=sglang keeps its memory" in problem for problem in problems_of(on_device, []))
+    own = replace(config.reward_model, enable_resource_pool=True, nnodes=1)
+    with any_device():
+        found = problems_of(replace(on_device, reward_model=own), [])
+    assert not any("keeps its memory" in problem for problem in found)
 
 
 def test_calls_take_the_engines_in_turn(tmp_path):

@@ -18,6 +18,7 @@ import yaml
 from verl.checkpoint_engine.registry import BUILTIN
 from verl.utils.config import field_types
 from verl.workers.config import PPOConfig
+from verl.workers.config.distillation import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,11 @@ def sections() -> tuple[Section, ...]:
 
 @cache
 def documented_sections() -> tuple[Section, ...]:
-    """Every section with keys; behind `checkpoint_engine`, whose `engine_kwargs` take any, its backends' options."""
+    """Every section with keys; behind those with keys that take any, what may stand below them: a teacher, and behind
+    `checkpoint_engine` its backends' options."""
     found = [section for section in sections() if section.keys]
+    place = 1 + max(index for index, section in enumerate(found) if section.path.startswith("distillation"))
+    found[place:place] = _walk(TeacherConfig(), "distillation.teacher_models.<name>", "")
     place = 1 + max(index for index, section in enumerate(found) if section.path.startswith("checkpoint_engine"))
     for name, backend in BUILTIN.items():
         if backend.options:

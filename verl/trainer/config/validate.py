@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.config.validate_teachers import distillation_problems
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.config.critic import CriticModelConfig
@@ -276,6 +277,12 @@ def _reward_model(config: PPOConfig) -> Iterator[str]:
             f"reward_model.rollout.tensor_model_parallel_size={parallel} does not divide the {devices} devices of a "
             "machine that serve the reward model"
         )
+    shared = not served.enable_resource_pool and served.rollout.free_cache_engine
+    if served.rollout.name == "sglang" and shared and resolve_device(trainer.device) != "cpu":
+        yield (
+            "reward_model.rollout.name=sglang keeps its memory: set reward_model.enable_resource_pool=true, for "
+            "devices of its own, or reward_model.rollout.free_cache_engine=false"
+        )
     if served.model.path is None:
         yield "reward_model.enable=true needs reward_model.model.path"
 
@@ -481,6 +488,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     _algorithm,
     _estimators,
     _rewards,
+    distillation_problems,
     _placement,
     _ranks,
     _experts,

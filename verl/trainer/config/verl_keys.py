@@ -305,7 +305,7 @@ def _rank_0(what: str) -> NoEffect:
 
 def _reward_model() -> dict[str, Rule]:
     """verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
-    theirs, engines = "reward.reward_model", "vLLM's own way; how text is sampled stands in the requests"
+    theirs, engines = "reward.reward_model", "the engine's own way; how text is sampled stands in the requests"
     same: tuple[str, ...] = (
         "name",
         "tensor_model_parallel_size",
@@ -320,16 +320,19 @@ def _reward_model() -> dict[str, Rule]:
         f"{theirs}.n_gpus_per_node": Moved(to=(f"{_REWARD}.n_gpus_per_node",)),
         f"{theirs}.model_path": Moved(to=(f"{_REWARD}.model.path",)),
         **{f"{theirs}.rollout.{key}": Moved(to=(f"{_REWARD}.rollout.{key}",)) for key in same},
-        f"{theirs}.rollout.engine_kwargs.vllm.*": Moved(to=(f"{_REWARD}.rollout.engine_kwargs.*",)),
+        **{
+            f"{theirs}.rollout.engine_kwargs.{name}.*": Moved(to=(f"{_REWARD}.rollout.engine_kwargs.{name}.*",))
+            for name in ("vllm", "sglang")
+        },
         f"{theirs}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
         f"{_REWARD}.rollout.quantization": _off("engines of the reward model compute in reward_model.rollout.dtype"),
         f"{theirs}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
         f"{_REWARD}.rollout.data_parallel_size": NoEffect(why="each of them is an engine of its own"),
         f"{theirs}.rollout.*": NoEffect(why=engines),
         f"{_REWARD}.rollout.*": NoEffect(why=engines),
-        f"{_REWARD}.model.*": NoEffect(why="vLLM loads the reward model"),
+        f"{_REWARD}.model.*": NoEffect(why="the engine loads the reward model"),
         **{
-            f"{_REWARD}.{key}": NoEffect(why="vLLM decides how many responses it computes at once")
+            f"{_REWARD}.{key}": NoEffect(why="the engine decides how many responses it computes at once")
             for key in (
                 "micro_batch_size",
                 "micro_batch_size_per_gpu",
@@ -339,7 +342,7 @@ def _reward_model() -> dict[str, Rule]:
             )
         },
         **{
-            f"{_REWARD}.{key}": NoEffect(why="vLLM computes the reward model")
+            f"{_REWARD}.{key}": NoEffect(why="an inference engine computes the reward model")
             for key in ("strategy", "ulysses_sequence_parallel_size", "load_weight", "megatron.*", "profiler.*")
         },
     }
@@ -356,6 +359,26 @@ def _reward() -> dict[str, Rule]:
             for key in ("reward.sandbox_fusion.*", f"{_REWARD}.sandbox_fusion.*")
         },
         **_reward_model(),
+    }
+
+
+def _of_teachers(teacher: str) -> dict[str, Rule]:
+    """Of every teacher, whatever its name."""
+    section = f"{teacher}.inference"
+    scored = "whole sequences are scored, of data.max_prompt_length + data.max_response_length tokens"
+    return {
+        **{f"{path}._target_": NoEffect(why="its class is not chosen by name") for path in (teacher, section)},
+        f"{section}.free_cache_engine": NoEffect(why="teachers have devices of their own, and stay on them"),
+        f"{section}.temperature": NoEffect(why="log-probs of teachers are at temperature 1, as verl's are"),
+        f"{section}.prompt_length": NoEffect(why=scored),
+        f"{section}.response_length": NoEffect(why=scored),
+        f"{section}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
+        f"{section}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
+        f"{section}.limit_images": NoEffect(why="it is null", only=_is(None), otherwise="prompts are text"),
+        f"{section}.pipeline_model_parallel_size": NoEffect(
+            why="it is 1", only=_is(1), otherwise=f"the nearest is {section}.tensor_model_parallel_size"
+        ),
+        f"{section}.quantization": _off("teachers compute in inference.dtype"),
     }
 
 
@@ -555,9 +578,7 @@ RULES: dict[str, Rule] = {
     "algorithm.filter_groups.max_inflight_gen_batches": NoEffect(
         why="one batch is generated at a time: the same groups, later", costs=_above_1
     ),
-    **_disabled(
-        "distillation", "there is no teacher; the nearest is a KL loss against the reference policy", "enabled"
-    ),
+    **_of_teachers("distillation.teacher_models.teacher_model"),
     **_disabled(f"{_POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
     "transfer_queue.enable": NoEffect(
         why="batches go through the driver: the same numbers, more of its memory", costs=_true
@@ -588,8 +609,17 @@ RULES: dict[str, Rule] = {
 }
 
 
+_ALONE = "distillation.distillation_loss.use_task_rewards=false: the distillation loss is the whole loss"
+
+
+def _only_distils(at: Values) -> bool:
+    return at("distillation.enabled") is True and at("distillation.distillation_loss.use_task_rewards") is False
+
+
 SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     f"{_ROLLOUT}.load_format": format_of_load,
+    f"{_ACTOR}.use_kl_loss": lambda value, at: False if value is True and _only_distils(at) else value,
+    f"{_ACTOR}.entropy_coeff": lambda value, at: 0.0 if value and _only_distils(at) else value,
     "trainer.logger": loggers,
     f"{_ROLLOUT}.profiler.enable": profiles_rollouts,
     f"{_ACTOR}.profiler.ranks": profiled_ranks,
@@ -625,6 +655,8 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
 """Keys that are here, too, and values of verl's that have other names here."""
 
 REASONS = {
+    f"{_ACTOR}.use_kl_loss": _ALONE,
+    f"{_ACTOR}.entropy_coeff": _ALONE,
     f"{_ROLLOUT}.profiler.enable": "nothing is traced: rollout engines are in the steps of global_profiler.tool=torch",
     f"{_MEGATRON}.use_dist_checkpointing": f"{_MEGATRON}.dist_checkpointing_path is not set: weights are read from the "
     f"Hugging Face directory {_POLICY}.model.path",

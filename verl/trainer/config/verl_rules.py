@@ -6,6 +6,7 @@ The rules themselves are data: `verl.trainer.config.verl_keys`. They are only co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,9 +56,18 @@ class Refused:
 Rule = Moved | NoEffect | Refused
 
 
+def as_only_teacher(dotted: str) -> str:
+    """`dotted` with the name that verl's files give a teacher in the place of any other, which the user chooses."""
+    return re.sub(r"^(distillation\.teacher_models)\.[^.]+\.", r"\1.teacher_model.", dotted)
+
+
 def find_rule(rules: Mapping[str, Rule], dotted: str) -> Rule | None:
-    """The most specific one. A name that ends in `.*` covers the section and everything below it; in a `Moved` of that
-    kind, what the star stands for stands at the end of `to`, too."""
+    """The most specific one, and for every teacher those of verl's only one.
+
+    A name that ends in `.*` covers the section and everything below it; in a `Moved` of that kind, what the star stands
+    for stands at the end of `to`, too.
+    """
+    dotted = as_only_teacher(dotted)
     if dotted in rules:
         return rules[dotted]
     parts = dotted.split(".")
@@ -90,12 +100,13 @@ def sections_of_verl() -> frozenset[str]:
 
 def is_verls(dotted: str) -> bool:
     """Whether verl 0.9 has a key or a section of that name."""
+    dotted = as_only_teacher(dotted)
     return dotted in known_to_verl() or dotted in sections_of_verl()
 
 
 def is_verls_default(dotted: str, value: Any) -> bool:
     """Whether verl does the same without it."""
-    return any(_same(value, default) for default in known_to_verl().get(dotted, ()))
+    return any(_same(value, default) for default in known_to_verl().get(as_only_teacher(dotted), ()))
 
 
 def _same(value: Any, default: Any) -> bool:

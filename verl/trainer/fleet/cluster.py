@@ -38,6 +38,7 @@ from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC
 from verl.trainer.fleet.replicas import ReplicaPool
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
+from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks, thread_limits
 from verl.utils.config import ConfigError
 from verl.utils.timing import Span
@@ -69,6 +70,7 @@ class Cluster:
         with_reference: bool,
         critic: CriticConfig | None = None,
         reward_models: RewardModels | None = None,
+        teachers: Teachers | None = None,
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
         fewer_ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -86,6 +88,7 @@ class Cluster:
         self._trainer: TrainerRanks | None = None
         self._nodes: RolloutNodes | None = None
         self._reward_models = reward_models
+        self.teachers = teachers
         self._on_sync = on_sync
         self.manager: CheckpointEngineManager | None = None
         self.restart_limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
@@ -118,7 +121,11 @@ class Cluster:
             self._node_machines = dict(enumerate(self._placement.nodes))
             engine_config = self._with_topology(config.checkpoint_engine)
             self._start_nodes(engine_config)  # while the trainer ranks build their model
+            if teachers is not None:
+                teachers.begin_start()
             self._trainer.build()
+            if teachers is not None:
+                teachers.await_started()
             if reward_models is not None:  # which sleep when the rollout engines take their memory
                 reward_models.start(self.trainer_ranks.nodes)
             self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
@@ -330,6 +337,8 @@ class Cluster:
         """One by one: needs a Ray that works. A Ray of ours is ended instead when it may not work any more."""
         if self._reward_models is not None:
             self._reward_models.close()
+        if self.teachers is not None:
+            self.teachers.close()
         for replica in self._pool.everyone:
             replica.kill()
         if self._trainer is not None:

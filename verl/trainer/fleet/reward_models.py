@@ -20,7 +20,9 @@ from verl.utils.reward_score.served import ADDRESS, TOKENIZER, AskedFunction, Sc
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.reward_manager import RewardManager, RewardOutput
 from verl.workers.reward_model import RewardModelServer, ServerSpec
+from verl.workers.reward_model.engines import ENGINES
 from verl.workers.rollout.base import RAY_RESOURCE, VISIBLE_DEVICES
+from verl.workers.rollout.registry import RolloutReplicaRegistry
 
 KEY = "reward_model"
 START_S = 600.0
@@ -37,6 +39,7 @@ def reward_function(config: PPOConfig) -> RewardFunction:
     if not settings.enable:
         return load_reward_function(config.custom_reward_function)
     path = model_path(config)
+    require_engine(config, path)
     if config.custom_reward_function.path is not None:
         function = load_reward_function(config.custom_reward_function, also=(ADDRESS, TOKENIZER))
         return AskedFunction(function, addresses_file(config), str(path))
@@ -64,6 +67,17 @@ def has_head(config: PPOConfig, path: Path) -> bool:
     return any(name.endswith(_HEADS) for name in classes)
 
 
+def require_engine(config: PPOConfig, path: Path) -> None:
+    """Raises ConfigError for a model that the engine does not serve, BackendUnavailable without its package."""
+    name = config.reward_model.rollout.name
+    if name == "sglang" and has_head(config, path):
+        raise ConfigError(
+            f"{KEY}.rollout.name=sglang: {config.reward_model.model.path} has a head that gives a score, and SGLang "
+            "adds to some (Qwen2's, Qwen3's) a bias that no checkpoint has: set it to vllm, which serves all of them"
+        )
+    RolloutReplicaRegistry.get(name)
+
+
 def addresses_file(config: PPOConfig) -> Path:
     return Path(config.trainer.output_dir).absolute() / "reward_model.json"
 
@@ -87,6 +101,7 @@ class RewardModels:
         self._config, self._device = config, device
         self._path = model_path(config)
         self._scores = has_head(config, self._path)
+        require_engine(config, self._path)
         self._own = config.reward_model.enable_resource_pool
         self._engines: list[Any] = []
 
@@ -140,7 +155,8 @@ class RewardModels:
         sleeps = not self._own and self._device != "cpu" and settings.rollout.free_cache_engine
         environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1" if sleeps else "0"}
         if self._device == "cpu":
-            environment |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            environment |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+            environment |= ENGINES[settings.rollout.name].environment_on_cpu
         return ServerSpec(
             name=f"reward_model_{index}",
             model=str(self._path),

@@ -183,6 +183,7 @@ class TrainerRanks:
                 device=self._device,
                 seed=trainer.seed,
                 correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
+                distillation=config.distillation.distillation_loss if config.distillation.enabled else None,
                 **({} if self._critic is None else {"critic": self._critic}),
             ),
             name_prefix="trainer",

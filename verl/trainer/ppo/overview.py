@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from verl.trainer.fleet.placement import num_replicas
 from verl.trainer.fleet.reward_models import num_engines
+from verl.trainer.fleet.teachers import num_engines as num_teacher_engines
 from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
 from verl.workers.config import PPOConfig, RolloutConfig
 
@@ -52,10 +53,27 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
     if config.reward_model.enable:
         served = config.reward_model
         yield (
-            f"reward model: {served.model.path}, {num_engines(config, device)} engines of "
+            f"reward model: {served.model.path} by {served.rollout.name}, {num_engines(config, device)} engines of "
             f"{served.rollout.tensor_model_parallel_size} ranks, on "
             f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
         )
+    if config.distillation.enabled:
+        yield from _teachers(config, device)
+
+
+def _teachers(config: PPOConfig, device: str) -> Iterator[str]:
+    loss = config.distillation.distillation_loss
+    several = len(config.distillation.teachers) > 1
+    for name, teacher in sorted(config.distillation.teachers.items()):
+        of = f", for {config.distillation.teacher_key}={teacher.key}" if several else ""
+        yield (
+            f"teacher {name}: {teacher.model_path}, {num_teacher_engines(config, teacher, device)} engines of "
+            f"{teacher.inference.tensor_model_parallel_size} ranks on devices of their own{of}"
+        )
+    tokens = f" of {loss.topk} tokens" if loss.uses_topk else ""
+    way = "policy gradient" if loss.use_policy_gradient else "its own gradient"
+    beside = f"{loss.distillation_loss_coef} times beside" if loss.use_task_rewards else "in the place of"
+    yield f"distillation: {loss.loss_mode}{tokens} by {way}, {beside} the policy loss"
 
 
 def _cuts(config: PPOConfig) -> str:

@@ -12,6 +12,7 @@ from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.cluster import make_replicas
 from verl.trainer.fleet.reward_models import reward_function
 from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.distillation import require_routes, require_teachers
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.run import (
@@ -66,6 +67,10 @@ class _Attempt:
     def __init__(self, checked: Checked) -> None:
         self._checked = checked
 
+    def lacks(self, what: str) -> None:
+        """Of this machine."""
+        self._checked.lacking.append(what)
+
     def __call__(self, call: Callable[[], T], *, stands_in: bool = False) -> T | None:
         try:
             return call()
@@ -96,9 +101,27 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     if tokenizer is None:
         return
     attempt(lambda: require_embeddings(tokenizer, load_hf_config(model), f"{MODEL_KEY}.path={path}"))
+    if config.distillation.enabled:
+        _look_at_teachers(config, tokenizer, device, attempt)
     critic_stands_in = builtin.is_builtin(config.critic.model.path or model.path)
     attempt(lambda: _local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
     _look_at_data(config, tokenizer, attempt)
+
+
+def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str, attempt: _Attempt) -> None:
+    """Where a built-in model stands in for the user's student, the teacher's files need not be here either."""
+    paths = {name: teacher.model_path or "" for name, teacher in config.distillation.teachers.items()}
+    stands_in = builtin.is_builtin(config.actor_rollout_ref.model.path)
+    absent = [
+        name for name, path in paths.items() if not (builtin.is_builtin(path) or Path(path).expanduser().is_dir())
+    ]
+    if stands_in and absent:
+        for name in absent:
+            key = f"distillation.teacher_models.{name}.model_path"
+            attempt.lacks(f"{key}={paths[name]} must be a directory where the run starts")
+        return
+    stands_in = stands_in or any(map(builtin.is_builtin, paths.values()))
+    attempt(lambda: require_teachers(config, tokenizer, device), stands_in=stands_in)
 
 
 def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> None:
@@ -108,5 +131,7 @@ def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt
     if manager_class is None:
         return
     loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
+    if loaders is not None and config.distillation.enabled:
+        attempt(lambda: require_routes(config, loaders["train"]), stands_in=stands_in)
     if loaders is not None:
         attempt(lambda: total_steps(config, len(loaders["train"])))

@@ -33,6 +33,7 @@ from verl.trainer.fleet.recovery import STEP
 from verl.trainer.fleet.trainer_ranks import Loss
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.distillation import add_teacher_log_probs
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import padded, without_padding
 from verl.trainer.ppo.generation import HealingRollouts
@@ -330,6 +331,7 @@ class RayPPOTrainer:
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
             batch = self.score(batch, now)
+        asked = None if self.cluster.teachers is None else self.cluster.teachers.ask(batch)
         with self.traced(now.number):
             with now.timed("old_log_prob"):
                 batch = self.add_old_log_probs(batch, now)
@@ -338,6 +340,9 @@ class RayPPOTrainer:
             if self.has_critic:
                 with now.timed("values"):
                     batch = batch.union(self.cluster.actor.compute_values(batch))
+            if asked is not None:
+                with now.timed("teacher"):
+                    now.metrics |= add_teacher_log_probs(batch, asked, self.config)
             with now.timed("adv"):
                 batch = self.add_advantages(batch, now)
                 learned_from = self.filtered(batch, now)

@@ -26,7 +26,9 @@ from verl.trainer.config.validate import possible_fewer_ranks, with_ranks
 from verl.trainer.fleet.cluster import Cluster, make_replicas
 from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels
 from verl.trainer.fleet.session import check_arguments, starts_locally
+from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.distillation import require_routes, require_teachers
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.overview import in_force
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
@@ -81,6 +83,7 @@ class _Job:
     loaders: dict[str, PromptLoader]
     reward_manager: RewardManager
     reward_models: RewardModels | None
+    teachers: Teachers | None
     total_steps: int
     fewer_ranks: list[tuple[int, int]]
     """Hosts and ranks on each with which training may go on."""
@@ -172,9 +175,21 @@ def _checked(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> _Job:
         loaders=loaders,
         reward_manager=load_reward_manager(config, tokenizer),
         reward_models=RewardModels(config, device) if config.reward_model.enable else None,
+        teachers=_teachers(config, tokenizer, loaders, device),
         total_steps=steps,
         fewer_ranks=_fewer_ranks(config, policy, device),
     )
+
+
+def _teachers(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, loaders: dict[str, PromptLoader], device: str
+) -> Teachers | None:
+    """Raises ConfigError for one that cannot score what the policy writes, and for data without one."""
+    if not config.distillation.enabled:
+        return None
+    require_teachers(config, tokenizer, device)
+    require_routes(config, loaders["train"])
+    return Teachers(config, device)
 
 
 def _fewer_ranks(config: PPOConfig, policy: HFModelConfig, device: str) -> list[tuple[int, int]]:
@@ -231,6 +246,7 @@ def _cluster(job: _Job, on_sync: Sequence[Callable[[SyncReport], None]]) -> Clus
         with_reference=needs_reference(job.config),
         critic=job.critic,
         reward_models=job.reward_models,
+        teachers=job.teachers,
         on_sync=on_sync,
         fewer_ranks=job.fewer_ranks,
     )

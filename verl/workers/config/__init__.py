@@ -10,6 +10,7 @@ from verl.workers.config.algorithm import (
 )
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
+from verl.workers.config.distillation import DistillationConfig, DistillationLossConfig
 from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optim import OptimizerConfig
@@ -24,6 +25,8 @@ __all__ = [
     "CriticConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
+    "DistillationConfig",
+    "DistillationLossConfig",
     "FSDPConfig",
     "HFModelConfig",
     "KLControlConfig",

@@ -25,7 +25,9 @@ class ServedModelConfig(Section):
 class RewardRolloutConfig(Section):
     """The engines that serve the reward model."""
 
-    name: str = option("vllm", "inference engine", choices=("vllm",))
+    name: str = option(
+        "vllm", "inference engine; sglang: of models that write, not of those with a head", choices=("vllm", "sglang")
+    )
     tensor_model_parallel_size: int = option(1, "ranks of one engine (verl: 2)", least=1)
     dtype: str = option("bfloat16", "dtype of weights and computation", choices=("float32", "bfloat16", "float16"))
     prompt_length: int = option(2048, "tokens of a prompt for the reward model", least=1)
@@ -37,7 +39,10 @@ class RewardRolloutConfig(Section):
     cpu_kvcache_gib: float = option(0.5, "memory of the KV cache on cpu", above=0)
     enforce_eager: bool = option(True, "no CUDA graphs")
     free_cache_engine: bool = option(True, "on the trainer's devices: sleep while nothing is scored")
-    engine_kwargs: dict[str, Any] = option({}, "further options of vLLM's server, such as enable_prefix_caching")
+    engine_kwargs: dict[str, Any] = option(
+        {},
+        "options of the engine's server, such as enable_prefix_caching; below vllm or sglang, of that one alone",
+    )
 
     @property
     def longest(self) -> int:

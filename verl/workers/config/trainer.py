@@ -14,6 +14,7 @@ from verl.workers.config.algorithm import AlgorithmConfig, CustomRewardFunctionC
 from verl.workers.config.async_training import AsyncTrainingConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.data import DataConfig
+from verl.workers.config.distillation import DistillationConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.profiler import GlobalProfilerConfig
 from verl.workers.config.rollout import RolloutConfig
@@ -160,6 +161,7 @@ class PPOConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     trainer: TrainerConfig = section(TrainerConfig)

@@ -20,6 +20,11 @@ ROUTES = "routed_experts"
 """Tensor of a batch: the experts of its tokens, as `RecordsRoutes` tells them."""
 UNKNOWN_EXPERT = -1
 """In the place of an expert there: the router chooses."""
+CANDIDATES = "candidates"
+"""Tensor of a batch, integers [B, R, K]: tokens that a loss has to know about, in the place of each of a response."""
+CANDIDATE_LOG_PROBS = "candidate_log_probs"
+"""Where an engine leaves their log-probs in a micro-batch with `CANDIDATES` before it calls the loss: float32 [b, R, K]
+with gradients, 0 on padding. The FSDP engines do."""
 
 
 class LossFunction(Protocol):

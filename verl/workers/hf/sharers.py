@@ -26,7 +26,7 @@ class Sharers:
         return row.chunk(self.size, dim=1)[self.rank]
 
     def joined(self, values: torch.Tensor, before: int, total: int) -> torch.Tensor:
-        """[total] from this rank's values and those of the others, of which `before` precede them. A collective.
+        """[total, ...] from this rank's values and those of the others, of which `before` precede them. A collective.
 
         Every rank goes on with all of them, in the same way: so each takes the gradients of its own.
         """
@@ -77,7 +77,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, before: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.own = slice(before, before + len(values))
-        joined = values.new_zeros(total)
+        joined = values.new_zeros(total, *values.shape[1:])
         joined[ctx.own] = values
         dist.all_reduce(joined, group=group)
         return joined

@@ -18,6 +18,7 @@ from ray.util import get_node_ip_address
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.utils.lifetime import begin_actor
 from verl.workers.config.reward_model import RewardRolloutConfig
+from verl.workers.reward_model.engines import ENGINES, options_of
 from verl.workers.rollout.errors import RolloutError
 
 POLL_S = 0.2
@@ -45,27 +46,8 @@ class ServerSpec:
     environment: dict[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
-        """Those of vLLM's server, but for where it listens."""
-        config = self.config
-        options: dict[str, Any] = {
-            "served-model-name": list(self.names),
-            "tensor-parallel-size": config.tensor_model_parallel_size,
-            "dtype": config.dtype,
-            "max-model-len": config.longest,
-            "max-num-seqs": config.max_num_seqs,
-            "max-num-batched-tokens": max(config.max_num_batched_tokens, config.longest, config.max_num_seqs),
-            "enforce-eager": config.enforce_eager or self.device == "cpu",
-            "trust-remote-code": self.trust_remote_code,
-            "enable-sleep-mode": self.can_sleep,
-        }
-        if self.device == "cpu":
-            options["kv-cache-memory-bytes"] = int(config.cpu_kvcache_gib * 2**30)
-        else:
-            options["gpu-memory-utilization"] = config.gpu_memory_utilization
-        if self.scores:
-            options["runner"] = "pooling"
-        options |= {name.replace("_", "-"): value for name, value in config.engine_kwargs.items()}
-        return ["--model", self.model, *(word for name, value in options.items() for word in _option(name, value))]
+        """Those of the engine's server, but for where it listens. Raises ConfigError."""
+        return [word for name, value in options_of(self).items() for word in _option(name, value)]
 
 
 def _option(name: str, value: Any) -> list[str]:
@@ -105,7 +87,8 @@ class RewardModelServer:
         return f"{self._host}:{self._port}"
 
     def _begun(self, sockets: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "verl.workers.reward_model.process", *self._spec.arguments()]
+        module = ENGINES[self._spec.config.name].module
+        command = [sys.executable, "-m", "verl.workers.reward_model.process", module, *self._spec.arguments()]
         with self._spec.log.open("wb") as log:
             return subprocess.Popen(
                 [*command, "--host", self._host, "--port", str(self._port)],

@@ -19,7 +19,12 @@ import torch
 from torch import nn
 
 from verl.protocol import DataProto, tensors_of
-from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+from verl.utils.torch_functional import (
+    candidate_logprobs_from_logits,
+    entropy_from_logits,
+    logprobs_from_logits,
+)
+from verl.workers.engine.base import CANDIDATE_LOG_PROBS, CANDIDATES
 from verl.workers.hf.packing import row_inputs
 from verl.workers.hf.sharers import Sharers
 
@@ -39,6 +44,7 @@ def response_log_probs(
 
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
     Logits exist only for the tokens of responses. `sharers` all have the same micro-batch, and share its packed row.
+    With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too.
     """
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with _only_at(tokens, model) as applied:
@@ -48,6 +54,9 @@ def response_log_probs(
     if temperature != 1.0:
         logits = logits.float() / temperature
     log_prob = tokens.finished(logprobs_from_logits(logits, tokens.responses))
+    if tokens.candidates is not None:
+        of_candidates = candidate_logprobs_from_logits(logits, tokens.candidates)
+        tensors_of(micro_batch)[CANDIDATE_LOG_PROBS] = tokens.finished(of_candidates)
     if not calculate_entropy:
         return log_prob, None
     return log_prob, tokens.finished(entropy_from_logits(logits))
@@ -82,6 +91,8 @@ class _Tokens:
     """and its column."""
     responses: torch.Tensor
     """[1, n]: the tokens themselves."""
+    candidates: torch.Tensor | None
+    """[1, n, K]: the `CANDIDATES` in the place of each of them."""
     is_response: torch.Tensor
     """[b, R]: where they belong."""
     sharers: Sharers
@@ -121,6 +132,7 @@ class _Tokens:
             rows=rows,
             columns=predicting,
             responses=batch["responses"][is_response][None],
+            candidates=batch[CANDIDATES][is_response][None].long() if CANDIDATES in batch else None,
             is_response=is_response,
             sharers=sharers,
             total=len(rows),
@@ -142,6 +154,7 @@ class _Tokens:
             rows=self.rows[is_own],
             columns=self.columns[is_own] - start,
             responses=self.responses[:, is_own],
+            candidates=None if self.candidates is None else self.candidates[:, is_own],
             before=int((self.columns < start).sum()),
         )
 
@@ -157,9 +170,11 @@ class _Tokens:
         return values[self.rows, self.columns][None]
 
     def finished(self, values: torch.Tensor) -> torch.Tensor:
-        """[b, R] from [1, n], of all ranks that share the row."""
+        """[b, R, ...] from [1, n, ...], of all ranks that share the row."""
         values = self.sharers.joined(values[0], self.before, self.total)
-        return values.new_zeros(self.is_response.shape).masked_scatter(self.is_response, values)
+        places = self.is_response.reshape(*self.is_response.shape, *[1] * (values.ndim - 1))
+        zeros = values.new_zeros(*self.is_response.shape, *values.shape[1:])
+        return zeros.masked_scatter(places.expand_as(zeros), values)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from verl.utils.config import ConfigError
@@ -12,15 +14,19 @@ from verl.workers.rollout.engine import EngineSpec
 def kv_cache_tokens(spec: EngineSpec) -> int:
     """That fit into `rollout.cpu_kvcache_gib`. Raises ConfigError if that is no whole sequence."""
     config = load_hf_config(spec.model).get_text_config()
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize: int = getattr(torch, spec.config.dtype).itemsize
-    tokens: int = int(spec.config.cpu_kvcache_gib * 2**30) // (
-        2 * config.num_hidden_layers * heads * head_dim * itemsize
-    )
+    tokens = tokens_in(spec.config.cpu_kvcache_gib, config, spec.config.dtype)
     if tokens < spec.max_model_len:
         raise ConfigError(
             f"{spec.name}: actor_rollout_ref.rollout.cpu_kvcache_gib={spec.config.cpu_kvcache_gib} holds the keys and "
             f"values of {tokens} tokens, fewer than one sequence has (rollout.max_model_len={spec.max_model_len})"
         )
+    return tokens
+
+
+def tokens_in(gib: float, config: Any, dtype: str) -> int:
+    """That fit into `gib` of a KV cache of `dtype`, for the model of `config`, transformers' of its text."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    itemsize: int = getattr(torch, dtype).itemsize
+    tokens: int = int(gib * 2**30) // (2 * config.num_hidden_layers * heads * head_dim * itemsize)
     return tokens

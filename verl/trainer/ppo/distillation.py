@@ -1,0 +1,67 @@
+"""What teachers say, as tensors of a batch, and how far the student is from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.fleet.teachers import Asked, padded_scores, teachers_of
+from verl.trainer.ppo import core_algos
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config, require_vocabulary
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import PPOConfig
+from verl.workers.distilled_loss import PREFIX, TEACHER_CANDIDATE_LOG_PROBS, TEACHER_LOG_PROBS
+from verl.workers.engine.base import CANDIDATES
+from verl.workers.losses.distillation import reverse_kl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.utils.dataset import PromptLoader
+
+
+def require_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str) -> None:
+    """Raises ConfigError for a teacher that is not there, or that does not read the tokens of the policy."""
+    for teacher in teachers_of(config, device):
+        key = f"distillation.teacher_models.{teacher.name}.model_path"
+        require_vocabulary(tokenizer, teacher.path, key, trust_remote_code=teacher.config.trust_remote_code)
+
+
+def require_routes(config: PPOConfig, train: PromptLoader) -> None:
+    """Raises ConfigError for training samples without a teacher, where the data set has counted its sources."""
+    teachers, data = config.distillation.teachers, config.data
+    if len(teachers) < 2 or config.distillation.teacher_key != data.reward_fn_key:
+        return
+    keys = {str(teacher.key) for teacher in teachers.values()}
+    if missing := sorted(set(getattr(train.dataset, "sources", ())) - keys):
+        raise ConfigError(
+            f"distillation.teacher_models: no teacher has the key {missing[0]}, which is the "
+            f"{config.distillation.teacher_key} of training samples ({', '.join(sorted(keys))})"
+        )
+
+
+def add_teacher_log_probs(batch: DataProto, asked: Asked, config: PPOConfig) -> dict[str, float]:
+    """Wait for what teachers say, and leave it in `batch`; metrics of the policy before the update.
+
+    `batch` has `old_log_probs`, and its rows as they were when teachers were asked. Raises RolloutError.
+    """
+    tensors, loss = tensors_of(batch), config.distillation.distillation_loss
+    vocabulary = load_hf_config(config.actor_rollout_ref.model).get_text_config().vocab_size
+    scores = asked.wait()
+    said = [torch.from_numpy(each) for each in padded_scores(scores, tensors["responses"].shape, vocabulary)]
+    tensors[TEACHER_LOG_PROBS] = said[0]
+    if loss.uses_topk:
+        tensors[CANDIDATES], tensors[TEACHER_CANDIDATE_LOG_PROBS] = said[1], said[2]
+    old, mask = tensors["old_log_probs"], tensors["response_mask"]
+    totals, mode = core_algos.LossTotals.of(mask), config.actor_rollout_ref.actor.loss_agg_mode
+    metrics = {
+        f"{PREFIX}kl": core_algos.agg_loss(old - said[0], mask, mode, totals=totals).item(),
+        f"{PREFIX}teacher_log_prob": masked_mean(said[0], mask).item(),
+    }
+    if not loss.uses_topk and mask.any():
+        losses = reverse_kl(old, said[0], loss)[mask.bool()]
+        metrics |= {f"{PREFIX}loss_min": losses.min().item(), f"{PREFIX}loss_max": losses.max().item()}
+    return metrics

@@ -1,0 +1,1 @@
+"""Engines that score what a student has written."""

@@ -17,6 +17,7 @@ from verl.experimental.one_step_off_policy import main_ppo as one_step_off
 from verl.trainer import main_ppo
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
+from verl.utils.builtin import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -57,6 +58,7 @@ class Ending(Calling):
     async def run(self, sampling_params, **columns):
         return await super().run(sampling_params | {"stop_token_ids": list(range(128))}, **columns)
 """
+TEACHER = "distillation.teacher_models.teacher_model"
 OWN_REWARD = {"custom_reward_function.path": "{files}/reward.py"}
 LAUNCHES = (
     Launch(kind="grpo-fsdp", shows=lambda metrics: metrics["actor/kl_loss"] >= 0),
@@ -101,6 +103,17 @@ LAUNCHES = (
         own={"custom_reward_function.path": "null"},
         shows=lambda metrics: metrics["critic/score/min"] < metrics["critic/score/max"],  # rules would say 0
     ),
+    Launch(
+        kind="distillation",
+        own={
+            "actor_rollout_ref.rollout.max_model_len": "73",
+            f"{TEACHER}.model_path": "{files}/teacher",
+            f"{TEACHER}.inference.max_model_len": "73",
+            f"{TEACHER}.inference.tensor_model_parallel_size": "1",
+            f"{TEACHER}.inference.cpu_kvcache_gib": "0.1",
+        },
+        shows=lambda metrics: metrics["actor/distillation/abs_loss"] > 0 and "actor/pg_loss" not in metrics,
+    ),
     Launch(kind="recipe", shows=lambda metrics: metrics["critic/score/max"] > 0),
 )
 
@@ -122,6 +135,7 @@ def files(tmp_path_factory, tiny_model):
     (directory / "tools.yaml").write_text(f"tools: [{{class_name: '{directory / 'loop.py'}:Add'}}]\n")
     (directory / "loops.yaml").write_text(f"- {{name: calling, _target_: '{directory / 'loop.py'}:Ending'}}\n")
     head.make(directory / "reward-model")
+    make_tiny_model(directory / "teacher", seed=5)
     return directory
 
 

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
 from verl.utils.builtin import make_tiny_model
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
+from verl.workers.rollout.vllm.replica import VLLMReplica
+from verl.workers.teacher.server import TeacherServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SEQUENCES = ([5, 17, 3, 60, 9, 33, 2], [8, 8, 40], list(range(3, 90)))
@@ -25,23 +28,23 @@ def expected(model, token_ids):
     return network(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("candidates", [0, 24])
-def test_an_engine_says_what_transformers_says(ray_cluster, model, candidates):
+@pytest.mark.parametrize(("candidates", "parallel"), [(0, 1), (24, 2)])
+def test_an_engine_says_what_transformers_says(ray_cluster, model, candidates, parallel):
     """More candidates than the 20 that vLLM tells about by default."""
-    ray = pytest.importorskip("ray")
-    from verl.workers.rollout.vllm.replica import VLLMReplica
-    from verl.workers.teacher.server import TeacherServer
-
     config = RolloutConfig(
-        dtype="float32", load_format="auto", max_model_len=128, cpu_kvcache_gib=0.05, max_num_seqs=4,
+        dtype="float32",
+        tensor_model_parallel_size=parallel,
+        load_format="auto",
+        max_model_len=128,
+        cpu_kvcache_gib=0.05,
+        max_num_seqs=4,
         max_num_batched_tokens=128,
-    )  # fmt: skip
+    )
     hf = HFModelConfig(path=str(model))
     spec = EngineSpec(name="teacher-0", engine="", config=config, model=hf, device="cpu", max_model_len=128, seed=0)
     environment = VLLMReplica(replica_rank=0, config=config, model=hf).env_vars()
-    actor = (
-        ray.remote(TeacherServer).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(spec, candidates)
-    )
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+    actor = ray.remote(TeacherServer).options(**options).remote(spec, candidates)
     try:
         ray.get(actor.start.remote(), timeout=200)
         counts = [3, 2, 80]

@@ -211,6 +211,7 @@ async def test_a_version_without_an_expert_of_one_rank_is_refused_on_all_and_the
 
 async def test_a_rank_that_dies_is_named_and_the_replica_starts_again_whole(dealt: Dealt):
     replica = dealt.replica
+    await dealt.trainer.train_and_sync()
     await replica.pause("keep")
     parked = asyncio.ensure_future(dealt.generate("parked"))
     server = await server_process(replica)

@@ -78,6 +78,22 @@ class Killing(FullyAsyncTrainer):
         return super().rollouter_state()
 
 
+class FindsThemMeanwhile(FullyAsyncTrainer):
+    """Queue and rollouter die while samples are waited for. What the trainer does meanwhile, such as to end a sync,
+    finds that before who waits does."""
+
+    def _taken(self, count, now):
+        parts = [self.supply._queue, self.supply._rollouter] if now.number == 1 else []
+
+        def meanwhile():
+            if parts:
+                while parts:
+                    os.kill(int(re.match(r"pid (\d+)", parts.pop().where)[1]), signal.SIGKILL)
+                self.supply.state()
+
+        return self.supply.take(count, meanwhile)
+
+
 def fully_async(files, directory, *overrides, planned=(), kills=(), **how):  # noqa: F811 - the fixture
     Killing.planned = dict(kills)
     directory.mkdir(exist_ok=True)
@@ -184,6 +200,14 @@ def test_a_rollouter_and_a_queue_that_die_in_any_phase_lose_nothing(ray_cluster,
             r"in the queue; what was in flight is generated again; the run goes on with step \d, after \d+\.\d s",
             line,
         )
+    assert_every_prompt_is_trained_once(run)
+
+
+def test_a_queue_that_is_replaced_while_it_is_waited_for_is_not_waited_for_any_more(ray_cluster, files, tmp_path):  # noqa: F811
+    samples = f"trainer.rollout_data_dir={tmp_path / 'samples'}"
+    run = train(files, tmp_path, samples, *STALE, trainer_class=FindsThemMeanwhile, **WHERE)
+    (told,) = [line for line in run.said if "the run goes on with step" in line]
+    assert re.match(r"rollouter \(pid \d+ on .*\) died.* and queue \(pid \d+ on .*\) died", told)
     assert_every_prompt_is_trained_once(run)
 
 

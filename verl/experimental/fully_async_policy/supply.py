@@ -123,9 +123,11 @@ class Supply:
 
         Raises what the rollouter raises, and SupplyLost.
         """
-        restarts, queue = 0, self._present(self._queue)
-        taking = queue.actor.take.remote(count)
+        restarts, queue, taking = 0, None, None
         while True:
+            if queue is not self._queue:  # at first; or here or in `meanwhile` another one took its place
+                queue = self._present(self._queue)
+                taking = queue.actor.take.remote(count)
             ready = ray.wait([taking, *self._running], num_returns=1, timeout=LOOK_S)[0]
             if taking in ready:
                 try:
@@ -136,9 +138,6 @@ class Supply:
                     break
             elif ready:
                 restarts += self._heal_unless_done(restarts)
-            if queue is not self._queue:
-                queue = self._present(self._queue)
-                taking = queue.actor.take.remote(count)
             meanwhile()
         self._taken.update(sample.index for sample in samples)
         return sorted(samples, key=lambda sample: sample.index)

@@ -39,7 +39,7 @@ PLACES = (
     "tests/workers/rollout/test_leftovers.py",
 )
 """They start members, ranks or runs as processes, or are long."""
-FILE_CPU_S = 45.0
+FILE_CPU_S = 60.0
 """Of all tests of a file together, in this process and in those that it has waited for."""
 
 

@@ -35,7 +35,7 @@ from verl.checkpoint_engine.memory import committed
 from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.parameter_server import link_messages, roster
 from verl.checkpoint_engine.parameter_server.checkpoint_directory import INDEX, checkpoint_files
-from verl.checkpoint_engine.parameter_server.endpoints import _message
+from verl.checkpoint_engine.parameter_server.http_server import _message
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.records import BufferMeta, PackedTensor, RankMetas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint

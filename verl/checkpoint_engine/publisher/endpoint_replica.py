@@ -1,41 +1,81 @@
-"""A `vllm serve` as a replica of the manager's: it maps the arena of its host's rollout node and loads from there."""
+"""A server of vLLM or SGLang as a replica of the manager's: it maps the arena of its host's rollout node and loads from
+there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Protocol
 
+from ..config import CheckpointEngineConfig
+from ..errors import ConfigError
 from ..parameter_server.endpoints import Endpoint
+from .hosts import HERE
+from .sglang_endpoint import SGLangEndpoint, is_sglang
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""dtype and shape of each, by its name."""
+
+
+class Server(Protocol):
+    """What a push needs of one. Every method blocks."""
+
+    def check(self, tensors: Tensors) -> None: ...
+    def pause(self, mode: str) -> None: ...
+    def activate(self, arena_path: str, version: int) -> None: ...
+    def resume(self) -> None: ...
+    def version(self) -> str: ...
+
+
+class VLLMServer:
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self._endpoint = Endpoint(url, timeout_s=timeout_s)
+        self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
+
+    def check(self, tensors: Tensors) -> None:
+        self._endpoint.check(None, tensors)
+
+    def activate(self, arena_path: str, version: int) -> None:
+        self._endpoint.load({"arena_path": arena_path, "version": version}, str(version))
 
 
 class EndpointReplica:
     """Implements `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
 
-    def __init__(self, url: str, node_index: int, *, timeout_s: float) -> None:
+    def __init__(self, url: str, node_index: int, config: CheckpointEngineConfig, *, timeout_s: float) -> None:
         """`node_index`: of its host's node. `timeout_s`: for each request. Raises ConfigError for what is no URL."""
-        self._endpoint = Endpoint(url, timeout_s=timeout_s)
+        self.name = url
         self.node_index = node_index
+        self._config, self._timeout_s = config, timeout_s
+        self._server: Server = VLLMServer(url, timeout_s=timeout_s)
 
-    @property
-    def name(self) -> str:
-        return self._endpoint.url
+    async def check(self, tensors: Tensors) -> None:
+        """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
+        anything. It goes on serving. Raises ConfigError, ActivationError."""
+        if await asyncio.to_thread(is_sglang, self.name):
+            self._server = self._sglang()
+        await asyncio.to_thread(self._server.check, tensors)
 
-    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Hold names, dtypes and shapes against the engine's model. It goes on serving. Raises as `Endpoint.check`."""
-        await asyncio.to_thread(self._endpoint.check, None, tensors)
+    def _sglang(self) -> SGLangEndpoint:
+        if self.node_index != HERE:
+            raise ConfigError(
+                f"{self.name} is SGLang on another host: its ranks answer in files, so a publisher on its own host "
+                "has to push to it"
+            )
+        check, mode = self._config.check_engine, self._config.pause_mode
+        return SGLangEndpoint(self.name, timeout_s=self._timeout_s, check_engine=check, pause_mode=mode)
 
     async def pause(self, mode: str) -> None:
-        await asyncio.to_thread(self._endpoint.pause, mode)
+        await asyncio.to_thread(self._server.pause, mode)
 
     async def activate(self, arena_path: str, version: int) -> None:
-        update = {"arena_path": arena_path, "version": version}
-        await asyncio.to_thread(self._endpoint.load, update, str(version))
+        await asyncio.to_thread(self._server.activate, arena_path, version)
 
     async def resume(self) -> None:
-        await asyncio.to_thread(self._endpoint.resume)
+        await asyncio.to_thread(self._server.resume)
 
     async def health(self) -> None:
-        await asyncio.to_thread(self._endpoint.version)
+        await asyncio.to_thread(self._server.version)
 
     async def sleep(self) -> None:
         """The server's memory is its own business, as is the rest below."""

@@ -1,4 +1,4 @@
-"""`WeightPublisher`: pushes the weights of a training loop into vLLM servers, as transactions.
+"""`WeightPublisher`: pushes the weights of a training loop into servers of vLLM and SGLang, as transactions.
 
     publisher = WeightPublisher(model, endpoints=["http://127.0.0.1:8000"])
     report = publisher.push(version=step)          # every server serves it, or SyncAborted
@@ -77,8 +77,8 @@ class WeightPublisher:
     ) -> None:
         """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
 
-        `endpoints`: URLs of vLLM servers, or a file with one in each line, read again at every push. `dtype`: what
-        floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
+        `endpoints`: URLs of vLLM or SGLang servers, or a file with one in each line, read again at every push. `dtype`:
+        what floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
         `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON. `nodes`: `host:port`
         of each `verl-sync node`, whose key is in the file `node_key`; servers of other hosts need one on their host,
         and weights travel by `checkpoint_engine.backend=tcp` unless `config` names another.
@@ -90,6 +90,7 @@ class WeightPublisher:
         """
         across_hosts = {"backend": "tcp"} if nodes else {}
         settings = CheckpointEngineConfig.from_mapping(across_hosts | dict(config or {}))
+        self._settings = settings
         self._source = model if isinstance(model, ModelSource) else ModelSource(model, dtype)
         self._member = self._make_member(0 if alone else rank_and_size()[0], settings)
         self._timeout_s = sum(vars(settings.deadlines).values())
@@ -230,7 +231,7 @@ class WeightPublisher:
         return self._hosts.index_of(name)
 
     def _replica(self, name: str) -> CheckedReplica:
-        return EndpointReplica(name, self._node_of(name), timeout_s=self._timeout_s)
+        return EndpointReplica(name, self._node_of(name), self._settings, timeout_s=self._timeout_s)
 
     def _await_pending(self) -> None:
         if self._pending is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     except Exception as exc:  # noqa: BLE001 - whatever SGLang's loaders raise
         report = Report(failed=exc.message if isinstance(exc, CheckpointEngineError) else _told(exc))
     report = msgspec.structs.replace(report, seconds=time.perf_counter() - begin_s)
-    write_report(Path(order.reports), torch.distributed.get_rank(), report)
+    with suppress(OSError):  # who asked is gone, or its disk is full: it misses the report
+        write_report(Path(order.reports), torch.distributed.get_rank(), report)
 
 
 def _load_version(model: Any, order: Order) -> Report:

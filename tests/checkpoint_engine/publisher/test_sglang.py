@@ -1,0 +1,178 @@
+"""A `WeightPublisher` and SGLang's own server, which has its Python part on CPU and stand-ins for its kernels."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.publisher.test_publisher import nudge
+from tests.checkpoint_engine.served_vllm import free_port
+from tests.checkpoint_engine.test_update import answering  # noqa: F401 - a fixture
+from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
+from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
+from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted
+from verl.checkpoint_engine.parameter_server.http_server import HttpServer
+from verl.checkpoint_engine.publisher import WeightPublisher
+from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
+from verl.checkpoint_engine.publisher.hosts import HERE
+from verl.checkpoint_engine.publisher.sglang_endpoint import FLAG, LOADER
+from verl.utils.builtin import make_tiny_model
+
+START_S = 300.0
+ROOT = Path(__file__).parents[3]
+ON_CPU = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
+    "--disable-cuda-graph --disable-overlap-schedule --sleep-on-idle --max-total-tokens 4096"
+)
+
+
+class ServedSGLang(HttpServer):
+    def greedy_tokens(self, prompts: Sequence[Sequence[int]] = PROMPTS, count: int = NUM_TOKENS) -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        bodies = [{"input_ids": list(prompt), "sampling_params": sampling} for prompt in prompts]
+        return [self.call("POST", "/generate", body)["output_ids"] for body in bodies]
+
+    def version(self) -> str:
+        found: str = self.call("GET", "/model_info")["weight_version"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedSGLang]:
+    port, log = free_port(), tmp_path_factory.mktemp("sglang") / "log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", directory, "--skip-tokenizer-init"]
+    command += ["--load-format", "dummy", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    command += [*ON_CPU.split(), *FLAG.split()]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS, PACKAGE, ROOT))),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+    served = ServedSGLang(f"http://127.0.0.1:{port}", timeout_s=120)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_there(served):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield served
+    finally:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        psutil.wait_procs(family, timeout=20)
+
+
+def _is_there(served: ServedSGLang) -> bool:
+    try:
+        return served.call("GET", "/model_info", timeout_s=5) is not None
+    except Exception:  # noqa: BLE001 - not yet
+        return False
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path))
+    return tmp_path
+
+
+@NEEDS_SGLANG
+@pytest.mark.sglang
+@pytest.mark.timeout(500)
+class TestAgainstSGLang:
+    def test_every_push_is_what_the_server_then_computes_with(self, server: ServedSGLang, directory: Path, shm: Path):
+        """Every value is looked for in the model, and the tokens are those of a forward pass with the same weights."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with WeightPublisher(model, [server.url], config={"check_engine": "always"}) as publisher:
+            said = []
+            for version in range(3):
+                nudge(model, version)
+                assert publisher.push(version).replicas_updated == (server.url,)
+                assert server.version() == str(version)
+                said.append(server.greedy_tokens())
+                assert said[-1] == hugging_face_tokens(model)
+            assert said[0] != said[1] != said[2]  # so that a version that stayed would be seen
+        assert arenas_in(shm) == []
+
+    def test_requests_that_are_kept_end_with_the_new_weights(self, server: ServedSGLang, directory: Path, shm: Path):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        count, prompt = 400, PROMPTS[0]
+        with WeightPublisher(model, [server.url], config={"pause_mode": "keep"}) as publisher:
+            publisher.push(1)
+            (before,) = server.greedy_tokens([prompt], count)
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(server.greedy_tokens, [prompt], count)
+                time.sleep(0.3)
+                nudge(model, 3)
+                publisher.push(2)
+                (kept,) = asked.result()
+            (after,) = server.greedy_tokens([prompt], count)
+        assert len(kept) == count
+        assert kept not in (before, after)
+
+    def test_a_version_that_lacks_a_tensor_is_refused_and_the_one_before_served(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        nudge(model, 4)
+        whole = dict(model.named_parameters())
+        with WeightPublisher(whole, [server.url], config={"check_engine": "always"}) as publisher:
+            publisher.push(1)
+        name = "model.layers.0.mlp.down_proj.weight"
+        lacking = {other: tensor for other, tensor in whole.items() if other != name}
+        with (
+            WeightPublisher(lacking, [server.url], config={"check_engine": "always"}) as publisher,
+            pytest.raises(SyncAborted) as caught,
+        ):
+            publisher.push(2)
+        assert isinstance(caught.value.__cause__, ActivationError)
+        assert "no tensor fills model.layers.0.mlp.down_proj.weight" in str(caught.value.__cause__)
+        with WeightPublisher(whole, [server.url]) as publisher:
+            publisher.push(3)
+        assert server.greedy_tokens() == hugging_face_tokens(model)
+
+
+ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("about", "config", "node", "message"),
+    [
+        ({"custom_weight_loader": []}, {}, HERE, f"cannot take our weights: start it with {FLAG}"),
+        ({"dp_size": 2}, {}, HERE, "runs with dp_size=2, and needs 1"),
+        ({}, {"pause_mode": "wait"}, HERE, "pause_mode=wait: .* needs keep or abort"),
+        ({}, {}, 1, "is SGLang on another host: .* a publisher on its own host has to push to it"),
+    ],
+)
+def test_what_sglang_has_not_is_refused_before_anything_is_paused(
+    answering: Callable[..., str],  # noqa: F811
+    about: dict[str, Any],
+    config: dict[str, Any],
+    node: int,
+    message: str,
+):
+    url = answering({"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, ABOUT | about)})
+    replica = EndpointReplica(url, node, CheckpointEngineConfig.from_mapping(config), timeout_s=20)
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(replica.check({"a": ("float32", (1,))}))

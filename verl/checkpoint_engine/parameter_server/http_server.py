@@ -1,0 +1,92 @@
+"""A server of an inference engine: what is asked of it over HTTP, in JSON. No torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import suppress
+from typing import Any
+
+from ..errors import ActivationError, ConfigError, TransportError, TransportTimeout
+
+TEST_TIMEOUT_S = 10.0
+"""For a first answer of a server that has nothing to do but to answer."""
+MOST_NBYTES = 2**24
+"""Of an answer: these are a few words or numbers."""
+_OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
+
+# Engines are in one's own cluster: a proxy that the environment names for the outside is not asked.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Refused(ActivationError):
+    """The server answered with an error. `status` is HTTP's."""
+
+    def __init__(self, message: str, *, status: int, member: str) -> None:
+        super().__init__(message, member=member)
+        self.status = status
+
+
+class HttpServer:
+    """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        """`timeout_s` is for each request that does something. Raises ConfigError unless `url` is http(s)://..."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"the endpoint {url!r} is not a URL like http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True
+    ) -> Any:
+        """What it answers, out of JSON. Raises Refused, TransportError, TransportTimeout."""
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=json.dumps(body).encode() if body is not None else b"" if method == "POST" else None,
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _opener.open(request, timeout=timeout_s or self.timeout_s) as answer:
+                answered = _body(answer, path)
+                return json.loads(answered or b"null") if is_json else answered.decode(errors="replace")
+        except urllib.error.HTTPError as exc:
+            with exc:
+                text = _message(exc.read(MOST_NBYTES))
+            raise Refused(text or exc.reason, status=exc.code, member=self.url) from exc
+        except TimeoutError as exc:
+            raise TransportTimeout(
+                f"no answer to {path} within {timeout_s or self.timeout_s} s", member=self.url
+            ) from exc
+        except urllib.error.URLError as exc:
+            if isinstance(exc.reason, TimeoutError):
+                raise TransportTimeout(f"no connection within {timeout_s or self.timeout_s} s") from exc
+            reason = exc.reason.strerror if isinstance(exc.reason, OSError) else exc.reason
+            raise TransportError(f"{reason}", member=self.url) from exc
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
+            raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+
+
+def _body(answer: http.client.HTTPResponse, path: str) -> bytes:
+    body = answer.read(MOST_NBYTES + 1)
+    if len(body) > MOST_NBYTES:
+        raise TransportError(f"the answer to {path} has more than {MOST_NBYTES} bytes")
+    return body
+
+
+def _message(body: bytes) -> str:
+    """What vLLM, one of its workers or its web framework says about an error, wherever it says it."""
+    text = body.decode(errors="replace")
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        while isinstance(found, dict):
+            found = next((found[key] for key in ("error", "message", "detail") if key in found), str(found))
+        text = str(found)
+    of_worker = _OF_WORKER.search(text)
+    return of_worker[1] if of_worker else text

@@ -1,0 +1,144 @@
+"""A running SGLang server into which a `WeightPublisher` pushes: SGLang's own HTTP routes, and our loader in its ranks.
+
+    python -m sglang.launch_server --model-path MODEL \\
+        --custom-weight-loader verl.checkpoint_engine.engines.sglang.loader.load
+
+An order to the loader travels as the name of an empty tensor; ranks answer in files of this host: see
+`engines.sglang.orders`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from ..engines.sglang.orders import LOADER, Order, checked, take_reports
+from ..errors import ActivationError, ConfigError, TransportError
+from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
+
+MODES = {"abort": "abort", "keep": "retract"}
+"""SGLang's words. `retract`: requests go back to the queue, and are computed again from their tokens."""
+FLAG = f"--custom-weight-loader {LOADER}"
+FLUSHED_WITHIN_S = 10.0
+AGAIN_S = 0.05
+
+
+class SGLangEndpoint(HttpServer):
+    """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+
+    def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str) -> None:
+        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. Raises
+        ConfigError for what SGLang has not."""
+        super().__init__(url, timeout_s=timeout_s)
+        if pause_mode not in MODES:
+            raise ConfigError(
+                f"pause_mode={pause_mode}: SGLang does not pause when its requests have ended: {self.url} needs keep "
+                "or abort"
+            )
+        self._check_engine = check_engine
+        self._has_checked = False
+        self._ranks = 1
+        self._reports = tempfile.TemporaryDirectory(prefix="verl-sglang-")
+
+    def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Make sure that it can be told to load a version. Whether that fits its model is found out when it does.
+
+        Raises ConfigError that says how to start it.
+        """
+        about = self.call("GET", "/server_info", timeout_s=TEST_TIMEOUT_S)
+        if LOADER not in (about.get("custom_weight_loader") or ()):
+            raise ConfigError(f"the SGLang at {self.url} cannot take our weights: start it with {FLAG}")
+        if several := [name for name in ("dp_size", "pp_size") if about.get(name, 1) != 1]:
+            raise ConfigError(f"the SGLang at {self.url} runs with {several[0]}={about[several[0]]}, and needs 1")
+        self._ranks = about["tp_size"]
+
+    def pause(self, mode: str) -> None:
+        """Stop generating. Idempotent."""
+        self.call("POST", "/pause_generation", {"mode": MODES[mode]})
+
+    def activate(self, arena_path: str, version: int) -> None:
+        """Have every rank load `version`, while it is paused. Raises ActivationError; its weights may be torn then."""
+        check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
+        # One for each order: a rank that answers late does not answer the next one.
+        reports = Path(tempfile.mkdtemp(dir=self._reports.name))
+        order = Order(reports=str(reports), arena_path=arena_path, version=version, check=check)
+        self._carry_out(order)
+        checked(take_reports(reports, self._ranks), order)
+        self._has_checked |= check
+        self._flush()
+
+    def resume(self) -> None:
+        """Generate again. Idempotent."""
+        self.call("POST", "/continue_generation", {})
+
+    def version(self) -> str:
+        """What it says that it serves; `default` for the weights that it started with."""
+        found: str = self.call("GET", "/model_info")["weight_version"]
+        return found
+
+    def _carry_out(self, order: Order) -> None:
+        self._begin()
+        try:
+            update = {
+                "serialized_named_tensors": [_pickled(order.encode())] * self._ranks,
+                "load_format": LOADER,
+                "flush_cache": False,
+                "weight_version": str(order.version),
+            }
+            self._told("/update_weights_from_tensor", update)
+        finally:
+            self._told("/end_weight_update", {})
+
+    def _begin(self) -> None:
+        try:
+            self._told("/begin_weight_update", {})
+        except ActivationError as exc:
+            if "already open" not in exc.message:
+                raise
+            self._told("/end_weight_update", {})  # whoever began it was killed in the middle
+            self._told("/begin_weight_update", {})
+
+    def _told(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = self.call("POST", path, body)
+        if not answer["success"]:
+            raise ActivationError(f"SGLang refuses the update: {answer['message']}", member=self.url)
+
+    def _flush(self) -> None:
+        """What was computed with the weights before. A batch whose requests have ended may be there for a moment."""
+        deadline = time.monotonic() + FLUSHED_WITHIN_S
+        while (why_not := self._tries_to_flush()) is not None:
+            if time.monotonic() > deadline:
+                raise ActivationError(f"SGLang did not flush its cache: {why_not}", member=self.url)
+            time.sleep(AGAIN_S)
+
+    def _tries_to_flush(self) -> str | None:
+        try:
+            self.call("POST", "/flush_cache", is_json=False)
+        except Refused as exc:
+            return exc.message
+        return None
+
+
+def is_sglang(url: str) -> bool:
+    """Whether SGLang answers at `url`. False if nobody does. Raises ConfigError for what is no URL."""
+    try:
+        about = HttpServer(url, timeout_s=TEST_TIMEOUT_S).call("GET", "/model_info")
+    except (Refused, TransportError):
+        return False
+    return isinstance(about, dict) and "weight_version" in about
+
+
+def _pickled(text: str) -> str:
+    """As SGLang takes tensors over HTTP: this one has no bytes, so nothing of it is shared with another process."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump([(text, torch.empty(0))])
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -153,11 +153,11 @@ def test_an_owner_that_was_killed_is_named_by_its_address(tmp_path: Path):
 
 
 def test_a_rank_that_does_not_come_is_named_and_is_welcome_later():
-    world = World(2, timeout_s=6.0)
+    world = World(2, timeout_s=12.0)
     try:
         world.all("register", "one", 1)
         world.all("gather", "one")
-        with pytest.raises(TransportTimeout, match=r"rank 1 not here within 6.0 s; here: rank 0"):
+        with pytest.raises(TransportTimeout, match=r"rank 1 not here within 12.0 s; here: rank 0"):
             world.ranks[0].call("update", "one").result(timeout=QUICK_S)
         assert behaviours(world, {}) == [None, None]
     finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.checkpoint_engine.test_update import answering  # noqa: F401 - a fixt
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
@@ -46,9 +48,25 @@ class ServedSGLang(HttpServer):
         bodies = [{"input_ids": list(prompt), "sampling_params": sampling} for prompt in prompts]
         return [self.call("POST", "/generate", body)["output_ids"] for body in bodies]
 
+    @contextmanager
+    def begins_with(self, prompt: Sequence[int], count: int) -> Iterator[Callable[[], list[int]]]:
+        """Yields, once there is a token, what waits for all of them."""
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/generate", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            assert answer.readline().startswith(b"data: {")
+            yield lambda: _last_of(answer)["output_ids"]
+
     def version(self) -> str:
         found: str = self.call("GET", "/model_info")["weight_version"]
         return found
+
+
+def _last_of(answer: Iterable[bytes]) -> Any:
+    chunks = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
+    return json.loads(chunks[-1])
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +88,24 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
     served = ServedSGLang(f"http://127.0.0.1:{port}", timeout_s=120)
+    leftovers: set[Path] = set()
     try:
         deadline = time.monotonic() + START_S
         while not _is_there(served):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.5)
+        leftovers = shared_memory_of(process.pid)
         yield served
     finally:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for one in alive:
+            one.kill()
         process.wait()
-        psutil.wait_procs(family, timeout=20)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
 
 
 def _is_there(served: ServedSGLang) -> bool:
@@ -121,12 +145,10 @@ class TestAgainstSGLang:
         with WeightPublisher(model, [server.url], config={"pause_mode": "keep"}) as publisher:
             publisher.push(1)
             (before,) = server.greedy_tokens([prompt], count)
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(server.greedy_tokens, [prompt], count)
-                time.sleep(0.3)
+            with server.begins_with(prompt, count) as rest:  # the first token is there
                 nudge(model, 3)
                 publisher.push(2)
-                (kept,) = asked.result()
+                kept = rest()
             (after,) = server.greedy_tokens([prompt], count)
         assert len(kept) == count
         assert kept not in (before, after)

@@ -153,7 +153,7 @@ class TestAgainstSGLang:
         assert len(kept) == count
         assert kept not in (before, after)
 
-    def test_a_version_that_lacks_a_tensor_is_refused_and_the_one_before_served(
+    def test_a_version_that_lacks_a_tensor_is_refused_by_name_and_the_next_one_is_served(
         self, server: ServedSGLang, directory: Path, shm: Path
     ):
         model = AutoModelForCausalLM.from_pretrained(directory)

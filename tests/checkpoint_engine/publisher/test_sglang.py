@@ -182,6 +182,7 @@ ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size"
     ("about", "config", "node", "message"),
     [
         ({"custom_weight_loader": []}, {}, HERE, f"cannot take our weights: start it with {FLAG}"),
+        ({"tp_size": None}, {}, HERE, "does not say how many ranks it has"),
         ({"dp_size": 2}, {}, HERE, "runs with dp_size=2, and needs 1"),
         ({}, {"pause_mode": "wait"}, HERE, "pause_mode=wait: .* needs keep or abort"),
         ({}, {}, 1, "is SGLang on another host: .* a publisher on its own host has to push to it"),

@@ -55,6 +55,10 @@ class SGLangEndpoint(HttpServer):
         Raises ConfigError that says how to start it.
         """
         about = self.call("GET", "/server_info", timeout_s=TEST_TIMEOUT_S)
+        if not isinstance(about, dict) or not isinstance(about.get("tp_size"), int):
+            raise ConfigError(
+                f"the SGLang at {self.url} does not say how many ranks it has; 0.5.23, which was tried, does"
+            )
         if LOADER not in (about.get("custom_weight_loader") or ()):
             raise ConfigError(f"the SGLang at {self.url} cannot take our weights: start it with {FLAG}")
         if several := [name for name in ("dp_size", "pp_size") if about.get(name, 1) != 1]:

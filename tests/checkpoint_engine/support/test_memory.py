@@ -6,14 +6,12 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 from verl.checkpoint_engine.support.memory import (
     MemoryUse,
     MemoryWatch,
     cuda_nbytes_of,
-    memory_watch,
     most,
     resident,
     tree_use,
@@ -95,18 +93,31 @@ def test_a_device_is_measured_where_there_is_one(watch: MemoryWatch):
     assert use.metrics("trainer")["memory/trainer/train/device_peak_gb"] == pytest.approx(70e-9)
 
 
-def test_the_kernel_s_peak_of_this_process_is_that_of_the_phase():
-    watch = memory_watch()
-    with watch.during("large"):
-        held = np.ones(200 * MB, np.uint8)
-        assert resident()["VmRSS"] > held.nbytes
-        del held
-    with watch.during("small"):
-        pass
-    large, small = watch.use_of("", "large"), watch.use_of("", "small")
-    assert large.host_peak_nbytes - large.host_nbytes > 150 * MB
-    assert small.host_peak_nbytes - small.host_nbytes < 50 * MB
-    assert watch.since_start("").host_peak_nbytes >= large.host_peak_nbytes
+PHASES = """
+import numpy as np
+from verl.checkpoint_engine.support.memory import memory_watch, resident
+
+watch = memory_watch()
+with watch.during("large"):
+    held = np.ones(200_000_000, np.uint8)
+    assert resident()["VmRSS"] > held.nbytes
+    del held
+with watch.during("small"):
+    pass
+for phase in ("large", "small"):
+    use = watch.use_of("", phase)
+    print(use.host_peak_nbytes - use.host_nbytes)
+print(watch.since_start("").host_peak_nbytes - watch.use_of("", "large").host_peak_nbytes)
+"""
+"""Run in a process of its own: the allocator of a long test process may keep what it is given back."""
+
+
+def test_the_kernel_s_peak_of_a_process_is_that_of_the_phase():
+    told = subprocess.run([sys.executable, "-c", PHASES], check=True, capture_output=True, text=True, timeout=60)
+    large, small, since_start = map(int, told.stdout.split())
+    assert large > 150 * MB
+    assert small < 50 * MB
+    assert since_start >= 0
 
 
 def test_a_tree_of_processes_counts_what_each_holds():

@@ -45,10 +45,22 @@ def spec(model: Path, log: Path, **changes) -> ServerSpec:
     )
 
 
+def children() -> set[psutil.Process]:
+    """What runs below this process; engines and clusters that other tests share are there all the time."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def still_running(processes: set[psutil.Process]) -> list[psutil.Process]:
+    """After a minute to end in."""
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(tmp_path):
     model = head.make(tmp_path / "model")
+    others, of_others = children(), shared_memory_of(os.getpid())
     server = RewardModelServer(spec(model, tmp_path / "engine.log"))
     addresses = tmp_path / "addresses.json"
     try:
@@ -60,7 +72,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
             )
             expected = head.score(model, [*MESSAGES, {"role": "assistant", "content": answer}])
             assert given == pytest.approx(expected, abs=1e-4)
-        memory = shared_memory_of(os.getpid())
+        memory = shared_memory_of(os.getpid()) - of_others
         with pytest.raises(RewardModelError, match="answers 400"):
             function(solution_str="x" * 999, extra_info={"raw_prompt": MESSAGES})
     finally:
@@ -73,7 +85,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
     assert [file for file in memory if file.exists()] == []
     with pytest.raises(RewardModelError, match="does not answer"):
         function(solution_str="4", extra_info={"raw_prompt": MESSAGES})
-    assert [child.cmdline() for child in psutil.Process().children() if "vllm" in str(child.cmdline())] == []
+    assert still_running(children() - others) == []
 
 
 @pytest.mark.vllm
@@ -115,6 +127,7 @@ def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_
     model = make_tiny_model(tmp_path / "model")
     of_cpu = ENGINES["sglang"].environment_on_cpu | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{PACKAGE}"}
     served = replace(spec(model, tmp_path / "engine.log", name="sglang"), scores=False)
+    others = children()
     server = RewardModelServer(replace(served, environment=served.environment | of_cpu))
     addresses = tmp_path / "addresses.json"
     try:
@@ -122,13 +135,12 @@ def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_
         function = AskedFunction(asked, addresses, str(model))
         for text in ("4", "five, I think"):
             assert function(solution_str=text) == written(model, [{"role": "user", "content": text}], 5)
-        children = psutil.Process().children(recursive=True)
-        assert any("sglang" in str(child.cmdline()) for child in children)
+        engine = children() - others
+        assert any("sglang" in str(child.cmdline()) for child in engine)
     finally:
         server.stop()
     assert not server.healthy()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_running(engine) == []
 
 
 def test_sglang_gets_its_own_names_of_the_same_settings(tmp_path):

@@ -122,7 +122,18 @@ class Turns:
             answered = self._rendered([*said, OPENINGS[0][0]]).rpartition(mark)
         except Exception:  # noqa: BLE001 - a template raises what it likes; it may want no such conversation
             return ""
-        return os.path.commonprefix([alone[2], answered[2]]) if alone[1] and answered[1] else ""
+        return self._common(alone[2], answered[2]) if alone[1] and answered[1] else ""
+
+    def _common(self, one: str, other: str) -> str:
+        """What both begin with, in whole special tokens: `<|return|>` and `<|end|>` have nothing in common."""
+        common = os.path.commonprefix([one, other])
+        starts = (
+            match.start()
+            for text in (one, other)
+            for match in self._special_texts.finditer(text)
+            if match.start() < len(common) < match.end()
+        )
+        return common[: min(starts, default=len(common))]
 
     def _shape_for_tools(self) -> _Shape:
         """The first in which two answers are shown."""

@@ -92,6 +92,23 @@ ALTERNATING = Family(  # no two messages of one role in a row, a space before th
     "\n<|tool|>42\n\nb <|end|>\n<|assistant|>",
     "\n<|tool|>42\n <|end|>\n<|assistant|>",
 )
+HARMONY = Family(  # gpt-oss: an answer belongs to a call; the last message of all ends otherwise than the others
+    "{% set ns = namespace(called=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if ns.called is none %}{{ raise_exception('no call before the answer of a tool') }}{% endif %}"
+    "<|start|>functions.{{ ns.called }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% elif m.tool_calls %}{% set ns.called = m.tool_calls[0].function.name %}"
+    "<|start|>assistant to=functions.{{ ns.called }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>", "<|end|>"),
+    "<|call|>",
+    '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42\\n"<|end|>'
+    '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"b"<|end|><|start|>assistant',
+    '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42\\n"<|end|><|start|>assistant',
+)
 FAMILIES = {
     "llama": LLAMA,
     "qwen": QWEN,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.experimental.agent_loop.templates import FAMILIES, tokenizer_of
+from tests.experimental.agent_loop.templates import FAMILIES, HARMONY, tokenizer_of
 from tests.experimental.agent_loop.test_tool_loop import CALL, config, inserted, run  # noqa: F401 - a fixture
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.tool_parser import FunctionCall, HermesToolParser, ToolParser
@@ -65,3 +65,76 @@ async def test_hermes_gives_the_text_without_calls_and_the_calls_that_can_be_exe
     content, calls = await parser.extract_tool_calls(tokenizer.encode(f"Hm. {CALL}<tool_call>{{</tool_call>"))
     assert content == "Hm. "
     assert [(one.name, json.loads(one.arguments)) for one in calls] == [("add", {"a": 1, "b": 2})]
+
+
+THOUGHT = "<|channel|>analysis<|message|>I call to=functions.no <|end|><|start|>assistant"
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        THOUGHT + '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>',
+    ],
+)
+async def test_gpt_oss_calls_the_function_that_a_message_is_addressed_to(call):
+    parser = ToolParser.get_tool_parser("gpt-oss", tokenizer_of(HARMONY, end="<|return|>"))
+    said = parser.tokenizer.encode(call)
+    assert [(one.name, one.arguments) for one in await parser.calls(said, [SCHEMA])] == [("add", {"a": 1})]
+    content, _ = await parser.extract_tool_calls(said)
+    assert content in ("", THOUGHT.removesuffix("<|start|>assistant"))
+    assert parser.stop_token_ids == parser.tokenizer.encode("<|call|>")
+
+
+async def test_gpt_oss_calls_nobody_in_a_thought_or_an_answer_and_nothing_that_is_no_json():
+    parser = ToolParser.get_tool_parser("gpt-oss", tokenizer_of(HARMONY, end="<|return|>"))
+    said = THOUGHT + "<|channel|>final<|message|>to=functions.add<|return|>"
+    assert await parser.calls(parser.tokenizer.encode(said), [SCHEMA]) == []
+    [call] = await parser.calls(parser.tokenizer.encode(" to=functions.add<|message|>{<|call|>"), [SCHEMA])
+    assert (call.name, call.arguments) == ("add", {})
+    assert "are not valid JSON" in call.error
+
+
+def test_the_loop_goes_on_behind_a_call_of_gpt_oss(config):  # noqa: F811
+    call = THOUGHT + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+    tokenizer = tokenizer_of(HARMONY, end="<|return|>")
+    output, manager = run(config("format=gpt-oss"), tokenizer, call, "<|channel|>final<|message|>3<|return|>")
+    assert inserted(tokenizer, output) == HARMONY.alone.replace('"42\\n"', '"3"')
+    assert tokenizer.encode("<|call|>")[0] in manager.stops[0]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>3</parameter><parameter=b>4</parameter></function>"),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>b</arg_key><arg_value>4"),
+        ("pythonic", "[add(a=3, b='4')]"),
+    ],
+)
+async def test_a_format_of_vllm_is_read_by_vllm(name, call, tokenizer):
+    closed = {"qwen3_coder": "</tool_call>", "glm45": "</arg_value>\n</tool_call>"}
+    parser = ToolParser.get_tool_parser(name, tokenizer)
+    for _ in range(2):
+        said = tokenizer.encode(call + closed.get(name, "") + "<|im_end|>")
+        assert [(one.name, one.arguments) for one in await parser.calls(said, [SCHEMA])] == [
+            ("add", {"a": 3, "b": "4"})
+        ]
+        assert await parser.calls(tokenizer.encode("Three.<|im_end|>"), [SCHEMA]) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["deepseek_v3", "openai"])
+def test_a_format_of_vllm_that_does_not_fit_the_tokenizer_is_refused(config, tokenizer, name):  # noqa: F811
+    AgentLoopManager.check_config(config(f"format={name}"))
+    with pytest.raises(ConfigError, match=f"multi_turn.format={name} does not fit this tokenizer"):
+        AgentLoopManager.check_tokenizer(config(f"format={name}"), "tool_agent", tokenizer)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.experimental.agent_loop.pieces import pieces_tokenizer
-from tests.experimental.agent_loop.templates import ALTERNATING, FAMILIES, LLAMA, QWEN, tokenizer_of
+from tests.experimental.agent_loop.templates import ALTERNATING, FAMILIES, HARMONY, LLAMA, QWEN, tokenizer_of
 from verl.utils.chat_template import Turns, well_formed
 from verl.utils.config import ConfigError
 
@@ -52,6 +52,14 @@ def test_one_token_ends_a_message_whoever_chose_it(family):
     unended = tokenizer.decode(turns.between(answers("42\n"), ids(tokenizer, SAID)))
     assert unended.strip(" ") == family.end + family.alone
     assert tokenizer.decode(turns.between(answers("42\n"), [])) == unended
+
+
+def test_a_last_message_that_ends_otherwise_says_nothing_about_the_others():
+    turns = Turns(tokenizer_of(HARMONY, end="<|return|>"), None, {})
+    assert turns.stop_token_ids == ()
+    said = ids(turns._tokenizer, '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>')
+    assert turns._tokenizer.decode(turns.between(answers("42\n"), said)) == HARMONY.alone
+    assert turns._tokenizer.decode(turns.between(answers("42\n", "b"), said)) == HARMONY.answered
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class ToolAgentLoop(AgentLoopBase):
     @classmethod
     def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         turns_of(tokenizer, cls.shown_tools(config), config.data.apply_chat_template_kwargs).require_tool_answers()
+        ToolParser.get_tool_parser(config.actor_rollout_ref.rollout.multi_turn.format, tokenizer)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         shown = self.shown_tools(self.config)

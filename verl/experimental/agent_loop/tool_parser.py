@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,10 +59,15 @@ class ToolParser(ABC):
 
     @classmethod
     def parser_class(cls, name: str) -> type[ToolParser]:
-        """As `get_tool_parser`, for the driver."""
-        if name not in cls._registry:
-            raise ConfigError(f"{FORMAT_KEY}={name} is not registered.{did_you_mean(name, cls._registry)}")
-        return cls._registry[name]
+        """As `get_tool_parser`, for the driver. A name that is not registered may be one of vLLM's formats."""
+        if name in cls._registry:
+            return cls._registry[name]
+        from verl.experimental.agent_loop.vllm_tool_parser import parser_of_vllm, vllm_formats
+
+        if parser := parser_of_vllm(name):
+            return parser
+        known = [*cls._registry, *vllm_formats()]
+        raise ConfigError(f"{FORMAT_KEY}={name} is not registered.{did_you_mean(name, known)}")
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:
@@ -73,11 +79,25 @@ class ToolParser(ABC):
 
         return add
 
+    async def text(self, responses_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Decoded in the tokenizer's thread. Some vocabularies count what marks a call among their special tokens."""
+        decoded: str = await in_tokenizer_thread(
+            self.tokenizer.decode,
+            responses_ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return decoded
+
     async def calls(self, responses_ids: Sequence[int], schemas: Sequence[Any]) -> list[ToolCall]:
         """As the tool loop wants them: those that cannot be executed, too, with the reason."""
         tools = [OpenAIFunctionToolSchema.model_validate(schema) for schema in schemas]
         _, found = await self.extract_tool_calls(list(responses_ids), tools)
         return [call_of(one.name, one.arguments) for one in found]
+
+
+async def in_tokenizer_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, partial(function, *args, **kwargs))
 
 
 @ToolParser.register("hermes")
@@ -88,15 +108,43 @@ class HermesToolParser(ToolParser):
         self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """Calls that cannot be executed are left out."""
-        text = await self._text(responses_ids)
+        text = await self.text(responses_ids)
         calls = [call for call in parse_hermes(text) if call.error is None]
         return HERMES.sub("", text), [FunctionCall(name=one.name, arguments=json.dumps(one.arguments)) for one in calls]
 
     async def calls(self, responses_ids: Sequence[int], schemas: Sequence[Any]) -> list[ToolCall]:
-        return parse_hermes(await self._text(responses_ids))
+        return parse_hermes(await self.text(responses_ids))
 
-    async def _text(self, token_ids: Sequence[int]) -> str:
-        # Some vocabularies count <tool_call> among their special tokens.
-        decode: Any = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text: str = await asyncio.get_running_loop().run_in_executor(tokenizer_thread, decode, token_ids)
-        return text
+
+@ToolParser.register("gpt-oss")
+class GptOssToolParser(ToolParser):
+    """`<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`
+
+    The format of OpenAI's gpt-oss models, https://cookbook.openai.com/articles/openai-harmony. The prompt ends behind
+    the first `<|start|>assistant`. Thoughts are messages to nobody, and no calls.
+    """
+
+    MESSAGE = re.compile(
+        r"(?:\A|<\|start\|>)(?P<header>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
+        r"(?P<body>.*?)(?P<end><\|(?:call|end|return)\|>|\Z)",
+        re.DOTALL,
+    )
+    RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        number = self.tokenizer.get_added_vocab().get("<|call|>")
+        return [] if number is None else [number]
+
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Arguments may be no JSON."""
+        text = await self.text(responses_ids)
+        calls: list[FunctionCall] = []
+        rest, done = "", 0
+        for message in self.MESSAGE.finditer(text):
+            if recipient := self.RECIPIENT.search(message["header"]):
+                calls.append(FunctionCall(name=recipient[1], arguments=message["body"]))
+                rest, done = rest + text[done : message.start()], message.end()
+        return rest + text[done:], calls

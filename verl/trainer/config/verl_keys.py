@@ -531,6 +531,9 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.checkpoint.mbridge_config.*": NoEffect(why="Hugging Face directories are written as they are"),
     f"{_ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
     f"{_ROLLOUT}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
+    f"{_ROLLOUT}.multi_stage_wake_up": NoEffect(
+        why="engines get back the memory of the weights first, and that of the cache once these are loaded"
+    ),
     f"{_ROLLOUT}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
     f"{_ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{_ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{_ROLLOUT}.pipeline_model_parallel_size": NoEffect(

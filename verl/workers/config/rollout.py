@@ -33,8 +33,8 @@ class MultiTurnConfig(Section):
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
     format: str = option(
         "hermes",
-        "how tool calls are written in the model's text: hermes, or a name registered with ToolParser.register in "
-        "model.external_lib",
+        "how tool calls are written in the model's text: hermes, gpt-oss, a name of vLLM's --tool-call-parser such as "
+        "qwen3_coder, or one registered with ToolParser.register in model.external_lib",
     )
 
 

@@ -342,8 +342,11 @@ def test_ppo_with_a_critic_that_warms_up_and_is_saved_and_resumed(ray_cluster, t
 
 
 LOOP = """
+import itertools
+
 from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.interactions import BaseInteraction
 
 class Add(BaseTool):
     schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -351,16 +354,22 @@ class Add(BaseTool):
     async def execute(self, arguments):
         return f"sum {arguments['a'] + arguments['b']}"
 
-class Always(ToolParser):
-    '''A random model calls no tools; this says that it did.'''
+class EverySecond(ToolParser):
+    '''A random model calls no tools; this says that every second of its messages does, of all samples.'''
+
+    turns = itertools.cycle([1, 0])
 
     async def extract_tool_calls(self, responses_ids, tools=None):
-        return "", [FunctionCall(name="add", arguments='{"a": 40, "b": 2}')]
+        return "", [FunctionCall(name="add", arguments='{"a": 40, "b": 2}')] * next(self.turns)
+
+class Again(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, kwargs["words"], 0.25, {}
 
 class Calling(ToolAgentLoop):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.parser = Always(self.tokenizer)
+        self.parser = EverySecond(self.tokenizer)
 """
 DATASET = """
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -368,14 +377,17 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 class Polite(RLHFDataset):
     def __getitem__(self, position):
         item = super().__getitem__(position)
-        return item | {"raw_prompt": [{"role": "user", "content": "please " + item["raw_prompt"][0]["content"]}]}
+        partner = {"extra_info": {"interaction_kwargs": {"name": "again", "words": "once more"}}}
+        prompt = "please " + item["raw_prompt"][0]["content"]
+        return item | partner | {"raw_prompt": [{"role": "user", "content": prompt}]}
 """
 
 
-def test_tools_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tiny_model, own_reward):
+def test_tools_an_interaction_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tiny_model, own_reward):
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "dataset.py").write_text(DATASET)
     (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{tmp_path / 'loop.py'}:Add'}}]\n")
+    (tmp_path / "partners.yaml").write_text(f"interaction: [{{class_name: '{tmp_path / 'loop.py'}:Again'}}]\n")
     (tmp_path / "loops.yaml").write_text(f"- {{name: calling, _target_: '{tmp_path / 'loop.py'}:Calling'}}\n")
     run = Run(
         tmp_path,
@@ -386,10 +398,11 @@ def test_tools_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tin
             "trainer.n_gpus_per_node=1",
             "trainer.total_training_steps=1",
             "data.max_prompt_length=300",
-            "data.max_response_length=120",
+            "data.max_response_length=210",
             f"data.custom_cls.path={tmp_path / 'dataset.py'}",
             "data.custom_cls.name=Polite",
             f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
+            f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'partners.yaml'}",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=calling",
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
@@ -401,6 +414,7 @@ def test_tools_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tin
     samples = run.samples(1)
     assert all(sample["prompt"][0]["content"].startswith("please ") for sample in samples)
     assert any("sum 42" in sample["response"] for sample in samples)
+    assert any("once more" in sample["response"] for sample in samples)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ GOOD = [
         "extra_info",
         {"tools_kwargs": {"add": {"a": 1}}},
     ),
+    ({"extra_info": {"interaction_kwargs": {"a": 1, "b": None}}}, "extra_info", {"interaction_kwargs": {"a": 1}}),
     ({"agent_name": None}, "agent_name", None),
 ]
 

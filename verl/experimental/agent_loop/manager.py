@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
+from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.tools import load_tools
@@ -61,6 +62,7 @@ class AgentLoopManager:
         ToolParser.parser_class(rollout.multi_turn.format)
         if rollout.multi_turn.tool_config_path is not None:
             load_tools(rollout.multi_turn.tool_config_path)
+        interactions_of(config)
 
     @staticmethod
     def shown_tools(config: PPOConfig, agent_name: str | None) -> Sequence[Any]:

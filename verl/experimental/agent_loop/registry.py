@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from verl.checkpoint_engine.support.registry import require_keywords
 from verl.experimental.agent_loop.base import AgentLoopBase, DictConfigWrap
-from verl.experimental.agent_loop.loading import load_class, read_yaml
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.loading import load_class, read_yaml
 
 LoopClass = TypeVar("LoopClass", bound=type[AgentLoopBase])
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.experimental.agent_loop.tools import AgentData, BaseTool
 from verl.utils.chat_template import well_formed
 from verl.utils.plain import as_text, plain
 
+T = TypeVar("T")
 ANSWERS_WITHIN_S = 1.0
 """A thread that does nothing in this time although a tool's deadline has passed is blocked by it."""
 
@@ -42,10 +44,17 @@ class ToolThread:
         self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float, limit: int
     ) -> str:
         """The tool's answer, or what went wrong with it; at most `limit` characters and a note that it was cut."""
+        try:
+            return await self.run(_executed(tool, arguments, agent_data, limit), tool.name, timeout_s=timeout_s)
+        except TimeoutError as exc:
+            return cut(f"error: {exc}", limit)
+
+    async def run(self, work: Coroutine[Any, Any, T], name: str, *, timeout_s: float) -> T:
+        """What `work` returns or raises, or TimeoutError with a message that names it."""
         if self._thread is None:
             self._thread = LoopThread("tools")
         thread = self._thread
-        outcome = thread.start(_executed(tool, arguments, agent_data, limit))
+        outcome = thread.start(work)
         waiting = asyncio.wrap_future(outcome)
         try:
             done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
@@ -55,8 +64,8 @@ class ToolThread:
         if done:
             return waiting.result()
         waiting.add_done_callback(lambda late: late.cancelled() or late.exception())
-        await self._leave_if_blocked(thread, tool.name)
-        return cut(f"error: {tool.name} did not answer within {timeout_s} s", limit)
+        await self._leave_if_blocked(thread, name)
+        raise TimeoutError(f"{name} did not answer within {timeout_s} s")
 
     async def _leave_if_blocked(self, thread: LoopThread, name: str) -> None:
         """The next tools run in another thread; nobody can end this one."""

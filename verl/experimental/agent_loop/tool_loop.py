@@ -12,11 +12,12 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
+from verl.experimental.agent_loop.interaction import Partner, conversation, interactions_of
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall, load_tools
-from verl.utils.chat_template import turns_of
+from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions, StopReason
@@ -32,13 +33,15 @@ _tools_thread = ToolThread()
 class ToolAgentLoop(AgentLoopBase):
     """Generates, executes the tools that the message calls, shows the answers to the policy, and again.
 
-    Ends when a message calls no tool, after `multi_turn.max_assistant_turns` messages, or when the budget is used up.
+    To a message that calls no tool the sample's interaction answers, if it has one, until it says that all is said.
+    Ends when nobody answers, after `multi_turn.max_assistant_turns` messages, or when the budget is used up.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         self.tools = _tools(self.config)
+        self.interactions = interactions_of(self.config)
         self.parser = ToolParser.get_tool_parser(self.multi_turn.format, self.tokenizer)
 
     @classmethod
@@ -57,8 +60,19 @@ class ToolAgentLoop(AgentLoopBase):
         ends = () if sampling.ignore_eos else (await self.turns(shown)).stop_token_ids
         ends = (*ends, *self.parser.stop_token_ids)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-        request_id = uuid4().hex
-        agent_data = _agent_data(request_id, kwargs)
+        agent_data = _agent_data(uuid4().hex, kwargs)
+        async with conversation(
+            self.interactions, kwargs, agent_data.request_id, _tools_thread, self.multi_turn.tool_timeout_s
+        ) as partner:
+            whole = await self._taken_turns(prompt_ids, sampling, agent_data, partner)
+        rewards = {"tool_rewards": agent_data.tool_rewards, "reward_scores": agent_data.reward_scores}
+        if partner is not None:
+            rewards["turn_scores"] = partner.turn_scores
+        return replace(whole, extra_fields={**agent_data.extra_fields, **{k: v for k, v in rewards.items() if v}})
+
+    async def _taken_turns(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, agent_data: AgentData, partner: Partner | None
+    ) -> AgentLoopOutput:
         response = Response(sampling.max_tokens)
         metrics = {"generate_s": 0.0, "tools_s": 0.0, "tool_calls": 0.0}
         num_turns, assistant_turns = 1, 0
@@ -66,7 +80,7 @@ class ToolAgentLoop(AgentLoopBase):
         while response.room:
             started = time.monotonic()
             output = await self.server_manager.generate(
-                request_id,
+                agent_data.request_id,
                 prompt_ids=[*prompt_ids, *response.token_ids],
                 sampling_params=replace(sampling, max_tokens=response.room),
             )
@@ -75,24 +89,38 @@ class ToolAgentLoop(AgentLoopBase):
             num_turns, assistant_turns, stop_reason = num_turns + 1, assistant_turns + 1, output.stop_reason
             if stop_reason != "completed" or assistant_turns == self.multi_turn.max_assistant_turns:
                 break
-            calls = await self.parser.calls(output.token_ids, shown)
-            if not calls:
-                break
             started = time.monotonic()
-            replies = await self._replies(calls, agent_data)
+            calls = await self.parser.calls(output.token_ids, self.shown_tools(self.config))
+            replies = await self._replies(calls, output.token_ids, agent_data, partner)
             metrics["tools_s"] += time.monotonic() - started
             metrics["tool_calls"] += len(calls)
+            if not replies:
+                break
             reply_ids = await self._reply_tokens(replies, output.token_ids)
             if len(reply_ids) >= response.room:  # the policy could not say anything after them
                 stop_reason = "length"
                 break
             response.add_inserted(reply_ids)
             num_turns += 1
-        whole = response.output(prompt_ids, num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
-        rewards = {"tool_rewards": agent_data.tool_rewards, "reward_scores": agent_data.reward_scores}
-        return replace(whole, extra_fields={**agent_data.extra_fields, **{k: v for k, v in rewards.items() if v}})
+        return response.output(list(prompt_ids), num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
 
-    async def _replies(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, str]]:
+    async def _replies(
+        self, calls: Sequence[ToolCall], said: Sequence[int], agent_data: AgentData, partner: Partner | None
+    ) -> list[dict[str, str]]:
+        """What others say to a message of the policy: the tools that it calls, or else the partner. Empty: nobody."""
+        if partner is None:
+            return await self._answers(calls, agent_data) if calls else []
+        text = await self.parser.text(said, skip_special_tokens=True)
+        agent_data.messages.append({"role": "assistant", "content": text})
+        if calls:
+            replies = await self._answers(calls, agent_data)
+        else:
+            reply = await partner.reply(agent_data)
+            replies = [{"role": "user", "content": well_formed(reply)}] if reply is not None else []
+        agent_data.messages += replies
+        return replies
+
+    async def _answers(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, str]]:
         """A message for each call that may be executed, and one for all others together."""
         most = self.multi_turn.max_parallel_calls
         answers = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:most]))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-from verl.experimental.agent_loop.loading import load_class, read_yaml
 from verl.tools.base_tool import BaseTool as ToolOfVerl
 from verl.utils.config import ConfigError
+from verl.utils.loading import load_class, read_yaml
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 MOST_DIGITS = 1000

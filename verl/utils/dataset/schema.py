@@ -108,8 +108,9 @@ def _agent_name(value: Any) -> str | None:
 
 def _extra_info(value: Any) -> dict[str, Any]:
     found = _mapping(value, "extra_info", "a dict")
-    if "tools_kwargs" in found:
-        found["tools_kwargs"] = without_nulls(found["tools_kwargs"])
+    for name in ("tools_kwargs", "interaction_kwargs"):
+        if name in found:
+            found[name] = without_nulls(found[name])
     return found
 
 

@@ -29,8 +29,13 @@ class MultiTurnConfig(Section):
     max_assistant_turns: int = option(5, "assistant messages per sample", least=1)
     max_parallel_calls: int = option(1, "tool calls taken from one assistant message", least=1)
     max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)
-    tool_timeout_s: float = option(60.0, "deadline for one tool call; the model is told when it passes", above=0)
+    tool_timeout_s: float = option(
+        60.0, "deadline for one tool call, of which the model is told, and for what an interaction does", above=0
+    )
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
+    interaction_config_path: str | None = option(
+        None, "YAML file that lists the interactions, which answer messages that call no tool"
+    )
     format: str = option(
         "hermes",
         "how tool calls are written in the model's text: hermes, gpt-oss, a name of vLLM's --tool-call-parser such as "

@@ -1,0 +1,1 @@
+"""verl's place for the registry of interactions."""

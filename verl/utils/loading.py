@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,27 @@ def read_yaml(path: str, where: str) -> Any:
         raise ConfigError(f"{where}={path} cannot be read: {exc.strerror}") from exc
     except yaml.YAMLError as exc:
         raise ConfigError(f"{where}={path} is not YAML: {' '.join(str(exc).split())}") from exc
+
+
+def read_entries(
+    path: str, key: str, kind: str, section: str, known: Sequence[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """The entries of a YAML file with a list `section`, each with what it is called in messages. Raises ConfigError.
+
+    Every entry has `class_name`, and others of the `known` fields. `key` names the file in the configuration; `kind` is
+    the word for one entry.
+    """
+    content = read_yaml(path, key)
+    entries = content.get(section) if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key}={path} holds no list of {section!r}")
+    named = [(f"{key}={path}: {kind} {number}", entry) for number, entry in enumerate(entries)]
+    for where, entry in named:
+        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+            raise ConfigError(f"{where} lacks 'class_name': {entry!r}")
+        if unknown := sorted(set(entry) - set(known)):
+            raise ConfigError(f"{where}: unknown {unknown}; known: {', '.join(known)}")
+    return named
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from verl.tools.base_tool import BaseTool as ToolOfVerl
 from verl.utils.config import ConfigError
-from verl.utils.loading import load_class, read_yaml
+from verl.utils.loading import load_class, read_entries
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 MOST_DIGITS = 1000
@@ -191,17 +191,8 @@ def load_tools(path: str) -> dict[str, BaseTool]:
     The file holds `tools:`, a list of entries with `class_name` ("module:Class", "file.py:Class"), and optionally
     `config` (for the tool) and `tool_schema` (instead of the class's own). A class is a `BaseTool`, or one of verl's.
     """
-    content = read_yaml(path, CONFIG_KEY)
-    entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{CONFIG_KEY}={path} holds no list of 'tools'")
     tools: dict[str, BaseTool] = {}
-    for number, entry in enumerate(entries):
-        where = f"{CONFIG_KEY}={path}: tool {number}"
-        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-            raise ConfigError(f"{where} lacks 'class_name': {entry!r}")
-        if unknown := sorted(set(entry) - {"class_name", "config", "tool_schema"}):
-            raise ConfigError(f"{where}: unknown {unknown}; known: class_name, config, tool_schema")
+    for where, entry in read_entries(path, CONFIG_KEY, "tool", "tools", ("class_name", "config", "tool_schema")):
         tool = _tool(entry, where)
         if tool.name in tools:
             raise ConfigError(f"{where}: two tools are called {tool.name!r}")

@@ -9,10 +9,9 @@ from typing import Any
 
 from verl.interactions.base import BaseInteraction
 from verl.utils.config import ConfigError
-from verl.utils.loading import load_class, read_yaml
+from verl.utils.loading import load_class, read_entries
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
-ENTRY = ("name", "class_name", "config")
 METHODS = {
     "start_interaction": ("instance_id",),
     "generate_response": ("instance_id", "messages"),
@@ -28,17 +27,8 @@ def initialize_interactions_from_config(interaction_config_file: str | Path) -> 
     `name` (or else that of the class, without `Interaction`, in small letters) and `config`.
     """
     path = str(interaction_config_file)
-    content = read_yaml(path, CONFIG_KEY)
-    entries = content.get("interaction") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{CONFIG_KEY}={path} holds no list of 'interaction'")
     interactions: dict[str, BaseInteraction] = {}
-    for number, entry in enumerate(entries):
-        where = f"{CONFIG_KEY}={path}: interaction {number}"
-        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-            raise ConfigError(f"{where} lacks 'class_name': {entry!r}")
-        if unknown := sorted(set(entry) - set(ENTRY)):
-            raise ConfigError(f"{where}: unknown {unknown}; known: {', '.join(ENTRY)}")
+    for where, entry in read_entries(path, CONFIG_KEY, "interaction", "interaction", ("name", "class_name", "config")):
         found = load_class(entry["class_name"], BaseInteraction, where)
         name = entry.get("name") or found.__name__.removesuffix("Interaction").lower()
         if name in interactions:

@@ -34,7 +34,8 @@ from verl.trainer.fleet.recovery import STEP, SYNC
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
-from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Step, TrainingResult
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
+from verl.trainer.ppo.step import Metrics, Step
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import NO_VERSION

@@ -22,7 +22,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Generation
 from verl.trainer.ppo.going_back import StateLost
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step, TrainingResult
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
+from verl.trainer.ppo.step import Step
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-    from verl.trainer.ppo.ray_trainer import Step
+    from verl.trainer.ppo.step import Step
 
 
 class StateLost(Exception):

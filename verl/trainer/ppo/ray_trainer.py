@@ -9,20 +9,18 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, repeat
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
-from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support import records
 from verl.checkpoint_engine.support.memory import MemoryUse, memory_watch, most
 from verl.protocol import DataProto, tensors_of
@@ -35,7 +33,8 @@ from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
-from verl.trainer.ppo.even_batches import padded, without_padding
+from verl.trainer.ppo.even_batches import without_padding
+from verl.trainer.ppo.experience import Experience, needs_critic
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.going_back import Beginning, Learned, StateLost
 from verl.trainer.ppo.metric_utils import (
@@ -44,60 +43,20 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughput_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.saves import Saves
 from verl.trainer.ppo.slow_ranks import SlowRanks
+from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
-from verl.utils.plain import as_float
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-from verl.utils.timing import TIMELINE_FILE, Patience, Span, SpanLog, go_back, marked_timer, write_spans
+from verl.utils.timing import TIMELINE_FILE, Patience, Span, go_back, write_spans
 from verl.utils.tracking import Tracking
-from verl.utils.tracking_services import Histogram
 from verl.workers.config import PPOConfig
-from verl.workers.engine.base import ROUTES
-from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
+from verl.workers.reward_manager import RewardManager
 
-Metrics = dict[str, float]
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Step:
-    """What is measured during one training step."""
-
-    number: int
-    patience: Patience
-    metrics: Metrics = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    seconds: Metrics = field(default_factory=dict)
-    spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
-    syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
-    reward: RewardOutput | None = None
-    """Of the batch, once it is known: it may be needed to choose the batch, and is not asked for twice."""
-    is_synced: bool = False
-    """The rollout engines have what the trainer has learned in it."""
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """The block is phase `name` of the step, or the whole step."""
-        with ExitStack() as stack:
-            if name != "step":
-                stack.enter_context(self.patience.during(name, f"step {self.number}: {name}"))
-            stack.enter_context(marked_timer(name, self.seconds, self.spans, self.number))
-            yield
-
-    def synced(self, report: SyncReport) -> None:
-        """A sync has ended."""
-        self.metrics |= report.metrics()
-        if report.delta is not None and report.delta.tensors_by_change:
-            counts = report.delta.tensors_by_change
-            self.histograms["checkpoint_engine/delta/changed_fraction_of_tensors"] = Histogram(CHANGE_LIMITS, counts)
-        for phase, start_s, stop_s in report.timed_laps():
-            self.syncs.add(phase, start_s, stop_s, report.version)
 
 
 @dataclass(frozen=True)
@@ -164,7 +123,7 @@ class RayPPOTrainer:
         self._slow_ranks = SlowRanks(self._process_of)
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
-        self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
+        self._experience = Experience(config, cluster, reward_manager, self.kl_ctrl, self._samples)
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
@@ -330,13 +289,13 @@ class RayPPOTrainer:
         """One update of critic and actor; the batch with everything that it took."""
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
-            batch = self.score(batch, now)
+            batch = self._experience.score(batch, now)
         asked = None if self.cluster.teachers is None else self.cluster.teachers.ask(batch)
         with self.traced(now.number):
             with now.timed("old_log_prob"):
-                batch = self.add_old_log_probs(batch, now)
+                batch = self._experience.add_old_log_probs(batch, now)
             with now.timed("ref"):
-                batch = self.add_reference_log_probs(batch)
+                batch = self._experience.add_reference_log_probs(batch)
             if self.has_critic:
                 with now.timed("values"):
                     batch = batch.union(self.cluster.actor.compute_values(batch))
@@ -344,8 +303,8 @@ class RayPPOTrainer:
                 with now.timed("teacher"):
                     now.metrics |= add_teacher_log_probs(batch, asked, self.config)
             with now.timed("adv"):
-                batch = self.add_advantages(batch, now)
-                learned_from = self.filtered(batch, now)
+                batch = self._experience.add_advantages(batch, now)
+                learned_from = self._experience.filtered(batch, now)
             if self.has_critic:
                 with now.timed("update_critic"):
                     self.update_critic(learned_from, now)
@@ -488,104 +447,6 @@ class RayPPOTrainer:
         now.metrics["reward/greedy/mean"] = rewards.mean().item()
         return rewards.repeat_interleave(self.config.actor_rollout_ref.rollout.n)
 
-    def score(self, batch: DataProto, now: Step) -> DataProto:
-        """`token_level_scores`, and the reward function's other numbers as metrics."""
-        reward = now.reward = now.reward or self.reward_manager(batch)
-        tensors_of(batch)["token_level_scores"] = reward.reward_tensor
-        if core_algos.COMPONENTS in self._needed:
-            keys = self.config.algorithm.gdpo_reward_keys
-            tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
-        now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
-        self._samples.write(now.number, batch, reward)
-        return self._balanced(padded(batch, self.cluster.actor.world_size))
-
-    def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
-        """The policy's log-probs before the update, and how far the rollout engine's are from them."""
-        tensors = tensors_of(batch)
-        mask = tensors["response_mask"]
-        if self.config.actor_rollout_ref.actor.use_rollout_log_probs:
-            tensors["old_log_probs"] = tensors["rollout_log_probs"]
-            return batch
-        computed = tensors_of(self.cluster.actor.compute_log_prob(batch))
-        tensors["old_log_probs"], entropys = computed["old_log_probs"], computed["entropys"]
-        if ROUTES in computed:
-            tensors[ROUTES] = computed[ROUTES]
-        if core_algos.SUM_PI_SQUARED in self._needed:
-            tensors[core_algos.SUM_PI_SQUARED] = self.sum_pi_squared(batch)
-        totals = core_algos.LossTotals.of(mask)
-        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-        now.metrics["actor/entropy"] = core_algos.agg_loss(entropys, mask, mode, totals=totals).item()
-        if "rollout_log_probs" in tensors:
-            old, rollout = tensors["old_log_probs"], tensors["rollout_log_probs"]
-            now.metrics |= core_algos.rollout_probs_diff_metrics(old, rollout, mask)
-            weights, metrics = core_algos.compute_rollout_importance_weights(
-                old, rollout, mask, self.config.algorithm.rollout_correction
-            )
-            now.metrics |= metrics
-            if weights is not None:
-                tensors["rollout_is_weights"] = weights
-        return batch
-
-    def sum_pi_squared(self, batch: DataProto) -> torch.Tensor:
-        """The sum over the vocabulary of squared probabilities, [B, R], from two log-probs of the same token.
-
-        With z = logits / temperature, log pi is z - lse(z), and at half the temperature 2 z - lse(2 z); the sum is
-        exp(lse(2 z) - 2 lse(z)). So every training engine can tell it, for one more pass.
-        """
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        sharper = DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, "temperature": temperature / 2})
-        at_half: torch.Tensor = tensors_of(self.cluster.actor.compute_log_prob(sharper))["old_log_probs"]
-        log_prob: torch.Tensor = tensors_of(batch)["old_log_probs"]
-        return (2.0 * log_prob - at_half).exp().clamp(max=1.0)
-
-    def add_reference_log_probs(self, batch: DataProto) -> DataProto:
-        if not needs_reference(self.config):
-            return batch
-        return batch.union(self.cluster.actor.compute_ref_log_prob(batch))
-
-    def add_advantages(self, batch: DataProto, now: Step) -> DataProto:
-        """Rewards (with the KL penalty if that belongs there) become advantages, by groups of one prompt."""
-        tensors, algorithm = tensors_of(batch), self.config.algorithm
-        rewards = tensors["token_level_scores"]
-        if algorithm.use_kl_in_reward:
-            rewards, metrics = core_algos.apply_kl_penalty(
-                rewards,
-                tensors["old_log_probs"],
-                tensors["ref_log_prob"],
-                tensors["response_mask"],
-                kl_ctrl=self.kl_ctrl,
-                kl_penalty=algorithm.kl_penalty,
-            )
-            now.metrics |= metrics
-        tensors["token_level_rewards"] = rewards
-        tensors["advantages"], tensors["returns"] = self._advantages(
-            token_level_rewards=rewards,
-            response_mask=tensors["response_mask"],
-            index=batch.non_tensor_batch["uid"],
-            config=algorithm,
-            **{name: tensors.get(name, None) for name in self._needed},
-        )
-        self.reject(batch, now)
-        return batch
-
-    def reject(self, batch: DataProto, now: Step) -> None:
-        """Leave out of the update what the rollout engine's policy and the trainer's are too far apart for."""
-        tensors, correction = tensors_of(batch), self.config.algorithm.rollout_correction
-        if self.config.actor_rollout_ref.actor.use_rollout_log_probs or not correction.rejects:
-            return  # the loss does it, with the policy as it is then
-        tensors["response_mask"], metrics = core_algos.rejected(
-            tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
-        )
-        now.metrics |= metrics
-
-    def filtered(self, batch: DataProto, now: Step) -> DataProto:
-        """What updates see of `batch`: all of it, or with policy filtration what is drawn from it."""
-        if not self.config.algorithm.use_pf_ppo:
-            return batch
-        drawn, metrics = filtered(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed + now.number)
-        now.metrics |= metrics
-        return self._balanced(padded(drawn, self.config.trainer.world_size))
-
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]
 
@@ -697,15 +558,6 @@ class RayPPOTrainer:
             return epoch - 1 if state["position"] == 0 else epoch
         return (step - 1) // max(len(self.train_dataloader), 1)
 
-    def _balanced(self, batch: DataProto) -> DataProto:
-        """Reorder so that every rank's part has about the same number of tokens."""
-        if not self.config.trainer.balance_batch:
-            return batch
-        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        parts = get_seqlen_balanced_partitions(lengths, self.cluster.actor.world_size, equal_size=True)
-        batch.reorder(torch.tensor([index for part in parts for index in part]))
-        return batch
-
 
 def _version(report: Mapping[str, Any]) -> float:
     version = report.get("version")
@@ -714,38 +566,3 @@ def _version(report: Mapping[str, Any]) -> float:
 
 def _every(frequency: int, step: int) -> bool:
     return frequency > 0 and step % frequency == 0
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def needs_critic(config: PPOConfig) -> bool:
-    return core_algos.needs_values(config.algorithm.adv_estimator)
-
-
-def reward_components(reward: RewardOutput, keys: Sequence[str]) -> torch.Tensor:
-    """The numbers that the reward function gave under `keys`, [B, len(keys)].
-
-    Raises RewardError for a response without one of them.
-    """
-    components = torch.zeros(len(reward.responses), len(keys))
-    for column, key in enumerate(keys):
-        for row, value in enumerate(reward.extra_info.get(key, [None] * len(components))):
-            number = as_float(value)
-            if number is None or not isfinite(number):
-                raise RewardError(
-                    f"algorithm.gdpo_reward_keys: the reward function returned {key}={value!r} for sample {row}, not a "
-                    f"finite number; it has {', '.join(reward.extra_info) or 'no numbers beside the score'}"
-                )
-            components[row, column] = number
-    return components
-
-
-def _means(prefix: str, columns: Mapping[str, list[Any]]) -> Metrics:
-    """Means of the columns that hold numbers."""
-    found = {
-        name: [number for each in values if (number := as_float(each)) is not None] for name, values in columns.items()
-    }
-    with np.errstate(invalid="ignore"):  # of infinities of both signs
-        return {f"{prefix}/{name}/mean": float(np.mean(numbers)) for name, numbers in found.items() if numbers}

@@ -29,9 +29,10 @@ from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.distillation import require_routes, require_teachers
+from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.overview import in_force
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.validation import Validator

@@ -30,7 +30,7 @@ from verl.experimental.fully_async_policy.state import RollouterState
 from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.fleet.cluster import FAILED_SYNCS
-from verl.trainer.fleet.recovery import STEP, SYNC
+from verl.trainer.fleet.recovery import SYNC
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
@@ -242,10 +242,10 @@ class FullyAsyncTrainer(RayPPOTrainer):
             return self.cluster.update_weights(version)
 
         def again(failure: Exception) -> SyncReport:
-            self.catch_up(version, failure)
+            self.going_back.catch_up(version, failure)
             return sync()
 
-        return self.cluster.recovery.attempt(STEP, sync, failures=(Exception,), again=again)
+        return self.going_back.attempt(sync, again=again)
 
     def abandon_sync(self) -> None:
         """Wait for the sync that is under way, of a step that is undone."""

@@ -7,7 +7,6 @@ engines -> ...
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -27,8 +26,6 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
-from verl.trainer.fleet.recovery import STEP
-from verl.trainer.fleet.trainer_ranks import Loss
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
@@ -36,7 +33,7 @@ from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import without_padding
 from verl.trainer.ppo.experience import Experience, needs_critic
 from verl.trainer.ppo.generation import HealingRollouts
-from verl.trainer.ppo.going_back import Beginning, Learned, StateLost
+from verl.trainer.ppo.going_back import Beginning, GoingBack, Learned
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_staleness_metrics,
@@ -116,10 +113,7 @@ class RayPPOTrainer:
             in_background=actor.async_save or (self.has_critic and critic.async_save),
             stops_on_full_disk=config.trainer.on_full_disk == "stop",
         )
-        self._learned: Learned | None = None
-        """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
-        self._caught_up = 0
-        """The restart of trainer ranks that was made good last."""
+        self.going_back = GoingBack(cluster, kept=self.KEPT, learn=self.learn_from, restore=self.restore)
         self._slow_ranks = SlowRanks(self._process_of)
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
@@ -149,11 +143,7 @@ class RayPPOTrainer:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
         step = self.resume(resume_from) if resume_from else 0
         self._beginning = Beginning(resume_from, self.prompts_at_beginning(), self.kl_ctrl.value)
-        while True:
-            try:
-                return self.train_after(step)
-            except StateLost:
-                step = self.cluster.recovery.attempt(STEP, self.go_back, failures=(Exception,), again=self.go_back)
+        return self.going_back.until_done(self.train_after, step)
 
     def train_after(self, start: int) -> TrainingResult:
         """Train from step `start` on, the state of which the trainer ranks have. Raises StateLost if they lose it."""
@@ -171,12 +161,8 @@ class RayPPOTrainer:
 
     def begin_training(self, start: int) -> None:
         """`begin`, and keep the state that the trainer ranks have. Raises StateLost if they lose it."""
-
-        def lose(failure: Exception) -> None:
-            raise StateLost from failure
-
         self.memory.start()
-        self.cluster.recovery.attempt(STEP, lambda: self.begin(start), failures=(Exception,), again=lose)
+        self.going_back.begin(lambda: self.begin(start))
         if not self.config.trainer.val_only:
             self.memory.keep(start)
 
@@ -192,52 +178,20 @@ class RayPPOTrainer:
         If trainer ranks are lost it is made again, from where they remember; the samples are not. `generating` is as
         in `update_weights`, `prompts_state` as in `test_and_save`.
         """
-        kl_coef = self.kl_ctrl.value
-        learned: DataProto | None = None
 
-        def work() -> DataProto:
-            nonlocal learned
-            if learned is None:
-                self.kl_ctrl.value = kl_coef
-                self._samples.forget_after(now.number - 1)
-                learned = self.learn(batch[:], now)
-                self.memory.keep(now.number)
-                self._learned = Learned(now, batch, kl_coef)
+        def then() -> None:
             if not now.is_synced:
                 self.pass_on(now, generating)
                 now.is_synced = True
             self.test_and_save(now, prompts_state or self.train_dataloader.state_dict)
-            return learned
 
-        def again(failure: Exception) -> DataProto:
-            nonlocal learned
-            if self.catch_up(now.number - 1, failure) < now.number:
-                learned, now.is_synced = None, False
-            return work()
+        return self.going_back.train(Learned(now, batch, self.kl_ctrl.value), then)
 
-        return self.cluster.recovery.attempt(STEP, work, failures=(Exception,), again=again)
-
-    def catch_up(self, step: int, failure: Exception) -> int:
-        """Have trainer ranks that were started again the state after `step` or a later one: which.
-
-        If they died before that of `step` was in memory, they learn it once more from its batch. Raises StateLost if
-        they cannot, and `failure` if they have not been lost anew: then it is not for that reason.
-        """
-        restarts, last = self.cluster.trainer_ranks.restarts, self._learned
-        if restarts == self._caught_up:
-            raise failure
-        remembered = self.loss.remembered
-        learns_again = last is not None and last.now.number == step and remembered == step - 1
-        if remembered is None or (remembered < step and not learns_again):
-            raise StateLost from failure
-        self.tell_restart(remembered, "from memory")
-        if last is not None and learns_again:
-            self.kl_ctrl.value = last.kl_coef
-            self._samples.forget_after(step - 1)
-            self.learn(last.batch[:], last.now)
-            self.memory.keep(step)
-        self._caught_up = restarts
-        return max(remembered, step)
+    def learn_from(self, learned: Learned) -> DataProto:
+        """`learn` it, for the first time or again."""
+        self.kl_ctrl.value = learned.kl_coef
+        self._samples.forget_after(learned.now.number - 1)
+        return self.learn(learned.batch[:], learned.now)
 
     def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
         """Give the rollout engines what the trainer has learned."""
@@ -248,19 +202,11 @@ class RayPPOTrainer:
     def memory(self) -> MemoryCheckpoint:
         return self.cluster.trainer_ranks.memory
 
-    @property
-    def loss(self) -> Loss:
-        """The last one of trainer ranks."""
-        loss = self.cluster.trainer_ranks.loss
-        assert loss is not None  # who asks knows of one
-        return loss
-
-    def go_back(self, _: Exception | None = None) -> int:
+    def restore(self) -> tuple[int, Path | None]:
         """Give trainer ranks that were started again the last state that is on disk, or else that of the beginning.
 
-        The step to continue after.
+        The step to continue after, and the checkpoint, if it is one.
         """
-        self.memory.forget()
         self._saves.end()
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
         if checkpoint is None:
@@ -270,20 +216,7 @@ class RayPPOTrainer:
         else:
             step = self.load_checkpoint(checkpoint)
         self.tracking.go_back(step)
-        self.tell_restart(step, f"from {checkpoint or 'the beginning'}")
-        self._learned, self._caught_up = None, self.cluster.trainer_ranks.restarts
-        return step
-
-    def tell_restart(self, step: int, source: str) -> None:
-        """Say what was lost, and where the run goes on."""
-        logger.warning(
-            "%s; %s are kept; the trainer goes on after step %d, %s, after %.1f s",
-            self.loss.what,
-            self.KEPT,
-            step,
-            source,
-            time.monotonic() - self.loss.began_s,
-        )
+        return step, checkpoint
 
     def learn(self, batch: DataProto, now: Step) -> DataProto:
         """One update of critic and actor; the batch with everything that it took."""

@@ -126,7 +126,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 config,
                 self.train_dataloader.dataset,
                 source=self.train_dataloader.source,
-                asks_greedily=self.needs_greedy,
+                asks_greedily=self.sampling.needs_greedy,
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=config.async_training.max_outstanding(required),
             ),
@@ -168,7 +168,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             if others:
                 self.supply.replace(others)
             if filled.is_full:
-                return self.full(filled, now)
+                return self.sampling.full(filled, now)
             samples = self._taken(filled.missing, now)
 
     def _joined_samples(self, samples: Sequence[Sample], now: Step) -> DataProto:
@@ -177,7 +177,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             now.metrics[f"agent_loop/{name}/mean"] = fmean(values)
         greedy = [sample.greedy for sample in samples if sample.greedy is not None]
         if greedy:
-            tensors_of(batch)[BASELINES] = self.baselines(DataProto.concat(greedy), now)
+            tensors_of(batch)[BASELINES] = self.sampling.baselines(DataProto.concat(greedy), now)
         now.metrics |= processing_metrics(samples)
         self._furthest = max(self._furthest, *(sample.index for sample in samples))
         return batch

@@ -7,29 +7,22 @@ engines -> ...
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, repeat
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from verl.checkpoint_engine.support import records
 from verl.checkpoint_engine.support.memory import MemoryUse, memory_watch, most
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import DataProto
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
-from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
 from verl.trainer.ppo.even_batches import without_padding
 from verl.trainer.ppo.experience import Experience, needs_critic
 from verl.trainer.ppo.generation import HealingRollouts
@@ -41,9 +34,11 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.sampling import Sampling
 from verl.trainer.ppo.saves import Saves
 from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.step import Step
+from verl.trainer.ppo.traces import Traces
 from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
@@ -115,8 +110,8 @@ class RayPPOTrainer:
         )
         self.going_back = GoingBack(cluster, kept=self.KEPT, learn=self.learn_from, restore=self.restore)
         self._slow_ranks = SlowRanks(self._process_of)
-        self._rows = chain.from_iterable(repeat(train_dataloader))
-        self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
+        self.traces = Traces(config, cluster)
+        self.sampling = Sampling(config, rollouts, reward_manager, train_dataloader, self.traces)
         self._experience = Experience(config, cluster, reward_manager, self.kl_ctrl, self._samples)
 
     @classmethod
@@ -153,7 +148,7 @@ class RayPPOTrainer:
             now = self.at(step)
             with now.timed("step"):
                 with now.timed("gen"):
-                    batch = self.generate(prompts, now)
+                    batch = self.sampling.generate(prompts, now)
                     self.cluster.free_rollout_memory()
                 batch = self.train(batch, now)
             self.report(now, batch)
@@ -224,7 +219,7 @@ class RayPPOTrainer:
         with now.timed("reward"):
             batch = self._experience.score(batch, now)
         asked = None if self.cluster.teachers is None else self.cluster.teachers.ask(batch)
-        with self.traced(now.number):
+        with self.traces.of_ranks(now.number):
             with now.timed("old_log_prob"):
                 batch = self._experience.add_old_log_probs(batch, now)
             with now.timed("ref"):
@@ -250,18 +245,6 @@ class RayPPOTrainer:
     def _process_of(self, rank: int) -> str:
         process = self.cluster.actor.processes[rank]
         return f"pid {process.pid} on {process.address}"
-
-    @contextmanager
-    def traced(self, step: int) -> Iterator[None]:
-        """Have the trainer ranks write traces of the block, if `step` is one of `global_profiler.steps`."""
-        profiler = self.config.global_profiler
-        if step not in (profiler.steps or ()):
-            yield
-            return
-        self.cluster.actor.start_profile(profiler.tool)
-        yield
-        self.cluster.actor.stop_profile(self.config.profile_directory, step)
-        logger.info("traces of step %d are in %s", step, self.config.profile_directory)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
         """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
@@ -303,82 +286,7 @@ class RayPPOTrainer:
         """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
         if not self.config.trainer.val_only:
             for step in range(start + 1, self.total_steps + 1):
-                yield step, self.draw(step)
-
-    def draw(self, step: int) -> DataProto:
-        """The prompts that come next, for `step`; after the last of an epoch, the first of another."""
-        prompts = DataProto.from_dict(non_tensors=next(self._rows))
-        uids = [uuid.uuid4().hex for _ in range(len(prompts))]
-        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        prompts.meta_info["global_steps"] = step
-        return prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-
-    def generate(self, prompts: DataProto, now: Step) -> DataProto:
-        return self.chosen(self.joined(prompts, self._generated(prompts, now), now), now)
-
-    def chosen(self, batch: DataProto, now: Step) -> DataProto:
-        """`batch`; with dynamic sampling what differs of it, and of as many more prompts as it takes."""
-        if not self.config.algorithm.filter_groups.enable:
-            return batch
-        filled = filling(self.config, len(self.train_dataloader))
-        filled.add(batch, self.reward_manager(batch))
-        while not filled.is_full:
-            prompts = self.draw(now.number)
-            batch = self.joined(prompts, self._generated(prompts, now), now)
-            filled.add(batch, self.reward_manager(batch))
-        return self.full(filled, now)
-
-    def full(self, filled: DynamicBatch, now: Step) -> DataProto:
-        """What the step learns from."""
-        now.metrics |= filled.metrics
-        batch, now.reward = filled.result()
-        return batch
-
-    def _generated(self, prompts: DataProto, now: Step) -> DataProto:
-        with self._traced_engines(now.number):
-            return self.rollouts.generate_sequences(prompts)
-
-    @contextmanager
-    def _traced_engines(self, step: int) -> Iterator[None]:
-        chosen = step in (self.config.global_profiler.steps or ())
-        if not (chosen and self.config.actor_rollout_ref.rollout.profiler.enable):
-            yield
-            return
-        self.cluster.profile_rollouts(f"step_{step}")
-        yield
-        self.cluster.profile_rollouts(None)
-
-    def joined(self, prompts: DataProto, generated: DataProto, now: Step, greedy: DataProto | None = None) -> DataProto:
-        """`greedy`: what was generated for `greedily(prompts)`; it is generated here if it is needed and not there."""
-        now.metrics |= generated.meta_info.pop("timing", {})
-        baselines = None
-        if self.needs_greedy:
-            asked = self.greedily(prompts)
-            if greedy is None:
-                with now.timed("gen_max"):
-                    greedy = self.rollouts.generate_sequences(asked)
-            greedy.meta_info.pop("timing", None)
-            baselines = self.baselines(asked.union(greedy), now)
-        batch = prompts.union(generated)
-        if baselines is not None:
-            tensors_of(batch)[core_algos.BASELINES] = baselines
-        return batch
-
-    @property
-    def needs_greedy(self) -> bool:
-        return core_algos.BASELINES in self._needed
-
-    def greedily(self, prompts: DataProto) -> DataProto:
-        """Each of `prompts` once, for one response of the likeliest tokens."""
-        once: DataProto = prompts[:: self.config.actor_rollout_ref.rollout.n]
-        once.meta_info = {**prompts.meta_info, "greedy": True}
-        return once
-
-    def baselines(self, greedy: DataProto, now: Step) -> torch.Tensor:
-        """What greedy responses earn, once for every response to their prompts."""
-        rewards: torch.Tensor = self.reward_manager(greedy).reward_tensor.sum(-1)
-        now.metrics["reward/greedy/mean"] = rewards.mean().item()
-        return rewards.repeat_interleave(self.config.actor_rollout_ref.rollout.n)
+                yield step, self.sampling.draw(step)
 
     def update_critic(self, batch: DataProto, now: Step) -> None:
         now.metrics |= self.cluster.actor.update_critic(batch)[0]
@@ -448,8 +356,7 @@ class RayPPOTrainer:
 
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """Go on with the prompts that come after those of a checkpoint."""
-        self.train_dataloader.load_state_dict(self.position_in_data(state))
-        self._rows = chain.from_iterable(repeat(self.train_dataloader))
+        self.sampling.continue_after(self.position_in_data(state))
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Every `save_freq` steps, and at the end of a run that saves at all."""

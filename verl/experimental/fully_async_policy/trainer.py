@@ -94,7 +94,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                     self.report(now, batch)
                 last = self.at(step)
                 self.end_sync(last, version=step)
-                self.write_timeline(last)
+                self.reports.write_timeline(last)
         except StateLost:
             self.abandon_sync()
             raise

@@ -7,18 +7,15 @@ engines -> ...
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint_engine.support import records
-from verl.checkpoint_engine.support.memory import MemoryUse, memory_watch, most
 from verl.protocol import DataProto
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
-from verl.trainer.fleet.cluster import Cluster, sync_report_path
+from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
@@ -27,12 +24,8 @@ from verl.trainer.ppo.even_batches import without_padding
 from verl.trainer.ppo.experience import Experience, needs_critic
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.going_back import Beginning, GoingBack, Learned
-from verl.trainer.ppo.metric_utils import (
-    compute_data_metrics,
-    compute_staleness_metrics,
-    compute_throughput_metrics,
-    compute_timing_metrics,
-)
+from verl.trainer.ppo.metric_utils import compute_staleness_metrics
+from verl.trainer.ppo.reports import Reports
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.sampling import Sampling
 from verl.trainer.ppo.saves import Saves
@@ -43,7 +36,7 @@ from verl.trainer.ppo.validation import Validator
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
-from verl.utils.timing import TIMELINE_FILE, Patience, Span, go_back, write_spans
+from verl.utils.timing import Patience
 from verl.utils.tracking import Tracking
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardManager
@@ -97,9 +90,6 @@ class RayPPOTrainer:
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         self._patience = Patience()
-        self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
-        self._asked_engines: Future[list[Span]] | None = None
-        self._measured_engines: Future[list[MemoryUse]] | None = None
         actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
         self.has_critic = needs_critic(config)
         self._saves = Saves(
@@ -110,7 +100,7 @@ class RayPPOTrainer:
         )
         self.going_back = GoingBack(cluster, kept=self.KEPT, learn=self.learn_from, restore=self.restore)
         self._slow_ranks = SlowRanks(self._process_of)
-        self.traces = Traces(config, cluster)
+        self.traces, self.reports = Traces(config, cluster), Reports(config, cluster)
         self.sampling = Sampling(config, rollouts, reward_manager, train_dataloader, self.traces)
         self._experience = Experience(config, cluster, reward_manager, self.kl_ctrl, self._samples)
 
@@ -130,9 +120,7 @@ class RayPPOTrainer:
             )
         return config
 
-    def at(self, step: int) -> Step:
-        """To measure `step` with."""
-        return Step(step, self._patience)
+    # ---- a run
 
     def fit(self, resume_from: Path | None = None) -> TrainingResult:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
@@ -161,6 +149,40 @@ class RayPPOTrainer:
         if not self.config.trainer.val_only:
             self.memory.keep(start)
 
+    def begin(self, start: int) -> None:
+        """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
+        first = self.at(start)
+        validates = self.config.trainer.val_before_train and not self.rewards_before
+        self.reports.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
+        logger.info("loading version %d of the weights into the rollout engines", start)
+        with first.timed("update_weights"):
+            self.update_weights(first)
+        if validates:
+            with first.timed("testing"):
+                self.validate(first)
+            self.rewards_before = dict(self.rewards_after)
+            self.tracking.log(first.metrics, start)
+        self.reports.write_timeline(first)
+
+    def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
+        """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
+        if not self.config.trainer.val_only:
+            for step in range(start + 1, self.total_steps + 1):
+                yield step, self.sampling.draw(step)
+
+    def at(self, step: int) -> Step:
+        """To measure `step` with."""
+        return Step(step, self._patience)
+
+    def result(self, step: int) -> TrainingResult:
+        if not self.rewards_after:  # nothing was left to train, or nothing was to be
+            self.validate(self.at(step))
+        self.reports.write_timeline(self.at(step), last=True)
+        self._saves.close()
+        return TrainingResult(step, self.rewards_before, self.rewards_after)
+
+    # ---- a step
+
     def train(
         self,
         batch: DataProto,
@@ -188,31 +210,6 @@ class RayPPOTrainer:
         self._samples.forget_after(learned.now.number - 1)
         return self.learn(learned.batch[:], learned.now)
 
-    def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
-        """Give the rollout engines what the trainer has learned."""
-        with now.timed("update_weights"):
-            self.update_weights(now, generating)
-
-    @property
-    def memory(self) -> MemoryCheckpoint:
-        return self.cluster.trainer_ranks.memory
-
-    def restore(self) -> tuple[int, Path | None]:
-        """Give trainer ranks that were started again the last state that is on disk, or else that of the beginning.
-
-        The step to continue after, and the checkpoint, if it is one.
-        """
-        self._saves.end()
-        checkpoint = self.checkpoints.last or self._beginning.checkpoint
-        if checkpoint is None:
-            step = 0
-            self.restore_prompts(self._beginning.prompts)
-            self.kl_ctrl.value = self._beginning.kl_coef
-        else:
-            step = self.load_checkpoint(checkpoint)
-        self.tracking.go_back(step)
-        return step, checkpoint
-
     def learn(self, batch: DataProto, now: Step) -> DataProto:
         """One update of critic and actor; the batch with everything that it took."""
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
@@ -235,64 +232,17 @@ class RayPPOTrainer:
                 learned_from = self._experience.filtered(batch, now)
             if self.has_critic:
                 with now.timed("update_critic"):
-                    self.update_critic(learned_from, now)
+                    now.metrics |= self.cluster.actor.update_critic(learned_from)[0]
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
-                    self.update_actor(learned_from, now)
+                    now.metrics |= self.cluster.actor.update_actor(learned_from)[0]
         now.metrics |= self._slow_ranks.look(self.cluster.actor.take_own_time())
         return without_padding(batch)
 
-    def _process_of(self, rank: int) -> str:
-        process = self.cluster.actor.processes[rank]
-        return f"pid {process.pid} on {process.address}"
-
-    def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
-        """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
-        if now.number == self.total_steps or _every(self.config.trainer.test_freq, now.number):
-            with now.timed("testing"):
-                self.validate(now)
-        if self.is_checkpoint_due(now.number):
-            with now.timed("save_checkpoint"):
-                self.save_checkpoint(now.number, prompts_state())
-
-    def result(self, step: int) -> TrainingResult:
-        if not self.rewards_after:  # nothing was left to train, or nothing was to be
-            self.validate(self.at(step))
-        self.write_timeline(self.at(step), last=True)
-        self._saves.close()
-        return TrainingResult(step, self.rewards_before, self.rewards_after)
-
-    def begin(self, start: int) -> None:
-        """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
-        first = self.at(start)
-        validates = self.config.trainer.val_before_train and not self.rewards_before
-        self.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
-        logger.info("loading version %d of the weights into the rollout engines", start)
-        with first.timed("update_weights"):
-            self.update_weights(first)
-        if validates:
-            with first.timed("testing"):
-                self.validate(first)
-            self.rewards_before = dict(self.rewards_after)
-            self.tracking.log(first.metrics, start)
-        self.write_timeline(first)
-
-    def forget_undone(self, start: int, again: Collection[str]) -> None:
-        """Of what an earlier run in this directory recorded, only what is not done again counts as this run's."""
-        go_back(self._timeline, start, again)
-        records.carry_over(sync_report_path(self.config), lambda report: _version(report) < start)
-
-    def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
-        """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
-        if not self.config.trainer.val_only:
-            for step in range(start + 1, self.total_steps + 1):
-                yield step, self.sampling.draw(step)
-
-    def update_critic(self, batch: DataProto, now: Step) -> None:
-        now.metrics |= self.cluster.actor.update_critic(batch)[0]
-
-    def update_actor(self, batch: DataProto, now: Step) -> None:
-        now.metrics |= self.cluster.actor.update_actor(batch)[0]
+    def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
+        """Give the rollout engines what the trainer has learned."""
+        with now.timed("update_weights"):
+            self.update_weights(now, generating)
 
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
@@ -309,9 +259,23 @@ class RayPPOTrainer:
                 logger.warning("%s is ignored: %s", self._wanted_replicas.path, exc)
         self.rollouts.set_servers(self.cluster.server_handles)
 
+    def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
+        """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
+        if now.number == self.total_steps or _every(self.config.trainer.test_freq, now.number):
+            with now.timed("testing"):
+                self.validate(now)
+        if self.is_checkpoint_due(now.number):
+            with now.timed("save_checkpoint"):
+                self.save_checkpoint(now.number, prompts_state())
+
     def validate(self, now: Step) -> None:
         now.metrics |= self.validator.validate(now.number)
         self.rewards_after = validation_rewards(now.metrics)
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Every `save_freq` steps, and at the end of a run that saves at all."""
+        frequency = self.config.trainer.save_freq
+        return _every(frequency, step) or (frequency > 0 and step == self.total_steps)
 
     def save_checkpoint(self, step: int, prompts_state: dict[str, Any]) -> None:
         state = TrainerState(step, prompts_state, self.kl_ctrl.value, self.rewards_before)
@@ -323,6 +287,15 @@ class RayPPOTrainer:
                 ranks.save_critic_checkpoint(str(directory / "critic"))
 
         self._saves.save(state, begin, lambda: ranks.submit("checkpoint_written"), wait=step == self.total_steps)
+
+    def report(self, now: Step, batch: DataProto) -> None:
+        now.metrics |= self.reports.metrics(batch, now, epoch=self._epoch(now.number))
+        now.metrics |= self._saves.metrics()
+        self.tracking.log(now.metrics, now.number, now.histograms)
+        self.reports.write_timeline(now)
+        self._saves.publish()  # whoever resumes from it finds the records of its step
+
+    # ---- where a run goes on
 
     def resume(self, path: Path) -> int:
         """The step to continue after."""
@@ -340,6 +313,30 @@ class RayPPOTrainer:
         self.rewards_before = state.rewards_before
         return state.step
 
+    def restore(self) -> tuple[int, Path | None]:
+        """Give trainer ranks that were started again the last state that is on disk, or else that of the beginning.
+
+        The step to continue after, and the checkpoint, if it is one.
+        """
+        self._saves.end()
+        checkpoint = self.checkpoints.last or self._beginning.checkpoint
+        if checkpoint is None:
+            step = 0
+            self.restore_prompts(self._beginning.prompts)
+            self.kl_ctrl.value = self._beginning.kl_coef
+        else:
+            step = self.load_checkpoint(checkpoint)
+        self.tracking.go_back(step)
+        return step, checkpoint
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
+        """Go on with the prompts that come after those of a checkpoint."""
+        self.sampling.continue_after(self.position_in_data(state))
+
+    def prompts_at_beginning(self) -> dict[str, Any]:
+        """For `restore_prompts`, where there is no checkpoint."""
+        return self.train_dataloader.state_dict()
+
     @classmethod
     def position_in_data(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Of what a checkpoint says about prompts, the state of the data loader.
@@ -350,46 +347,15 @@ class RayPPOTrainer:
             raise ConfigError("the checkpoint is one of a fully asynchronous run: go on with fully_async_main")
         return state
 
-    def prompts_at_beginning(self) -> dict[str, Any]:
-        """For `restore_prompts`, where there is no checkpoint."""
-        return self.train_dataloader.state_dict()
+    # ---- helpers
 
-    def restore_prompts(self, state: Mapping[str, Any]) -> None:
-        """Go on with the prompts that come after those of a checkpoint."""
-        self.sampling.continue_after(self.position_in_data(state))
+    @property
+    def memory(self) -> MemoryCheckpoint:
+        return self.cluster.trainer_ranks.memory
 
-    def is_checkpoint_due(self, step: int) -> bool:
-        """Every `save_freq` steps, and at the end of a run that saves at all."""
-        frequency = self.config.trainer.save_freq
-        return _every(frequency, step) or (frequency > 0 and step == self.total_steps)
-
-    def report(self, now: Step, batch: DataProto) -> None:
-        now.metrics |= compute_data_metrics(batch)
-        now.metrics |= compute_timing_metrics(batch, now.seconds)
-        now.metrics |= compute_throughput_metrics(batch, now.seconds, self.cluster.actor.world_size)
-        now.metrics |= {"training/global_step": now.number, "training/epoch": self._epoch(now.number)}
-        now.metrics["training/attempt"] = self.cluster.trainer_ranks.restarts
-        now.metrics["training/ranks"] = self.cluster.actor.world_size
-        now.metrics |= {"rollout/restarts": self.cluster.restarts, "rollout/replicas": len(self.cluster.replicas)}
-        now.metrics |= self.memory_metrics()
-        now.metrics |= self._saves.metrics()
-        self.tracking.log(now.metrics, now.number, now.histograms)
-        self.write_timeline(now)
-        self._saves.publish()  # whoever resumes from it finds the records of its step
-
-    def memory_metrics(self) -> dict[str, float]:
-        """Of the driver, and the largest of the engines, as they were one step before."""
-        metrics = memory_watch().since_start("driver").metrics("driver")
-        if self._measured_engines is not None and (use := most(self._measured_engines.result())) is not None:
-            metrics |= use.metrics("engine")
-        self._measured_engines = self.cluster.begin_measure_engines()
-        return metrics
-
-    def write_timeline(self, now: Step, *, last: bool = False) -> None:
-        """Who was busy with what: trainer and syncs in this step, the engines until the call before."""
-        engines = [] if self._asked_engines is None else self._asked_engines.result()
-        write_spans(self._timeline, [*now.spans.take(), *now.syncs.take(), *engines])
-        self._asked_engines = None if last else self.cluster.begin_take_spans()
+    def _process_of(self, rank: int) -> str:
+        process = self.cluster.actor.processes[rank]
+        return f"pid {process.pid} on {process.address}"
 
     def _epoch(self, step: int) -> int:
         if self.config.algorithm.filter_groups.enable:  # a step may draw several batches
@@ -397,11 +363,6 @@ class RayPPOTrainer:
             epoch: int = state["epoch"]
             return epoch - 1 if state["position"] == 0 else epoch
         return (step - 1) // max(len(self.train_dataloader), 1)
-
-
-def _version(report: Mapping[str, Any]) -> float:
-    version = report.get("version")
-    return version if isinstance(version, int) else inf
 
 
 def _every(frequency: int, step: int) -> bool:

@@ -29,8 +29,8 @@ from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.experimental.fully_async_policy.state import RollouterState
 from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.fleet.cluster import FAILED_SYNCS
 from verl.trainer.fleet.recovery import SYNC
+from verl.trainer.fleet.syncs import FAILED_SYNCS
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
@@ -212,7 +212,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
             return
         generating = None if self.config.async_training.partial_rollout else self.supply.drain()
         # Not before the step's state is kept: a version of a step that is undone would be sampled from.
-        self._syncing = self.cluster.begin_update(now.number, generating, self.supply.synced, kept=self.memory.copying)
+        self._syncing = self.cluster.syncs.begin_update(
+            now.number, generating, self.supply.synced, kept=self.memory.copying
+        )
 
     def end_sync(self, now: Step, *, version: int) -> int | None:
         """Wait for the sync that is under way, if any: what it took is told with this step. The version it brought.
@@ -224,7 +226,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         syncing, self._syncing = self._syncing, None
         metrics: Metrics | None = None
         try:
-            report, metrics = self.cluster.end_update(syncing)
+            report, metrics = self.cluster.syncs.end_update(syncing)
         except FAILED_SYNCS as exc:
             self.cluster.recovery.look(SYNC)
             logger.warning("syncing again after: %s", exc)
@@ -239,7 +241,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """With trainer ranks that may be lost."""
 
         def sync() -> SyncReport:
-            return self.cluster.update_weights(version)
+            return self.cluster.syncs.update_weights(version)
 
         def again(failure: Exception) -> SyncReport:
             self.going_back.catch_up(version, failure)
@@ -252,7 +254,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
             with suppress(*FAILED_SYNCS):
-                self.cluster.end_update(syncing)
+                self.cluster.syncs.end_update(syncing)
 
     def validate(self, now: Step) -> None:
         self.end_sync(now, version=now.number)

@@ -246,7 +246,7 @@ class RayPPOTrainer:
 
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
-        now.synced(self.cluster.update_weights(now.number, generating))
+        now.synced(self.cluster.syncs.update_weights(now.number, generating))
         self.follow_replicas()
 
     def follow_replicas(self) -> None:

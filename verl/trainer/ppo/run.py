@@ -23,7 +23,8 @@ from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.config.validate import possible_fewer_ranks, with_ranks
-from verl.trainer.fleet.cluster import Cluster, make_replicas
+from verl.trainer.fleet.cluster import Cluster
+from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels
 from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.fleet.teachers import Teachers

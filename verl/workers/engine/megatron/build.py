@@ -129,7 +129,7 @@ class Builder:
         return built, None if other else filled
 
     def _architecture(self) -> tuple[Architecture, Mapping[str, tuple[int, ...]]]:
-        """With the adapters that are trained in the place of the rest."""
+        """And the shapes of adapters, which are trained in the place of the rest."""
         architecture = architecture_of(self.hf_config.model_type)
         if self.is_trained and self.model_config.lora_rank:
             return with_adapters(self.model_config, self.hf_config)

@@ -28,7 +28,7 @@ import torch
 from benchmarks import parameter_server_report
 from benchmarks.command import make_parser, run
 from benchmarks.machine import available_nbytes, describe_machine
-from benchmarks.processes import fresh_processes
+from benchmarks.processes import end_processes, fresh_processes
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
@@ -160,12 +160,7 @@ class Job:
         return result
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        end_processes(self._pipes, self._processes)
         self._pool.shutdown()
 
 

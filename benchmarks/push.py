@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.command import make_parser, progress, run
 from benchmarks.machine import describe_machine
+from benchmarks.processes import end_program
 from benchmarks.random_model import MIN_MIB, make_random_model
 from verl.checkpoint_engine import WeightPublisher
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
@@ -69,12 +69,7 @@ def served(model: Path, log: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield url
     finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        end_program(server)
 
 
 def _is_healthy(url: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from benchmarks.processes import fresh_processes
+from benchmarks.processes import end_processes, fresh_processes
 
 TIMEOUT = timedelta(seconds=120)
 BUCKET_NBYTES = 64 * 2**20
@@ -41,12 +41,7 @@ class GlooPair:
         return rates[1]
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        end_processes(self._pipes, self._processes)
 
     def __enter__(self) -> GlooPair:
         return self

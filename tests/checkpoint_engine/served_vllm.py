@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import end_program
 from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
@@ -119,12 +118,7 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
             leftovers = shared_memory_of(server.pid)
             yield ServedVLLM(url, model, served)
         finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            end_program(server)
             for path in leftovers:
                 path.unlink(missing_ok=True)
 

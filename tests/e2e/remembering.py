@@ -18,26 +18,23 @@ from verl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    Worker,
     register,
 )
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
-from verl.workers.engine.snapshots import Place, State, copy_into
-from verl.workers.memory_checkpoint.rank import RankMemory
-from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
+from verl.workers.engine.snapshots import Place, Places, State, copy_into
+from verl.workers.memory_checkpoint.worker import RememberedWorker
 
 ROWS, COLUMNS = 24, 100_003
 SETTLED_S = 60.0
 
 
-class Remembering(Worker):
+class Remembering(RememberedWorker):
     """A rank with some rows of one tensor."""
 
     def __init__(self) -> None:
         self._rows = range(self.rank * ROWS // self.world_size, (self.rank + 1) * ROWS // self.world_size)
         self._state = {"rows": torch.zeros(len(self._rows), COLUMNS), "step": torch.tensor(0)}
         self._places = {"rows": [Place("rows", self._box, Box.whole((len(self._rows), COLUMNS)))]}
-        self._memory = RankMemory(lambda: self._state)
 
     @property
     def _box(self) -> Box:
@@ -45,7 +42,7 @@ class Remembering(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def learn(self, step: int, seed: int) -> None:
-        self._memory.await_copied()
+        self.before_step()
         self._state["rows"].copy_(_values(step, seed)[self._rows.start : self._rows.stop])
         self._state["step"].fill_(step)
 
@@ -54,38 +51,17 @@ class Remembering(Worker):
         rows = _values(step, seed)[self._rows.start : self._rows.stop]
         return torch.equal(self._state["rows"], rows) and int(self._state["step"]) == step
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_state(self) -> StateDescription:
-        return StateDescription(self._memory.plan.encode(), self._places)
+    def snapshot(self) -> State:
+        return self._state
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def copy_state(self, slot: str) -> None:
-        self._memory.begin_copy(slot)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def copied_state(self) -> bytes:
-        return await self._memory.copied()
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def check_state(self, arena: str, step: int) -> None:
-        self._memory.check(arena, step)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def restore_state(self, arena: str, step: int) -> None:
-        self._memory.load(arena, step, self._restore)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def check_resharded(self, left: Sequence[Left], host: str) -> None:
-        with Resharded(self._state, self._places, left, host=host) as saved:
-            saved.check()
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def restore_resharded(self, left: Sequence[Left], host: str, step: int) -> None:
-        with Resharded(self._state, self._places, left, host=host) as saved:
-            self._restore(saved)
-
-    def _restore(self, saved: State) -> None:
+    def restore(self, saved: State) -> None:
         copy_into(self._state, saved)
+
+    def places(self) -> Places:
+        return self._places
+
+    def before_step(self) -> None:
+        self._memory.await_copied()
 
 
 def _values(step: int, seed: int) -> torch.Tensor:

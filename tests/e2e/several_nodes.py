@@ -23,7 +23,8 @@ from tests.e2e.remembering import remember
 from tests.warm_workers import lighten_ray
 from verl.protocol import DataProto
 from verl.single_controller.resource_pool import NODE_ID_LABEL
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.step import Step
 from verl.utils.config import ConfigError
 from verl.utils.tracking import read_metrics
 

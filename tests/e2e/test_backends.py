@@ -19,7 +19,8 @@ from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.experimental.one_step_off_policy import main_ppo as one_step_off
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.step import Step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 

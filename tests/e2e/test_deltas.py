@@ -8,7 +8,8 @@ import pytest
 
 from tests.e2e.job import in_process
 from tests.e2e.test_training import REWARD, Run
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.step import Step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -8,19 +8,18 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
-from transformers import PretrainedConfig
 
 from verl.checkpoint_engine.compat.torch import limit_collectives
 from verl.checkpoint_engine.ports import WeightSource
 from verl.checkpoint_engine.support.admission import Doorkeeper, listening_here
 from verl.checkpoint_engine.support.memory import memory_watch
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.device import (
@@ -32,8 +31,6 @@ from verl.utils.device import (
     seed_everything,
     set_rng_state,
 )
-from verl.utils.flops import is_counted, peak_flops, training_flops
-from verl.utils.model import load_hf_config
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import (
@@ -51,23 +48,19 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, State, placed_under, under
 from verl.workers.engine.training_state import SavesInBackground
-from verl.workers.memory_checkpoint.rank import RankMemory
-from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
+from verl.workers.memory_checkpoint.worker import RNG, RememberedWorker
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
 from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
 from verl.workers.profiling import RankProfiler
+from verl.workers.update_costs import UpdateCosts
 from verl.workers.weight_sync.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-MEASURED_PHASES = ("log_prob", "update_actor")
-"""Of which the memory is told."""
-RNG = "rng."
-"""So the names of random generators begin in a snapshot: each rank has its own."""
 ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
-class ActorRolloutRefWorker(WeightPublisher):
+class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
     """One rank. The driver calls `init_model` first; nearly every other method is a collective of the group, too.
 
     `role` says what this group holds: a policy that is trained (`actor`), a reference policy (`ref`), or both in one
@@ -122,10 +115,10 @@ class ActorRolloutRefWorker(WeightPublisher):
         """Of the process group, if it is this worker's own."""
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
-        self._memory = RankMemory(self.snapshot)
         self._background: BackgroundWriter | None = None
         self.own_time = OwnTime(self.device_name)
         self._profiler = RankProfiler(self.device_name)
+        self._costs = UpdateCosts(config, self.device_name, self.local_rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def missing_files(self, paths: list[str]) -> list[str]:
@@ -266,7 +259,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         metrics["actor/lr"] = self.actor.step_lr()
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
-        return metrics | self._flops_metrics(data, time.perf_counter() - start_s) | self._memory_metrics()
+        return metrics | self._costs.flops(data, time.perf_counter() - start_s) | self._costs.memory()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, tool: str) -> None:
@@ -331,68 +324,23 @@ class ActorRolloutRefWorker(WeightPublisher):
             self._background.await_copied()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The state of this rank, under names that stay: see `Rememberable`."""
         state = {f"{RNG}{name}": value for name, value in rng_state(self.device_name).items()}
         return state | {f"actor.{name}": value for name, value in _rememberable(self.actor).snapshot().items()}
 
     def restore(self, saved: State) -> None:
-        """The inverse. A collective."""
         _rememberable(self.actor).restore(under("actor.", saved))
         if rng := under(RNG, saved):
             set_rng_state(self.device_name, {name: value.clone() for name, value in rng.items()})
 
     def places(self) -> Places | None:
-        """Of `snapshot`: see `Reshardable`. None if the engine does not tell."""
         return placed_under("actor.", self.actor.places()) if isinstance(self.actor, Reshardable) else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_state(self) -> StateDescription | None:
-        """What this rank leaves in memory; None if the engine's state cannot be kept there."""
-        if not isinstance(self._actor, Rememberable):
-            return None
-        return StateDescription(self._memory.plan.encode(), self.places())
+    @property
+    def is_rememberable(self) -> bool:
+        return isinstance(self._actor, Rememberable)
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def copy_state(self, slot: str) -> None:
-        """Begin to copy the state into `slot`; training goes on meanwhile."""
-        self._memory.begin_copy(slot)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def copied_state(self) -> bytes:
-        """Digests of what `copy_state` has copied, once it is."""
-        return await self._memory.copied()
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def check_state(self, arena: str, step: int) -> None:
-        """Digest what was left in `arena` after `step`. Raises IntegrityError if it is not as it was left."""
-        self._memory.check(arena, step)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def restore_state(self, arena: str, step: int) -> None:
-        """Take what was left in `arena` after `step`, once all ranks have checked theirs."""
-        self.before_step()
-        self._memory.load(arena, step, self.restore)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def check_resharded(self, left: Sequence[Left], host: str) -> None:
-        """Read what this rank needs of what another number of ranks `left`; its own `host` is at this address.
-
-        Raises IntegrityError unless all of it is there, as it was left.
-        """
-        with self._resharded(left, host) as saved:
-            saved.check()
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def restore_resharded(self, left: Sequence[Left], host: str, step: int) -> None:
-        """Take what was `left` after `step`, once all ranks have checked theirs. Random generators begin anew."""
-        self.before_step()
-        with self._resharded(left, host) as saved:
-            self.restore(saved)
+    def seed_anew(self, step: int) -> None:
         seed_everything(self._seed + self.rank + step)
-
-    def _resharded(self, left: Sequence[Left], host: str) -> Resharded:
-        own = {name: value for name, value in self.snapshot().items() if not name.startswith(RNG)}
-        return Resharded(own, self.places() or {}, left, host=host)
 
     def weight_source(self) -> WeightSource:
         return self.actor.weight_source(self.config.rollout.dtype, kept_wide=self._kept_wide)
@@ -405,37 +353,6 @@ class ActorRolloutRefWorker(WeightPublisher):
     def _temperature(self, data: DataProto) -> float:
         return float(data.meta_info.get("temperature", self.config.rollout.temperature))
 
-    @cached_property
-    def _hf_config(self) -> PretrainedConfig:
-        return load_hf_config(self.config.model)
-
-    @cached_property
-    def _peak_flops(self) -> float:
-        return peak_flops(local_device(self.device_name, self.local_rank))
-
-    def _flops_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
-        """What training on `data` took of what the device could have done in `seconds`; the mean of all ranks."""
-        if not is_counted(self._hf_config):
-            return {}
-        lengths = tensors_of(data)["attention_mask"].sum(-1).tolist()
-        flops = self.config.actor.ppo_epochs * training_flops(self._hf_config, lengths)
-        share = torch.tensor(flops / (seconds * self._peak_flops))
-        dist.all_reduce(share)
-        return {"perf/mfu/actor": float(share) / self.world_size}
-
-    def _memory_metrics(self) -> dict[str, float]:
-        """The largest use of any rank: in each phase, and since they began."""
-        watch = memory_watch()
-        uses = [*(watch.use_of("trainer", phase) for phase in MEASURED_PHASES), watch.since_start("trainer")]
-        numbers = torch.tensor([use.numbers for use in uses], dtype=torch.float64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        largest = [use.with_numbers(map(int, row)) for use, row in zip(uses, numbers.tolist(), strict=True)]
-        metrics = {name: value for use in largest for name, value in use.metrics("trainer").items()}
-        if self.device_name == "cpu":
-            return metrics | {"perf/cpu_memory_used_gb": largest[-1].host_peak_nbytes / 1024**3}
-        most = max(use.device_peak_nbytes for use in largest[:-1])
-        return metrics | {"perf/max_memory_allocated_gb": most / 1024**3}
-
 
 def _log_prob_limits(config: RolloutConfig | RefConfig) -> MicroBatchLimits:
     return MicroBatchLimits.choose(
@@ -446,7 +363,7 @@ def _log_prob_limits(config: RolloutConfig | RefConfig) -> MicroBatchLimits:
 
 
 def _rememberable(engine: TrainEngine) -> Rememberable:
-    assert isinstance(engine, Rememberable)  # `describe_state` has said so
+    assert isinstance(engine, Rememberable)  # `is_rememberable` has said so
     return engine
 
 

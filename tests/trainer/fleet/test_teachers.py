@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from verl.protocol import DataProto
+from verl.trainer.config.checks.teachers import distillation
 from verl.trainer.config.loader import load_config
-from verl.trainer.config.validate_teachers import distillation_problems
 from verl.trainer.fleet.teachers import Teachers, num_engines, padded_scores
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
@@ -90,14 +90,14 @@ def test_a_teacher_has_the_engines_that_its_devices_allow(keys, device, engines)
 )
 def test_what_does_not_fit_is_told_by_name(keys, said):
     with any_device():
-        assert any(said in problem for problem in distillation_problems(two(*keys)))
+        assert any(said in problem for problem in distillation(two(*keys)))
 
 
 def test_two_teachers_fit():
-    assert list(distillation_problems(two())) == []
+    assert list(distillation(two())) == []
     with any_device():
         fitting = two("trainer.device=cuda", "distillation.n_gpus_per_node=4")
-        assert list(distillation_problems(fitting)) == []
+        assert list(distillation(fitting)) == []
 
 
 def test_verls_defaults_of_a_teacher_that_is_not_used_are_no_teacher():

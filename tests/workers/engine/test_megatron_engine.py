@@ -127,7 +127,7 @@ def held_moments(path, options, directory):
         counts.append({kind: sum(tensor.numel() for tensor in own.values()) for kind, own in kept.items()})
         train(engine, (seed,))
     engine.save_checkpoint(directory / "step", CONTENTS)
-    return counts, sum(tensor.numel() for tensor in engine._weights.tensors.values()), held_parts(engine)
+    return counts, sum(tensor.numel() for tensor in engine._built_model.weights.tensors.values()), held_parts(engine)
 
 
 def test_data_parallel_ranks_divide_the_moments_and_train_as_if_each_kept_all(ranks, models, tmp_path):
@@ -232,7 +232,9 @@ def train_on_nan(path):
     good = engine.train_mini_batch(own_rows(batch(4)), weighted_loss, temperature=1.0, limits=SMALL)
     source_is_model = all(
         torch.equal(weight.to(parameter.dtype), parameter)
-        for weight, parameter in zip(engine._weights.tensors.values(), engine.model.parameters(), strict=True)
+        for weight, parameter in zip(
+            engine._built_model.weights.tensors.values(), engine.model.parameters(), strict=True
+        )
     )
     return same_bits(before, between), bad, good, same_bits(between, held_parts(engine)), source_is_model
 

@@ -155,7 +155,7 @@ def kept_of_a_model_in_bfloat16(path, options):
     log_probs = engine.compute_log_prob(own_rows(batch(12)), temperature=1.0, limits=SMALL)[0]
     train(engine, (0,))
     own = {id(parameter) for parameter in engine.model.parameters()}
-    weights = engine._weights.tensors
+    weights = engine._built_model.weights.tensors
     return sum(weight.numel() for weight in weights.values() if id(weight) not in own), log_probs
 
 

@@ -29,12 +29,13 @@ from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.experimental.fully_async_policy.state import RollouterState
 from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.fleet.cluster import FAILED_SYNCS
-from verl.trainer.fleet.recovery import STEP, SYNC
+from verl.trainer.fleet.recovery import SYNC
+from verl.trainer.fleet.syncs import FAILED_SYNCS
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
-from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Step, TrainingResult
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
+from verl.trainer.ppo.step import Metrics, Step
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import NO_VERSION
@@ -93,7 +94,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                     self.report(now, batch)
                 last = self.at(step)
                 self.end_sync(last, version=step)
-                self.write_timeline(last)
+                self.reports.write_timeline(last)
         except StateLost:
             self.abandon_sync()
             raise
@@ -125,7 +126,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 config,
                 self.train_dataloader.dataset,
                 source=self.train_dataloader.source,
-                asks_greedily=self.needs_greedy,
+                asks_greedily=self.sampling.needs_greedy,
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=config.async_training.max_outstanding(required),
             ),
@@ -167,7 +168,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             if others:
                 self.supply.replace(others)
             if filled.is_full:
-                return self.full(filled, now)
+                return self.sampling.full(filled, now)
             samples = self._taken(filled.missing, now)
 
     def _joined_samples(self, samples: Sequence[Sample], now: Step) -> DataProto:
@@ -176,7 +177,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             now.metrics[f"agent_loop/{name}/mean"] = fmean(values)
         greedy = [sample.greedy for sample in samples if sample.greedy is not None]
         if greedy:
-            tensors_of(batch)[BASELINES] = self.baselines(DataProto.concat(greedy), now)
+            tensors_of(batch)[BASELINES] = self.sampling.baselines(DataProto.concat(greedy), now)
         now.metrics |= processing_metrics(samples)
         self._furthest = max(self._furthest, *(sample.index for sample in samples))
         return batch
@@ -211,7 +212,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
             return
         generating = None if self.config.async_training.partial_rollout else self.supply.drain()
         # Not before the step's state is kept: a version of a step that is undone would be sampled from.
-        self._syncing = self.cluster.begin_update(now.number, generating, self.supply.synced, kept=self.memory.copying)
+        self._syncing = self.cluster.syncs.begin_update(
+            now.number, generating, self.supply.synced, kept=self.memory.copying
+        )
 
     def end_sync(self, now: Step, *, version: int) -> int | None:
         """Wait for the sync that is under way, if any: what it took is told with this step. The version it brought.
@@ -223,7 +226,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         syncing, self._syncing = self._syncing, None
         metrics: Metrics | None = None
         try:
-            report, metrics = self.cluster.end_update(syncing)
+            report, metrics = self.cluster.syncs.end_update(syncing)
         except FAILED_SYNCS as exc:
             self.cluster.recovery.look(SYNC)
             logger.warning("syncing again after: %s", exc)
@@ -238,20 +241,20 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """With trainer ranks that may be lost."""
 
         def sync() -> SyncReport:
-            return self.cluster.update_weights(version)
+            return self.cluster.syncs.update_weights(version)
 
         def again(failure: Exception) -> SyncReport:
-            self.catch_up(version, failure)
+            self.going_back.catch_up(version, failure)
             return sync()
 
-        return self.cluster.recovery.attempt(STEP, sync, failures=(Exception,), again=again)
+        return self.going_back.attempt(sync, again=again)
 
     def abandon_sync(self) -> None:
         """Wait for the sync that is under way, of a step that is undone."""
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
             with suppress(*FAILED_SYNCS):
-                self.cluster.end_update(syncing)
+                self.cluster.syncs.end_update(syncing)
 
     def validate(self, now: Step) -> None:
         self.end_sync(now, version=now.number)

@@ -22,7 +22,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Generation
 from verl.trainer.ppo.going_back import StateLost
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step, TrainingResult
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
+from verl.trainer.ppo.step import Step
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 
@@ -92,7 +93,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         state = self.train_dataloader.state_dict()
         for step, prompts in batches:
             generation = self.rollouts.start(prompts)
-            greedy = self.rollouts.start(self.greedily(prompts)) if self.needs_greedy else None
+            greedy = self.rollouts.start(self.sampling.greedily(prompts)) if self.sampling.needs_greedy else None
             return Upcoming(step, prompts, generation, greedy, state)
         return None
 
@@ -103,7 +104,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         """
         generated = upcoming.generation.result()
         greedy = upcoming.greedy.result() if upcoming.greedy else None
-        return self.chosen(self.joined(upcoming.prompts, generated, now, greedy), now)
+        return self.sampling.chosen(self.sampling.joined(upcoming.prompts, generated, now, greedy), now)
 
     def state_before(self, upcoming: Upcoming | None) -> dict[str, Any]:
         """Of the data loader: a resumed run generates the upcoming batch again."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError, SyncAborted, TransportError
+from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.topology import best_of
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
@@ -23,34 +22,25 @@ from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.checkpoint_engine.support.memory import MemoryUse
 from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.transaction import Boundary
 from verl.single_controller import RayWorkerGroup
-from verl.trainer.fleet.memory_checkpoint import until_kept
+from verl.trainer.fleet.machines import machines, ray_nodes
 from verl.trainer.fleet.nodes import RolloutNodes
-from verl.trainer.fleet.placement import (
-    Machine,
-    RolloutPlacement,
-    num_replicas,
-    place_rollouts,
-    require_machines,
-)
-from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, SERVICE, SYNC, TRAINER_RANKS, Recovery, RestartLimit
-from verl.trainer.fleet.replicas import ReplicaPool
+from verl.trainer.fleet.placement import RolloutPlacement, place_rollouts, require_machines
+from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, TRAINER_RANKS, Recovery, RestartLimit
+from verl.trainer.fleet.replicas import ReplicaPool, make_replica
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
+from verl.trainer.fleet.syncs import Syncs
 from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks, thread_limits
 from verl.utils.config import ConfigError
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
-from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry, launch_all
+from verl.workers.rollout import Placement, RolloutReplica, launch_all
 from verl.workers.weight_sync.ray_ports import RayTrainerRank
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-FAILED_SYNCS = (SyncAborted, TransportError)
-"""A sync that did not succeed, or could not begin."""
 
 
 class Cluster:
@@ -98,6 +88,7 @@ class Cluster:
         self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
         self.recovery.watch(REPLICAS, lambda: self.run(self._pool.heal()))
         self.recovery.watch(TRAINER_RANKS, self._restart_trainer)
+        self.syncs = Syncs(self.loop, lambda: self._manager, self.recovery)
         self._pool = ReplicaPool(
             replicas,
             make=lambda rank: make_replica(config, rank, model_path=model_path, device=device),
@@ -106,7 +97,7 @@ class Cluster:
         )
         try:
             self._ray.start(config.ray_kwargs.ray_init)
-            require_machines(config, device, self._machines())
+            require_machines(config, device, machines(ACCELERATOR_RESOURCE[device]))
             self._trainer = TrainerRanks(
                 config,
                 device=device,
@@ -166,69 +157,6 @@ class Cluster:
         in_service = {replica.name for replica in self._manager.replicas}
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 
-    def update_weights(self, version: int, generating: Future[Any] | None = None) -> SyncReport:
-        """One transaction; then bring back what it quarantined, where that works.
-
-        While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
-        whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
-        again, or without which the run can go on. Raises `FAILED_SYNCS`.
-        """
-
-        def sync(failure: Exception | None = None) -> SyncReport:
-            if failure is not None:
-                logger.warning("syncing again after: %s", failure)
-            return self.run(self._update_weights(version, generating))
-
-        report = self.recovery.attempt(SYNC, sync, failures=FAILED_SYNCS, again=sync)
-        if self._manager.quarantined:
-            self.recovery.look(SERVICE)
-        return report
-
-    async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
-        if generating is None:
-            return await self._manager.update_weights(version)
-        return await self._manager.update_weights(version, boundary=_end_of(generating))
-
-    def begin_update(
-        self,
-        version: int,
-        generating: Future[Any] | None,
-        then: Callable[[], Awaitable[T]],
-        kept: Future[None] | None = None,
-    ) -> Future[tuple[SyncReport, T]]:
-        """Like `update_weights`, but return as soon as the trainer may change its weights; `end_update` it later.
-
-        `then` follows when the engines have the version. They do not get it if the trainer ranks die before `kept`.
-        """
-        released: Future[None] = Future()
-
-        async def update() -> tuple[SyncReport, T]:
-            async def boundary() -> None:
-                if generating is not None:
-                    await _end_of(generating)()
-                if kept is not None:
-                    await until_kept(kept, version)
-
-            try:
-                report = await self._manager.update_weights(
-                    version, boundary=boundary, released=lambda: released.set_result(None)
-                )
-            finally:
-                if not released.done():
-                    released.set_result(None)
-            return report, await then()
-
-        updating = self.loop.start(update())
-        released.result()
-        return updating
-
-    def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
-        """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
-        result = updating.result()
-        if self._manager.quarantined:
-            self.recovery.look(SERVICE)
-        return result
-
     def rejoin(self, config: CheckpointEngineConfig) -> None:
         """Go on with another backend: new rollout nodes, the same trainer ranks and engines, which start no process.
 
@@ -250,7 +178,7 @@ class Cluster:
 
         Raises CheckpointEngineError if no rollout node would be left.
         """
-        alive = _ray_nodes()
+        alive = ray_nodes()
         lost = [index for index, machine in self._node_machines.items() if machine not in alive]
         if not lost:
             return 0
@@ -367,19 +295,8 @@ class Cluster:
             self._device,
             replicas=len(self.replicas),
             trainer_nodes=self.trainer_ranks.nodes,
-            all_nodes=list(_ray_nodes()),
+            all_nodes=list(ray_nodes()),
         )
-
-    def _machines(self) -> list[Machine]:
-        kind = ACCELERATOR_RESOURCE[self._device]
-        return [
-            Machine(
-                address=node["NodeManagerAddress"],
-                cpus=node["Resources"].get("CPU", 0.0),
-                accelerators=node["Resources"].get(kind, 0.0) if kind else 0.0,
-            )
-            for node in _ray_nodes().values()
-        ]
 
     def _start_rollouts(self) -> None:
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
@@ -410,8 +327,8 @@ class Cluster:
 
     def _node_hosts(self) -> dict[int, str]:
         """The address of each rollout node's machine."""
-        machines = _ray_nodes()
-        return {index: machines[machine]["NodeManagerAddress"] for index, machine in self._node_machines.items()}
+        nodes = ray_nodes()
+        return {index: nodes[machine]["NodeManagerAddress"] for index, machine in self._node_machines.items()}
 
     def _start_nodes(self, config: CheckpointEngineConfig) -> None:
         self._nodes = RolloutNodes(
@@ -439,32 +356,3 @@ class Cluster:
 def sync_report_path(config: PPOConfig) -> Path:
     """The file that gets the report of every sync."""
     return Path(config.checkpoint_engine.report_path or Path(config.trainer.output_dir) / "sync_reports.jsonl")
-
-
-def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
-    """The replicas of a run, to be started, of a `settled` configuration.
-
-    Raises ConfigError for what their engine cannot do.
-    """
-    return [
-        make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
-    ]
-
-
-def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
-    """One of them."""
-    policy = config.actor_rollout_ref
-    return RolloutReplicaRegistry.get(policy.rollout.name)(
-        replica_rank=rank, config=policy.rollout, model=policy.model.at(model_path), device=device
-    )
-
-
-def _end_of(generating: Future[Any]) -> Boundary:
-    """However it ends."""
-    return lambda: asyncio.gather(asyncio.wrap_future(generating), return_exceptions=True)
-
-
-def _ray_nodes() -> dict[str, Any]:
-    """What Ray says about each node that is alive, by its id."""
-    cluster: Any = ray
-    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}

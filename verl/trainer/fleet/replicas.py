@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import ray
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.trainer.fleet.placement import place_another
+from verl.trainer.fleet.placement import num_replicas, place_another
 from verl.utils.config import ConfigError
-from verl.workers.rollout import Placement, RolloutReplica
+from verl.workers.config import PPOConfig
+from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -175,3 +177,21 @@ async def _death_of(replica: RolloutReplica) -> str | None:
     except RolloutError as exc:
         return (str(exc).splitlines() or [f"{replica.name} died"])[0]
     return None
+
+
+def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
+    """The replicas of a run, to be started, of a `settled` configuration.
+
+    Raises ConfigError for what their engine cannot do.
+    """
+    return [
+        make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
+    ]
+
+
+def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
+    """One of them."""
+    policy = config.actor_rollout_ref
+    return RolloutReplicaRegistry.get(policy.rollout.name)(
+        replica_rank=rank, config=policy.rollout, model=policy.model.at(model_path), device=device
+    )

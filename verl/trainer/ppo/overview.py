@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl.trainer.fleet.placement import num_replicas
 from verl.trainer.fleet.reward_models import num_engines
 from verl.trainer.fleet.teachers import num_engines as num_teacher_engines
-from verl.trainer.ppo.ray_trainer import needs_critic, needs_reference
+from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.workers.config import PPOConfig, RolloutConfig
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
-from verl.trainer.fleet.cluster import make_replicas
+from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import reward_function
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.distillation import require_routes, require_teachers

@@ -23,15 +23,17 @@ from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.checkpoints import CheckpointDirectory, warn_of_lacking_contents
 from verl.trainer.config.validate import possible_fewer_ranks, with_ranks
-from verl.trainer.fleet.cluster import Cluster, make_replicas
+from verl.trainer.fleet.cluster import Cluster
+from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import AwakeForScoring, RewardModels
 from verl.trainer.fleet.session import check_arguments, starts_locally
 from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.distillation import require_routes, require_teachers
+from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.overview import in_force
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult, needs_critic, needs_reference
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.validation import Validator

@@ -9,7 +9,7 @@ from verl.workers.config import PPOConfig
 from verl.workers.config.distillation import ONLY_TEACHER, TeacherConfig
 
 
-def distillation_problems(config: PPOConfig) -> Iterator[str]:
+def distillation(config: PPOConfig) -> Iterator[str]:
     """A line for everything that is wrong with the teachers of a run."""
     from verl.utils.device import resolve_device
 

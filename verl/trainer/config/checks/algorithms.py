@@ -1,0 +1,86 @@
+"""Whether the keys of an algorithm go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.workers.config import PPOConfig
+
+
+def algorithm_keys(config: PPOConfig) -> Iterator[str]:
+    """Keys that only mean something together."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive has no effect with algorithm.use_kl_in_reward=false: set one of them"
+    if rollout.temperature <= 0:
+        yield (
+            f"actor_rollout_ref.rollout.temperature={rollout.temperature} must be above 0 for training; "
+            "rollout.val_kwargs.temperature is that of validation"
+        )
+    if not rollout.calculate_log_probs:
+        for used, key in (
+            (actor.use_rollout_log_probs, "actor_rollout_ref.actor.use_rollout_log_probs=true"),
+            (
+                algorithm.rollout_correction.rollout_is is not None,
+                f"algorithm.rollout_correction.rollout_is={algorithm.rollout_correction.rollout_is}",
+            ),
+            (algorithm.rollout_correction.rejects, "algorithm.rollout_correction.rollout_rs"),
+        ):
+            if used:
+                yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
+    replay = actor.megatron.router_replay.mode
+    if replay != "disabled" and actor.strategy != "megatron":
+        yield (
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} needs actor_rollout_ref.actor.strategy="
+            f"megatron, not {actor.strategy}, whose engine chooses experts anew in every pass"
+        )
+    if (replay == "R3") != rollout.enable_rollout_routing_replay:
+        yield (
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} with actor_rollout_ref.rollout."
+            f"enable_rollout_routing_replay={str(rollout.enable_rollout_routing_replay).lower()}: R3 takes the experts "
+            "that the rollout engine returns, and nothing else does"
+        )
+    if replay == "R2" and actor.use_rollout_log_probs:
+        yield (
+            "actor_rollout_ref.actor.megatron.router_replay.mode=R2 takes the experts from the pass of old log-probs, "
+            "which algorithm.rollout_correction.bypass_mode=true leaves out"
+        )
+    if algorithm.rollout_correction.loss_type == "reinforce" and not actor.use_rollout_log_probs:
+        yield (
+            "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "
+            "algorithm.rollout_correction.bypass_mode=true"
+        )
+
+
+def estimators(config: PPOConfig) -> Iterator[str]:
+    """What estimators, and whoever chooses what they see, need."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    filters = algorithm.filter_groups
+    if filters.enable and not filters.metric:
+        yield "algorithm.filter_groups.enable=true needs algorithm.filter_groups.metric, like acc"
+    if filters.enable and filters.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=true: groups are chosen "
+            "before the KL penalty is known; take seq_reward"
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo" and not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, the components in the reward function's "
+            "dict, like [format_reward,accuracy_reward]"
+        )
+    if weights and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights={weights} are {len(weights)} for {len(keys)} algorithm.gdpo_reward_keys"
+    if algorithm.adv_estimator == "optimal_token_baseline" and actor.use_rollout_log_probs:
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline needs probabilities of the whole vocabulary, which the "
+            "rollout engine's log-probs are not: algorithm.rollout_correction.bypass_mode=false"
+        )
+    if (
+        algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk", "optimal_token_baseline", "gdpo")
+        and rollout.n < 2
+    ):
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
+            f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"
+        )

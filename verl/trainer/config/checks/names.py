@@ -1,0 +1,52 @@
+"""Whether files are there, and whether somebody knows the names that are looked up."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from verl.utils.config import ConfigError
+from verl.workers.config import PPOConfig
+
+
+def files(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for key, path in (
+        ("custom_reward_function.path", config.custom_reward_function.path),
+        ("data.custom_cls.path", config.data.custom_cls.path),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path", rollout.multi_turn.tool_config_path),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
+    ):
+        if path is not None and not path.startswith("pkg://") and not Path(path).expanduser().is_file():
+            yield f"{key}={path}: no such file"
+
+
+def user_modules(config: PPOConfig) -> Iterator[str]:
+    module = config.actor_rollout_ref.model.external_lib
+    if module is not None:
+        try:
+            importlib.import_module(module)
+        except ImportError as exc:
+            yield f"actor_rollout_ref.model.external_lib={module} cannot be imported: {exc}"
+
+
+def registered_names(config: PPOConfig) -> Iterator[str]:
+    """Names that registries know. Runs after `user_modules`, which may have added some."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.workers.engine.registry import TrainEngineRegistry
+    from verl.workers.reward_manager import get_reward_manager_cls
+    from verl.workers.rollout.registry import RolloutReplicaRegistry
+
+    lookups: list[tuple[Callable[[str], object], str]] = [
+        (get_adv_estimator_fn, config.algorithm.adv_estimator),
+        (get_reward_manager_cls, config.reward_model.reward_manager),
+        (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        (TrainEngineRegistry.require, config.actor_rollout_ref.actor.strategy),
+        (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
+    ]
+    for look_up, name in lookups:
+        try:
+            look_up(name)
+        except ConfigError as exc:
+            yield str(exc)

@@ -1,0 +1,107 @@
+"""What a step learns from: prompts, as they come, and responses to them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
+from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.step import Step
+from verl.trainer.ppo.traces import Traces
+from verl.utils.dataset import PromptLoader
+from verl.workers.config import PPOConfig
+from verl.workers.reward_manager import RewardManager
+
+
+class Sampling:
+    """Draws prompts, and has rollout engines respond to them. Used on the driver."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        rollouts: HealingRollouts,
+        reward_manager: RewardManager,
+        dataloader: PromptLoader,
+        traces: Traces,
+    ) -> None:
+        self._config = config
+        self._rollouts = rollouts
+        self._reward_manager = reward_manager
+        self._dataloader = dataloader
+        self._traces = traces
+        self._rows = chain.from_iterable(repeat(dataloader))
+        self.needs_greedy = core_algos.BASELINES in core_algos.needed_by(config.algorithm.adv_estimator)
+
+    def continue_after(self, position: Mapping[str, Any]) -> None:
+        """Draw what comes after `position`, a state of the data loader."""
+        self._dataloader.load_state_dict(position)
+        self._rows = chain.from_iterable(repeat(self._dataloader))
+
+    def draw(self, step: int) -> DataProto:
+        """The prompts that come next, for `step`; after the last of an epoch, the first of another."""
+        prompts = DataProto.from_dict(non_tensors=next(self._rows))
+        uids = [uuid.uuid4().hex for _ in range(len(prompts))]
+        prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        prompts.meta_info["global_steps"] = step
+        return prompts.repeat(self._config.actor_rollout_ref.rollout.n, interleave=True)
+
+    def generate(self, prompts: DataProto, now: Step) -> DataProto:
+        return self.chosen(self.joined(prompts, self._generated(prompts, now), now), now)
+
+    def chosen(self, batch: DataProto, now: Step) -> DataProto:
+        """`batch`; with dynamic sampling what differs of it, and of as many more prompts as it takes."""
+        if not self._config.algorithm.filter_groups.enable:
+            return batch
+        filled = filling(self._config, len(self._dataloader))
+        filled.add(batch, self._reward_manager(batch))
+        while not filled.is_full:
+            prompts = self.draw(now.number)
+            batch = self.joined(prompts, self._generated(prompts, now), now)
+            filled.add(batch, self._reward_manager(batch))
+        return self.full(filled, now)
+
+    def full(self, filled: DynamicBatch, now: Step) -> DataProto:
+        """What the step learns from."""
+        now.metrics |= filled.metrics
+        batch, now.reward = filled.result()
+        return batch
+
+    def _generated(self, prompts: DataProto, now: Step) -> DataProto:
+        with self._traces.of_engines(now.number):
+            return self._rollouts.generate_sequences(prompts)
+
+    def joined(self, prompts: DataProto, generated: DataProto, now: Step, greedy: DataProto | None = None) -> DataProto:
+        """`greedy`: what was generated for `greedily(prompts)`; it is generated here if it is needed and not there."""
+        now.metrics |= generated.meta_info.pop("timing", {})
+        baselines = None
+        if self.needs_greedy:
+            asked = self.greedily(prompts)
+            if greedy is None:
+                with now.timed("gen_max"):
+                    greedy = self._rollouts.generate_sequences(asked)
+            greedy.meta_info.pop("timing", None)
+            baselines = self.baselines(asked.union(greedy), now)
+        batch = prompts.union(generated)
+        if baselines is not None:
+            tensors_of(batch)[core_algos.BASELINES] = baselines
+        return batch
+
+    def greedily(self, prompts: DataProto) -> DataProto:
+        """Each of `prompts` once, for one response of the likeliest tokens."""
+        once: DataProto = prompts[:: self._config.actor_rollout_ref.rollout.n]
+        once.meta_info = {**prompts.meta_info, "greedy": True}
+        return once
+
+    def baselines(self, greedy: DataProto, now: Step) -> torch.Tensor:
+        """What greedy responses earn, once for every response to their prompts."""
+        rewards: torch.Tensor = self._reward_manager(greedy).reward_tensor.sum(-1)
+        now.metrics["reward/greedy/mean"] = rewards.mean().item()
+        return rewards.repeat_interleave(self._config.actor_rollout_ref.rollout.n)

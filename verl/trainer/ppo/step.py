@@ -1,0 +1,50 @@
+"""What is measured while a loop makes one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
+from verl.checkpoint_engine.plan.types import SyncReport
+from verl.utils.timing import Patience, SpanLog, marked_timer
+from verl.utils.tracking_services import Histogram
+from verl.workers.reward_manager import RewardOutput
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Step:
+    """What is measured during one training step."""
+
+    number: int
+    patience: Patience
+    metrics: Metrics = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    seconds: Metrics = field(default_factory=dict)
+    spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
+    syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
+    reward: RewardOutput | None = None
+    """Of the batch, once it is known: it may be needed to choose the batch, and is not asked for twice."""
+    is_synced: bool = False
+    """The rollout engines have what the trainer has learned in it."""
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The block is phase `name` of the step, or the whole step."""
+        with ExitStack() as stack:
+            if name != "step":
+                stack.enter_context(self.patience.during(name, f"step {self.number}: {name}"))
+            stack.enter_context(marked_timer(name, self.seconds, self.spans, self.number))
+            yield
+
+    def synced(self, report: SyncReport) -> None:
+        """A sync has ended."""
+        self.metrics |= report.metrics()
+        if report.delta is not None and report.delta.tensors_by_change:
+            counts = report.delta.tensors_by_change
+            self.histograms["checkpoint_engine/delta/changed_fraction_of_tensors"] = Histogram(CHANGE_LIMITS, counts)
+        for phase, start_s, stop_s in report.timed_laps():
+            self.syncs.add(phase, start_s, stop_s, report.version)

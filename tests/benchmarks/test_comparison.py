@@ -27,7 +27,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("comparison")
     arguments = ["--backend", "all", "--size-gib", "0.004", "--repeats", "1", "--trainers", "1", "--nodes", "1"]
     command = [sys.executable, "-m", "benchmarks.weight_sync", *arguments, "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((output / "result.json").read_text())

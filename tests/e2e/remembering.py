@@ -27,7 +27,7 @@ from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
 
 ROWS, COLUMNS = 24, 100_003
-SETTLED_S = 60.0
+SETTLED_S = 240.0
 
 
 class Remembering(Worker):

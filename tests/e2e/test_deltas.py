@@ -10,7 +10,7 @@ from tests.e2e.job import in_process
 from tests.e2e.test_training import REWARD, Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 6
 REPEATABLE = (

@@ -164,6 +164,7 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.cells(3)
 def test_a_run_that_fails_ends_the_benchmark_with_its_last_words(tmp_path, capsys):
     code = modes.main(["data.train_batchsize=3", "--output", str(tmp_path), "--modes", "hybrid"])
     assert code == 2

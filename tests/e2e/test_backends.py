@@ -21,7 +21,7 @@ from verl.experimental.one_step_off_policy import main_ppo as one_step_off
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.cells(3, by="way")]
 
 STEPS = 2
 """With each backend."""

@@ -23,7 +23,7 @@ from tests.e2e.job import QUICK
 from verl.checkpoint_engine.support import envs
 from verl.utils.tracking import read_metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
 
 PORT = 6379
 RAY_S = 240.0

@@ -48,6 +48,7 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, 
             env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
             stdout=output,
             stderr=output,
+            spawns=True,
         )
     assert process.end(printed) == 0, printed.read_text()
     assert list(temporary.glob("vllm*")) == []

@@ -1,14 +1,16 @@
 """Long matrices in parts: `--cells today` runs one part of each, another one every day, all of them within some days.
 
 `make test` does so; `--cells all`, which is pytest's default, runs them whole. A file of which one cell stands for
-many has the marker `cells(days)`, or some of its tests have.
+many has the marker `cells(days)`, or some of its tests have. With `cells(days, by="fixture")`, tests that share this
+fixture are one cell, or one for each of its parameters.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections import Counter
+import zlib
+from collections import defaultdict
 
 import pytest
 
@@ -33,17 +35,20 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("cells") == "all":
         return
-    today, seen = int(os.environ[DAY]), Counter()
+    today = int(os.environ[DAY])
+    numbers: dict[tuple[str, int], dict[object, int]] = defaultdict(dict)
     kept, left_out = [], []
     for item in items:
         marker = item.get_closest_marker("cells")
         if marker is None:
             kept.append(item)
             continue
-        (days,) = marker.args
-        of_file = str(item.path), days
-        (kept if seen[of_file] % days == today % days else left_out).append(item)
-        seen[of_file] += 1
+        (days,), by = marker.args, marker.kwargs.get("by")
+        of_file = numbers[str(item.path), days]
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        number = of_file.setdefault(parameters.get(by, by) if by else item.nodeid, len(of_file))
+        first_day = zlib.crc32(item.path.name.encode())  # files of one cell do not all have the same day
+        (kept if (first_day + number) % days == today % days else left_out).append(item)
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)

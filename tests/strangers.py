@@ -37,7 +37,7 @@ for place in places:
 def talk(places: list[tuple[str, int]], user: int) -> list[str]:
     """What `user` gets for 64 bytes at each of `places`: `heard N bytes`, `shut out`, or `nothing`."""
     command = [sys.executable, "-c", _TALK, str(user), str(PATIENCE_S), *(f"{host}:{port}" for host, port in places)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
 
 

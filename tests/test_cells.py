@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 MATRIX = """
@@ -11,6 +13,15 @@ import pytest
 @pytest.mark.parametrize("cell", range(7))
 def test_a_matrix(cell):
     print(f"cell {cell}")
+
+@pytest.fixture(scope="module", params=["p", "q"])
+def way(request):
+    return request.param
+
+@pytest.mark.cells(2, by="way")
+@pytest.mark.parametrize("number", range(3))
+def test_that_shares(way, number):
+    print(f"way {way}{number}")
 
 def test_always():
     print("always")
@@ -24,18 +35,26 @@ def ran(pytester, monkeypatch):
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    cells: in parts")
 
     def run(day: int, *options: str) -> tuple[set[int], bool]:
-        monkeypatch.setenv("VERL_TESTS_DAY", str(day))
-        lines = pytester.runpytest_inprocess("-p", "tests.cells", "-s", *options).outlines
-        text = "\n".join(lines)
+        text = said(day, *options)
         return {cell for cell in range(7) if f"cell {cell}" in text}, "always" in text
 
+    def said(day: int, *options: str) -> str:
+        monkeypatch.setenv("VERL_TESTS_DAY", str(day))
+        return "\n".join(pytester.runpytest_inprocess("-p", "tests.cells", "-s", *options).outlines)
+
+    run.said = said
     return run
 
 
 def test_each_day_runs_another_part_and_all_of_them_have_run_in_the_end(ran):
     parts = [ran(day, "--cells", "today")[0] for day in range(3)]
-    assert parts == [{0, 3, 6}, {1, 4}, {2, 5}]
+    assert sorted(parts, key=min) == [{0, 3, 6}, {1, 4}, {2, 5}]
     assert ran(3, "--cells", "today") == (parts[0], True)
+
+
+def test_tests_that_share_a_fixture_run_on_the_same_day(ran):
+    days = [re.findall(r"way (p|q)\d", ran.said(day, "--cells", "today")) for day in range(2)]
+    assert sorted(days) == [["p"] * 3, ["q"] * 3]
 
 
 def test_by_default_every_cell_runs(ran):

@@ -49,6 +49,8 @@ LISTENER = 900
 """The number of a new server's socket there."""
 RANKS = 2
 """Of the largest engines: so many workers does an engine core spawn."""
+PATIENCE_S = 900.0
+"""With a program that takes a minute on a machine that does nothing else. Below the time limit of a test."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
 """For `ray.init`: otherwise it starts workers before it knows their runtime environment, and never uses them."""
 
@@ -111,6 +113,15 @@ class Fork:
         if not (answer := self._connection.recv(8)):
             raise RuntimeError("the process that forks programs has ended")
         return int.from_bytes(answer, "big")
+
+    def end(self, *written: Path) -> int:
+        """Its exit code. Of a program that hangs, which ends here, what it has `written` is told."""
+        try:
+            return self.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            said = "\n".join(path.read_text() for path in written)
+            raise AssertionError(f"not done within {PATIENCE_S} s:\n{said}") from None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -27,12 +27,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("comparison")
     arguments = ["--backend", "all", "--size-gib", "0.004", "--repeats", "1", "--trainers", "1", "--nodes", "1"]
     command = [sys.executable, "-m", "benchmarks.weight_sync", *arguments, "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((output / "result.json").read_text())
 
 
+@pytest.mark.cells(3, by="result")
 def test_every_backend_is_measured_beside_its_library_or_said_to_be_missing(result: Any):
     assert result["backends"].keys() | result["unavailable"].keys() == RUNNING
     assert {"naive", "gloo"} <= result["backends"].keys()
@@ -42,12 +43,14 @@ def test_every_backend_is_measured_beside_its_library_or_said_to_be_missing(resu
         assert sample["total_s"] >= sample["publish_s"] + sample["verify_s"]
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_ways_of_others_are_measured_on_the_same_bytes(result: Any):
     assert result["peers"].keys() == PEERS
     for measured in result["peers"].values():
         assert 0 < measured["summary"]["blocked_s"] <= measured["summary"]["total_s"]
 
 
+@pytest.mark.cells(3, by="result")
 def test_every_target_has_a_value_and_a_verdict(result: Any):
     for name, found in result["targets"].items():
         stages = set() if name == "naive" else {"stage_of_raw", "verify_of_stage"}

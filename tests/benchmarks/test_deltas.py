@@ -25,6 +25,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((output / "result.json").read_text())
 
 
+@pytest.mark.cells(3, by="result")
 def test_sizes_and_rates_are_measured_on_what_an_optimizer_changed(result: Any):
     (row,) = result["codec"]
     assert 0 < row["changed_fraction"] < 1
@@ -32,6 +33,7 @@ def test_sizes_and_rates_are_measured_on_what_an_optimizer_changed(result: Any):
     assert row["times_smaller"] > 1
 
 
+@pytest.mark.cells(3, by="result")
 def test_syncs_with_deltas_send_less_than_full_ones(result: Any):
     here, fleet = result["fleets"]
     assert here["ways"]["auto"]["was_delta"] == 0

@@ -30,6 +30,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((output / "result.json").read_text())
 
 
+@pytest.mark.cells(3, by="result")
 def test_every_way_is_measured_beside_plain_tcp_and_the_gathered_broadcast(result: Any):
     assert [fleet["nodes"] for fleet in result["fleets"]] == [1, 2]
     for fleet in result["fleets"]:
@@ -40,6 +41,7 @@ def test_every_way_is_measured_beside_plain_tcp_and_the_gathered_broadcast(resul
             assert 0 < sample["blocked_s"] <= sample["total_s"]
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_link_of_the_trainers_host_counts_what_it_sends(result: Any):
     two = result["fleets"][1]["ways"]
     for name in {*CHOSEN} & two.keys():

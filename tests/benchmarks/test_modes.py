@@ -164,6 +164,7 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.cells(3)
 def test_a_run_that_fails_ends_the_benchmark_with_its_last_words(tmp_path, capsys):
     code = modes.main(["data.train_batchsize=3", "--output", str(tmp_path), "--modes", "hybrid"])
     assert code == 2
@@ -173,8 +174,8 @@ def test_a_run_that_fails_ends_the_benchmark_with_its_last_words(tmp_path, capsy
 
 
 def test_a_run_that_takes_too_long_is_told_to_stop():
-    with modes.started([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5) as process:
-        assert process.wait(20) == 124
+    with modes.started([sys.executable, "-c", "import time; time.sleep(600)"], timeout_s=0.5) as process:
+        assert process.wait(60) == 124
 
 
 def test_results_of_an_earlier_run_are_not_mixed_with_new_ones(finished, tmp_path):

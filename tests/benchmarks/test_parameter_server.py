@@ -11,6 +11,7 @@ from benchmarks.parameter_server import CASES, analyse, main
 from verl.checkpoint_engine.parameter_server.progress import Event, UpdateReport
 
 
+@pytest.mark.cells(3)
 def test_the_result_holds_every_stage_beside_the_raw_speed_of_its_library(tmp_path, capsys):
     arguments = ["--size-gib", "0.008", "--bucket-megabytes", "2", "--repeats", "2", "--output", str(tmp_path)]
     assert main(arguments) == 0
@@ -80,6 +81,7 @@ def test_sizes_that_cannot_be_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.cells(3)
 def test_a_checkpoint_that_does_not_fit_the_memory_is_refused_before_anything_starts(tmp_path, capsys):
     assert main(["--size-gib", "100000", "--output", str(tmp_path)]) == 2
     assert "GiB of memory" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_the_seed_decides_who_is_hit_and_processes_of_other_kinds_are_left_alone
         what, step = hit(Run(tmp_path, titles), random.Random(3))
         assert step == 7
         assert what == "rollouter, killed"
-        assert processes[0].wait(10) == -signal.SIGKILL
+        assert processes[0].wait(60) == -signal.SIGKILL
         assert processes[1].poll() is None
     finally:
         for process in processes:

@@ -23,6 +23,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((output / "result.json").read_text())
 
 
+@pytest.mark.cells(3, by="result")
 def test_every_engine_is_measured_beside_the_vanilla_way(result: Any):
     assert result["settings"]["backend"] == "naive"
     assert {"processor", "cores", "memory_gib", "torch"} <= set(result["machine"])
@@ -36,6 +37,7 @@ def test_every_engine_is_measured_beside_the_vanilla_way(result: Any):
             assert sample["forward_s"] > 0
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_verdict_is_that_of_the_medians(result: Any):
     for measured in result["strategies"].values():
         summary = measured["summary"]
@@ -43,6 +45,7 @@ def test_the_verdict_is_that_of_the_medians(result: Any):
         assert summary["target_reached"] == (summary["shorter_by"] >= result["target"] == 20)
 
 
+@pytest.mark.cells(3, by="result")
 def test_all_engines_deliver_the_same_bytes_either_way(result: Any):
     """Each compares the two ways in every round, or fails; they began with the same model and took the same steps."""
     assert len({measured["digest"] for measured in result["strategies"].values()}) == 1

@@ -23,6 +23,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((output / "result.json").read_text())
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_result_says_what_was_measured_on_what(result: Any):
     assert result["benchmark"] == "weight_sync"
     assert result["settings"]["backend"] == "naive"
@@ -31,6 +32,7 @@ def test_the_result_says_what_was_measured_on_what(result: Any):
     assert result["model"]["nbytes"] == pytest.approx(0.004 * 2**30, rel=0.01)
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_result_holds_every_sample_with_the_memcpy_measured_beside_it(result: Any):
     assert [sample["version"] for sample in result["samples"]] == [2, 3]
     keys = {"memcpy_gbytes_per_s", "publish_s", "stage_s", "verify_s", "commit_s", "activate_s", "trainer_blocked_s"}
@@ -39,6 +41,7 @@ def test_the_result_holds_every_sample_with_the_memcpy_measured_beside_it(result
         assert sample["trainer_blocked_s"] <= sample["publish_s"]
 
 
+@pytest.mark.cells(3, by="result")
 def test_the_summary_gives_seconds_rate_and_fraction_of_every_part(result: Any):
     summary = result["summary"]
     for part in ("publish_and_stage", "verify", "publish_stage_verify", "activate_by_copying", "trainer_blocked"):
@@ -56,6 +59,7 @@ def test_the_target_of_naive_is_not_held_against_other_backends(tmp_path: Path, 
     assert "reached" not in printed
 
 
+@pytest.mark.cells(3, by="result")
 def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_and_is_given_back(result: Any):
     assert result["shared_memory"]["per_node_in_models"] == pytest.approx(2, rel=0.05)
     assert result["shared_memory"]["left_after_close_nbytes"] == 0

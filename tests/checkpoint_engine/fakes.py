@@ -123,7 +123,7 @@ def arenas_in(shm_dir: Path) -> list[Path]:
     return sorted(shm_dir.glob("verl-*"))
 
 
-def soon(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def soon(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Wait until `condition` holds; whether it does."""
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:

@@ -20,7 +20,7 @@ def main(user: str, what: str, peer: str, address: str) -> str:
     batch = transfer(peer, [memory.ctypes.data], [int(address)], [memory.nbytes])
     if batch in (0, 2**64 - 1):
         return "cannot be reached"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (status := engine.transfer_check_status(batch)) == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     return {1: "done", 0: "nothing happens"}.get(status, "failed")

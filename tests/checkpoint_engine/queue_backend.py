@@ -13,7 +13,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 LOG: list[tuple[str, str]] = []
 """(role, method): what was called in this process."""
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 
 
 @CheckpointEngineRegistry.register("verl-queue")

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.processes import end_program
+from tests.free_ports import free_port
 from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 
 
 class ServedVLLM:
@@ -37,7 +37,7 @@ class ServedVLLM:
         """POST, with a body or without."""
         data = json.dumps(body).encode() if body is not None else b""
         request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read() or b"null")
 
     def greedy_tokens(self) -> list[list[int]]:
@@ -57,19 +57,13 @@ class ServedVLLM:
 
     def version(self) -> str:
         """Of the weights that it serves."""
-        return Endpoint(self.url, timeout_s=60).version()
+        return Endpoint(self.url, timeout_s=300).version()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What the worker computes with, by vLLM's name of the parameter."""
         self.call("/collective_rpc", {"method": "write_served_weights", "args": ["now"]})
         found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", 0))
         return found
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @contextmanager
@@ -118,7 +112,10 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
             leftovers = shared_memory_of(server.pid)
             yield ServedVLLM(url, model, served)
         finally:
-            end_program(server)
+            # Its whole family: told to end, it may take half a minute for connections that are open.
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
             for path in leftovers:
                 path.unlink(missing_ok=True)
 
@@ -129,7 +126,7 @@ def _await_health(server: Fork, url: str, log: Path) -> None:
         if server.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(url + "/health", timeout=5):
+            with urllib.request.urlopen(url + "/health", timeout=60):
                 return
         except OSError:
             time.sleep(0.2)

@@ -36,7 +36,6 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe")
     answer, printed = tmp_path / "answer.json", tmp_path / "printed"
@@ -49,8 +48,9 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, 
             env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
             stdout=output,
             stderr=output,
+            spawns=True,
         )
-    assert process.wait(280) == 0, printed.read_text()
+    assert process.end(printed) == 0, printed.read_text()
     assert list(temporary.glob("vllm*")) == []
     found = json.loads(answer.read_text())
     assert found["passed"]
@@ -61,7 +61,6 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, 
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_a_model_whose_loader_forgets_a_copy_is_not(tmp_path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "llama")
     config = json.loads((model / "config.json").read_text())
@@ -76,7 +75,7 @@ def test_a_model_whose_loader_forgets_a_copy_is_not(tmp_path, warm: WarmWorkers)
             stdout=output,
             stderr=output,
         )
-    assert process.wait(280) == 1, printed.read_text()
+    assert process.end(printed) == 1, printed.read_text()
     assert "model.packed" in printed.read_text()
     assert printed.read_text().rstrip().endswith("NOT certified")
 

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.links.cuts import part_nbytes_for
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 
-QUICK_S = 20.0
+QUICK_S = 60.0
 """Far below every deadline."""
 LARGE = {"one row larger than two blocks", "larger than two buckets", "one row larger than two buckets"}
 MANY = {"1,000 tiny tensors"}

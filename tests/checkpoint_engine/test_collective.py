@@ -35,14 +35,14 @@ def engine_of(member: Any) -> Any:
 
 
 async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3.0}) as fleet:
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 5.0}) as fleet:
         await fleet.manager.update_weights(1)
         fleet.trainers[1].before["serve"] = asyncio.Event().wait
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(2)
         assert isinstance(raised.value.__cause__, TransportTimeout)
         assert (raised.value.version, raised.value.phase) == (2, "stage")
-        assert "not done within 2.7 s" in str(raised.value)  # of trainer-1, or of another, which waits for the nodes
+        assert "not done within 4.5 s" in str(raised.value)  # of trainer-1, or of another, which waits for the nodes
         assert str(raised.value).endswith("no sign of life from trainer-1")
         assert [replica.version for replica in fleet.replicas] == [1, 1]
         fleet.trainers[1].before.clear()
@@ -52,8 +52,8 @@ async def test_a_sender_that_does_not_come_is_named_when_the_deadline_has_passed
 
 
 async def test_a_node_that_does_not_take_part_is_named_when_the_deadline_has_passed(tmp_path: Path):
-    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 3.0}) as fleet:
-        fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(30)
+    async with fleet_of(tmp_path, retries=0, deadlines={"stage_s": 5.0}) as fleet:
+        fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(300)
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(1)
         assert isinstance(raised.value.__cause__, TransportTimeout)
@@ -181,7 +181,7 @@ async def test_a_rank_serves_nothing_but_what_it_has_published(tmp_path: Path):
 
 async def test_a_member_that_does_not_connect_is_named(tmp_path: Path):
     async with fleet_of(tmp_path, deadlines={"prepare_s": 5.0}) as fleet:
-        fleet.nodes[1].before["connect"] = lambda: asyncio.sleep(30)
+        fleet.nodes[1].before["connect"] = lambda: asyncio.sleep(300)
         with pytest.raises(TransportTimeout) as raised:
             await fleet.manager.update_weights(1)
         assert "node-1 not connected within 4.5 s; done: trainer-0, trainer-1, node-0" in str(raised.value)

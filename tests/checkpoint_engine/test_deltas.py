@@ -334,6 +334,6 @@ except BackendUnavailable as exc:
 
 
 def test_without_numba_versions_are_moved_whole_and_asking_for_deltas_says_why() -> None:
-    run = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=True)
     assert run.stderr.count("versions are moved whole") == 1
     assert "checkpoint_engine.delta: numba cannot compile it" in run.stdout

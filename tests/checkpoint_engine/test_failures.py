@@ -42,9 +42,8 @@ STAGES_ONLY = (
 """Other phases are as without a chain, or with another transport: nodes alone read, so a wire does nothing in them, and
 what it tears down after a death is torn down after one in the middle of a stage, too."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
-FAR_S, NEAR_S = 20.0, 3.0
+FAR_S, NEAR_S = 60.0, 5.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
-SLACK_S = 8.0
 POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "kimi_ckpt_engine-deltas": 8, "nixl-tcp": TRAINERS}
 """Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more.
 
@@ -70,7 +69,7 @@ class Case:
     def config(self) -> CheckpointEngineConfig:
         name, options = OPTIONS[self.backend]
         timeout_s = NEAR_S if self.how == STOP else FAR_S
-        deadlines = {"publish_s": timeout_s, "stage_s": timeout_s, "verify_s": timeout_s, "commit_s": 1.0}
+        deadlines = {"publish_s": timeout_s, "stage_s": timeout_s, "verify_s": timeout_s, "commit_s": NEAR_S}
         return CheckpointEngineConfig.from_mapping(
             {
                 "backend": name,
@@ -147,7 +146,7 @@ def flip_bit(path: Path) -> None:
         file.write(bytes([first ^ 1]))
 
 
-@pytest.mark.cells(4)
+@pytest.mark.cells(7)
 @pytest.mark.parametrize("case", cases())
 async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_left(case: Case, tmp_path: Path):
     async with ProcessFleet(case.config, tmp_path, nodes=NODES.get(case.backend, 1)) as fleet:
@@ -162,7 +161,7 @@ async def test_the_previous_version_serves_until_the_next_sync_and_nothing_is_le
             with pytest.raises(SyncAborted) as raised:
                 await fleet.sync(2)
             assert_named(case, raised.value)
-        assert time.monotonic() - start_s < (NEAR_S if case.how == STOP else FAR_S) + SLACK_S
+        assert time.monotonic() - start_s < FAR_S
         fleet.assert_serves(2 if case.succeeds else 1, arena=(case.who, case.how) != ("node-0", KILL))
 
         fleet.node.before.clear()
@@ -200,7 +199,7 @@ def assert_named(case: Case, error: SyncAborted) -> None:
 
 async def assert_nothing_leaks(fleet: ProcessFleet, before: dict[str, dict[str, int]], pooled: int) -> None:
     """Each member holds no more than after the first sync; what a broken connection held may take a moment to go."""
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + FAR_S
     while more := grown(before, await fleet.resources(), pooled):
         assert time.monotonic() < end_s, more
         await asyncio.sleep(0.05)

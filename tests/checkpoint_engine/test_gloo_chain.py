@@ -14,7 +14,7 @@ from verl.checkpoint_engine.config import GlooOptions
 from verl.checkpoint_engine.links.gloo_chain import SEGMENT_NBYTES, Chain, GlooChain
 from verl.checkpoint_engine.plan.topology import Lane
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 SIZES = (1, SEGMENT_NBYTES, 2 * SEGMENT_NBYTES + 5, 33)
 
 

@@ -96,7 +96,7 @@ def test_a_signal_to_the_whole_process_group_does_not_stop_the_janitor_from_clea
 @pytest.mark.parametrize("then", ["", "import os; os._exit(1)", "raise RuntimeError", "arena.close()"])
 def test_an_owner_that_ends_by_itself_leaves_nothing(then: str, owner_of: Callable[[str], Owner], tmp_path: Path):
     owner = owner_of(then)
-    owner.process.wait(timeout=30)
+    owner.process.wait(timeout=60)
     assert soon(lambda: not arenas_in(tmp_path))
     assert soon(lambda: is_gone(owner.janitor_pid))
 

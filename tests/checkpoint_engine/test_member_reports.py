@@ -19,7 +19,7 @@ from verl.checkpoint_engine.links.traffic import Traffic, links_of
 from verl.checkpoint_engine.plan.member_report import SLOWEST, Link, MemberTime, PhaseReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.outliers import LEAST_KNOWN, outlier, slowest_of
+from verl.checkpoint_engine.sync.outliers import LEAST_KNOWN, TIMES, outlier, slowest_of
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 
 NBYTES = 4 * 1000 * 64
@@ -91,7 +91,7 @@ async def test_where_nobody_reads_over_links_there_are_none(tmp_path: Path):
 
 async def test_the_member_that_keeps_others_waiting_is_named(tmp_path: Path):
     slow = RecordingReplica("replica-1", 1)
-    slow.fail = lambda step: asyncio.sleep(0.3) if step == "activate" else None
+    slow.fail = lambda step: asyncio.sleep(2.0) if step == "activate" else None
     report = await synced(manager_of(tmp_path, "tcp"), RecordingReplica(), slow)
     assert report.members["activate"].slowest[0].member == "replica-1"
     assert report.members["activate"].excess_s > 0.1
@@ -170,10 +170,10 @@ async def test_the_console_hears_of_an_outlier(tmp_path: Path, caplog: pytest.Lo
     await manager.add_replicas([replica])
     try:
         with caplog.at_level(logging.WARNING, "verl.checkpoint_engine"):
-            for version in range(LEAST_KNOWN):
-                await manager.update_weights(version)
+            usual = [(await manager.update_weights(version)).total_s for version in range(LEAST_KNOWN)]
             assert caplog.messages == []
-            replica.fail = lambda step: asyncio.sleep(1.5) if step == "activate" else None
+            slow_s = 1.5 + TIMES * max(usual)
+            replica.fail = lambda step: asyncio.sleep(slow_s) if step == "activate" else None
             await manager.update_weights(LEAST_KNOWN)
     finally:
         await manager.close()

@@ -55,7 +55,7 @@ class Memory:
 
 
 def fetched(plan: SyncPlan, memory: Memory, buckets: list[Bucket]) -> int:
-    return FetchLoop(memory, plan, memory.slot, memory.bounce, version=1, timeout_s=10).run(buckets)
+    return FetchLoop(memory, plan, memory.slot, memory.bounce, version=1, timeout_s=60).run(buckets)
 
 
 def assert_every_piece_is_in_its_place(plan: SyncPlan, memory: Memory) -> None:

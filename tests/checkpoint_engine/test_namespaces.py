@@ -123,9 +123,9 @@ async def test_a_node_that_joins_late_from_a_host_of_its_own_is_let_in(backend: 
             await late.end()
 
 
-DEADLINES = {"prepare_s": 3.0, "publish_s": 3.0, "stage_s": 3.0, "verify_s": 3.0, "commit_s": 1.0}
-SLACK_S = 8.0
-RETRANSMITTED_S = 30.0
+DEADLINES = {f"{phase}_s": 5.0 for phase in ("prepare", "publish", "stage", "verify", "commit")}
+SOON_S = 60.0
+RETRANSMITTED_S = 120.0
 """Until TCP has tried again on connections that were given up, and they could be closed."""
 
 
@@ -168,7 +168,7 @@ async def failure_in_time(sync: Awaitable[None]) -> CheckpointEngineError:
     start_s = time.monotonic()
     with pytest.raises(CheckpointEngineError) as raised:
         await sync
-    assert time.monotonic() - start_s < max(DEADLINES.values()) + SLACK_S
+    assert time.monotonic() - start_s < SOON_S
     return raised.value
 
 

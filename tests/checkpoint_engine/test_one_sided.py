@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -184,8 +183,8 @@ async def test_a_stage_that_is_given_up_ends_soon(tmp_path: Path):
         await asyncio.sleep(0.2)
         syncing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(syncing, 5)
-        await asyncio.wait_for(fleet.nodes[0].member._run(lambda: None), 5)
+            await asyncio.wait_for(syncing, 60)
+        await asyncio.wait_for(fleet.nodes[0].member._run(lambda: None), 60)
         assert engine._wires.first is None
 
 
@@ -437,21 +436,25 @@ def test_an_owner_that_waits_for_reads_sleeps():
     """For as long as its rank trains: one that looked every millisecond took 4 % of a core."""
     from verl.checkpoint_engine.backends.nixl import NixlWire
 
-    others = wakes_per_second()
+    others = set(os.listdir("/proc/self/task"))
     owner = NixlWire("owner", tls=None, error_handling="peer", num_workers=1, progress=True)
     try:
         owner.register(np.zeros(2**20, np.uint8))
         time.sleep(0.5)  # it has started
-        assert wakes_per_second() < others + 300
+        assert wakes_per_second(set(os.listdir("/proc/self/task")) - others) < 300
     finally:
         owner.close()
 
 
-def wakes_per_second() -> int:
-    """Of all threads of this process."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+def wakes_per_second(threads: set[str]) -> int:
+    def wakes() -> int:
+        rows = [f"/proc/self/task/{thread}/status" for thread in threads]
+        return sum(int(Path(row).read_text().split("voluntary_ctxt_switches:")[1].split()[0]) for row in rows)
+
+    before = wakes()
+    assert before, "its threads have waited"
     time.sleep(1.0)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+    return wakes() - before
 
 
 class BusyPorts:

@@ -22,8 +22,8 @@ from verl.checkpoint_engine.sync.participants import TrainerRank
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 
-CONFIG = CheckpointEngineConfig.from_mapping({"deadlines": {"publish_s": 60, "verify_s": 60}})
-QUICK_S = 20.0
+CONFIG = CheckpointEngineConfig.from_mapping({"deadlines": {"publish_s": 300, "verify_s": 300}})
+QUICK_S = 120.0
 """Far below every deadline: a death is noticed, not waited for."""
 
 

@@ -35,7 +35,7 @@ def test_an_attempt_that_failed_keeps_nothing_that_its_work_had(awaited: bool):
         raise RuntimeError("connection refused")
 
     attempt = Attempt(work)
-    assert attempt.done.wait(10)
+    assert attempt.done.wait(60)
     if awaited:
         try:
             attempt.result()
@@ -50,5 +50,5 @@ def test_an_attempt_that_failed_keeps_nothing_that_its_work_had(awaited: bool):
 
 def test_an_attempt_has_a_result():
     attempt = Attempt(lambda: 7)
-    assert attempt.done.wait(10)
+    assert attempt.done.wait(60)
     assert attempt.result() == 7

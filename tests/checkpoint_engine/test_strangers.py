@@ -94,7 +94,7 @@ async def test_members_of_one_host_listen_inside_of_it_alone_where_their_library
 def stranger(user: int, what: str, peer: str, address: int) -> str:
     script = Path(__file__).with_name("mooncake_stranger.py")
     command = [sys.executable, str(script), str(user), what, peer, str(address)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.stdout
 
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -19,7 +20,7 @@ from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.support.admission import Admission
 
 HOST = "127.0.0.1"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +103,16 @@ def test_a_request_beyond_the_address_space_is_refused(owner: TcpWire):
         assert ANSWER.unpack(stranger.recv(ANSWER.size)) == (0,)
 
 
-def listening_at(ports: set[int]) -> set[int]:
+def listening() -> set[tuple[str, int]]:
+    """Where this process does."""
     rows = psutil.Process().net_connections("tcp")
-    found = [row.laddr for row in rows if row.status == psutil.CONN_LISTEN and row.laddr.port in ports]
-    assert {address.ip for address in found} <= {HOST}
-    return {address.port for address in found}
+    return {tuple(row.laddr) for row in rows if row.status == psutil.CONN_LISTEN}
+
+
+def listening_at(ports: set[int]) -> set[int]:
+    found = [(ip, port) for ip, port in listening() if port in ports]
+    assert {ip for ip, _ in found} <= {HOST}
+    return {port for _, port in found}
 
 
 def test_it_listens_inside_its_host_until_members_are_on_others(owner: TcpWire):
@@ -120,10 +126,10 @@ def test_it_listens_inside_its_host_until_members_are_on_others(owner: TcpWire):
 
 
 def test_a_wire_that_only_reads_listens_nowhere():
-    before = psutil.Process().net_connections("tcp")
+    before = listening()
     TcpWire(HOST, 4, listens=False).close()
     wire = TcpWire(HOST, 4, listens=False)
-    assert len(psutil.Process().net_connections("tcp")) == len(before)
+    assert listening() <= before
     wire.close()
 
 
@@ -136,11 +142,11 @@ def test_a_member_that_ends_fails_the_reads_from_it_and_nobody_listens_there(nod
     with pytest.raises(TransportError, match=HOST):
         wait(node, node.read(0, target.ctypes.data, target.ctypes.data, 8))
     with pytest.raises(TransportError, match="cannot be reached"):
-        node.connect(1, address, DEADLINE_S)
+        node.connect(1, address, 1.0)
 
 
 def test_closing_in_the_middle_of_reads_leaves_no_thread_and_no_socket():
-    threads, descriptors = threading.active_count(), open_descriptors()
+    threads, descriptors = set(threading.enumerate()), Counter(open_descriptors())
     memory, target = np.zeros(2**26, np.uint8), np.zeros(2**26, np.uint8)
     owner, node = TcpWire(HOST, 4), TcpWire(HOST, 4)
     owner.register(memory)
@@ -151,8 +157,8 @@ def test_closing_in_the_middle_of_reads_leaves_no_thread_and_no_socket():
     target[:] = 1
     owner.close()
     assert target.all()
-    assert threading.active_count() == threads
-    assert open_descriptors() == descriptors
+    assert set(threading.enumerate()) <= threads
+    assert Counter(open_descriptors()) <= descriptors
 
 
 def test_a_silent_stranger_does_not_keep_it_from_closing():

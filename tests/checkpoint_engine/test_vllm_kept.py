@@ -13,8 +13,6 @@ from tests.warm_workers import Fork, WarmWorkers
 from verl.checkpoint_engine.engines.vllm.unchanged import Kept, kept
 from verl.utils.builtin import make_tiny_model
 
-pytestmark = [pytest.mark.timeout(300)]
-
 Steps = dict[str, dict[str, Activated]]
 
 
@@ -35,7 +33,7 @@ def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> St
     with answered.open("w") as output:
         program = "tests.checkpoint_engine.kept_process"
         process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
-    assert process.wait(280) == 0, answered.read_text()
+    assert process.end(answered) == 0, answered.read_text()
     told: Steps = {}
     for one in json.loads(answered.read_text().splitlines()[-1]):
         told.setdefault(one["model"], {})[one["step"]] = Activated(**one)

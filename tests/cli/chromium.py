@@ -33,7 +33,7 @@ def browse(page: Path, profile: Path, *arguments: str, width: int, height: int =
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return done.stdout

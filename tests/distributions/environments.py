@@ -60,7 +60,7 @@ def run(
     *,
     path: Sequence[Path] = (),
     cwd: Path = ROOT,
-    timeout_s: float = 300,
+    timeout_s: float = 900,
     env: Mapping[str, str] = MappingProxyType({}),
     returns: int = 0,
 ) -> subprocess.CompletedProcess[str]:

@@ -19,18 +19,19 @@ FORGOTTEN = 3
 """The version that no server is told of, and the step whose rollouts should have come from it: the first is from 1."""
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.cells(2)
 def test_with_pypi_s_verl(site: Path, tmp_path: Path):
     here = copy_with_verl(tmp_path)
     name_vllm(tmp_path)
     options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *(here / name for name in CHECKS)]
-    done = run(command, path=[tmp_path, site, BESIDE], cwd=tmp_path, timeout_s=800)
+    done = run(command, path=[tmp_path, site, BESIDE], cwd=tmp_path, timeout_s=1100)
     assert " passed in " in done.stdout.splitlines()[-1], done.stdout
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(1500)
+@pytest.mark.cells(2)
 def test_its_own_main_ppo_trains_with_our_syncs_and_a_stale_version_would_be_noticed(site: Path, tmp_path: Path):
     copy_with_verl(tmp_path)
     name_vllm(tmp_path)

@@ -20,7 +20,7 @@ def test_a_checkpoint_goes_to_all_ranks_and_then_to_one(tmp_path: Path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     written = {

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from tests import warm_workers
+from tests.processes import is_alive
 from verl.checkpoint_engine.support import envs
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
@@ -22,9 +24,11 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.run import train
 from verl.utils.tracking import read_metrics
 
+T = TypeVar("T")
+
 PR_SET_CHILD_SUBREAPER = 36
-STARTUP_S = 240.0
-"""Long enough for a machine that does ten other things."""
+STARTUP_S = 600.0
+"""Long enough for a machine that does twenty other things."""
 
 QUICK = (
     "trainer.device=cpu",
@@ -93,7 +97,7 @@ class Job:
             if child.pid not in self._strangers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found += [child, *child.children(recursive=True)]
-        return [process for process in found if _is_alive(process)]
+        return [process for process in found if is_alive(process)]
 
     def find(self, title: str) -> list[psutil.Process]:
         """Processes whose command line contains `title`; Ray's actors are called `ray::<Class>`."""
@@ -104,12 +108,14 @@ class Job:
                     found.append(process)
         return found
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = STARTUP_S) -> None:
+    def wait_for(self, condition: Callable[[], T], what: str, timeout_s: float = STARTUP_S) -> T:
+        """What `condition` has found: a second look may come too late."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
+        while not (found := condition()):
             assert self.driver.poll() is None, f"the run ended before {what}:\n{self.stdout}\n{self.stderr}"
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.stdout}\n{self.stderr}"
             time.sleep(0.05)
+        return found
 
     def wait_for_line(self, text: str) -> None:
         self.wait_for(lambda: text in self.stderr or text in self.stdout, repr(text))
@@ -129,7 +135,7 @@ class Job:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done within {timeout_s} s:\n{self.stdout}\n{self.stderr}") from None
 
-    def left(self, timeout_s: float = 10.0) -> list[str]:
+    def left(self, timeout_s: float = 60.0) -> list[str]:
         """Processes and shared memory that are still there `timeout_s` after the driver has ended."""
         assert self.driver.poll() is not None
         deadline = time.monotonic() + timeout_s
@@ -159,13 +165,6 @@ class Job:
 def _adopt_orphans(wanted: bool) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _title(process: psutil.Process) -> str:

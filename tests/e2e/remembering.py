@@ -25,7 +25,7 @@ from verl.workers.engine.snapshots import Place, Places, State, copy_into
 from verl.workers.memory_checkpoint.worker import RememberedWorker
 
 ROWS, COLUMNS = 24, 100_003
-SETTLED_S = 60.0
+SETTLED_S = 240.0
 
 
 class Remembering(RememberedWorker):

@@ -22,7 +22,7 @@ from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
 from verl.workers.reward_manager.naive import RewardError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 

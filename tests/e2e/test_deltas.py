@@ -11,7 +11,7 @@ from tests.e2e.test_training import REWARD, Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.step import Step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 6
 REPEATABLE = (

@@ -14,7 +14,7 @@ from tests.e2e.test_training import Run
 from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -13,7 +13,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.disk import DiskFull
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 MIB = 2**20
 
 

@@ -18,7 +18,7 @@ from verl.experimental.fully_async_policy.supply import SupplyLost
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cells(3), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(6)]
 
 PROMPTS = 8
 """Of a step."""

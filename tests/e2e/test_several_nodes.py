@@ -9,7 +9,7 @@ import pytest
 from tests.warm_workers import ENVIRONMENT, Fork
 
 # Ray gives a node 30 s to start, and there are three: alone on the machine.
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(550)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def found(tmp_path_factory, tiny_model, warm):
     with (directory / "stdout").open("w") as stdout, (directory / "stderr").open("w") as stderr:
         driver = Fork(warm, "tests.e2e.several_nodes", arguments, env=environment, stdout=stdout, stderr=stderr)
     try:
-        code = driver.wait(450)
+        code = driver.wait(900)
     finally:
         if driver.poll() is None:
             os.killpg(driver.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from tests.e2e.test_backends import WAYS
 from tests.e2e.test_training import Run
 from tests.sglang_on_cpu import NEEDS_SGLANG
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.timeout(400), NEEDS_SGLANG]
+pytestmark = [pytest.mark.e2e, pytest.mark.sglang, NEEDS_SGLANG]
 
 STEPS = 3
 

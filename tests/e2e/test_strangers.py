@@ -5,7 +5,7 @@ from psutil import CONN_LISTEN
 
 from tests.strangers import NOBODY, needs_root, talk
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 
 @needs_root

@@ -364,7 +364,6 @@ def go_back(path: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PARSERS)
 def test_whatever_is_read_is_a_value_or_one_of_our_errors_in_little_time_and_memory(name, tmp_path):
     parser = PARSERS[name]

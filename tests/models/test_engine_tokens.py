@@ -10,7 +10,7 @@ import pytest
 
 from tests.warm_workers import Fork, WarmWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.vllm
 
 ENGINES = {
     "llama": "float32",
@@ -35,7 +35,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) ->
     arguments = [str(directory / "models"), *(f"{name}:{dtype}" for name, dtype in ENGINES.items())]
     with printed.open("w") as output, errors.open("w") as log:
         process = Fork(warm, "tests.models.engine_process", arguments, env=environment, stdout=output, stderr=log)
-    code = process.wait(860)
+    code = process.end(printed, errors)
     lines = [json.loads(line) for line in printed.read_text().splitlines() if line.startswith("{")]
     assert code == 0, f"after {[line['name'] for line in lines]}: {errors.read_text()[-2000:]}"
     return {line["name"]: line for line in lines}

@@ -15,7 +15,7 @@ import pytest
 from tests.models.vllm_process import Outcome
 from tests.warm_workers import Fork, WarmWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 RUN = (
     "llama",
@@ -80,7 +80,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> dic
     with printed.open("w") as output, errors.open("w") as log:
         arguments = [str(directory / "checkpoints"), *cells]
         process = Fork(warm, "tests.models.vllm_process", arguments, env=environment, stdout=output, stderr=log)
-    code = process.wait(380)
+    code = process.end(printed, errors)
     lines = [json.loads(line) for line in printed.read_text().splitlines() if line.startswith("{")]
     found = {(line["architecture"], line["dtype"]): Outcome(**line) for line in lines}
     assert code == 0, f"after {list(found)}: {_end(errors)}"

@@ -78,7 +78,7 @@ def test_a_rank_holds_what_a_real_one_does(name: str):
         [sys.executable, "-m", "tests.planning.held_process", name, "2", "3"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def run_dir(tmp_path):
 
 
 def plot(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
 def test_a_picture_of_some_steps_is_drawn(run_dir):

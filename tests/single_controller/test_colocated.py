@@ -92,9 +92,9 @@ def test_a_role_is_called_as_a_group_of_its_own_and_the_group_by_prefixed_names(
     groups = group.spawn(prefix_set=["actor", "critic"])
     added = groups["actor"].add(numbers())
     assert added.batch["x"].tolist() == [0, 0, 1, 1]
-    assert groups["critic"].scale(added).get(timeout=30).batch["x"].tolist() == [0, 0, 10, 10]
+    assert groups["critic"].scale(added).get(timeout=60).batch["x"].tolist() == [0, 0, 10, 10]
     assert group.actor_add(numbers()).batch["x"].tolist() == [0, 0, 1, 1]
-    assert groups["critic"].submit("scale", added).get(timeout=30).batch["x"].tolist() == [0, 0, 10, 10]
+    assert groups["critic"].submit("scale", added).get(timeout=60).batch["x"].tolist() == [0, 0, 10, 10]
     assert groups["actor"].execute_all_sync("plain") == ["of the actor"] * 2
     assert groups["actor"].execute_rank_zero_sync("plain") == "of the actor"
 

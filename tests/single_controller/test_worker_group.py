@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -101,9 +102,9 @@ class Sample(Worker):
         return {"sum": int(data.batch["x"].sum())}
 
     @register(blocking=False)
-    def sleep(self, seconds):
+    def go_on_at(self, path):
         self.threads.add(threading.get_ident())
-        time.sleep(seconds)
+        wait_until(path.exists)
         return self.rank
 
     @register(blocking=False)
@@ -131,16 +132,17 @@ class Sample(Worker):
         raise LookupError("not here")
 
     @register()
-    def fail(self, kind, rank, others_sleep=0.0):
+    def fail(self, kind, rank, others_end_at=None):
         if self.rank == rank:
             raise RAISED[kind]()
-        time.sleep(others_sleep)
+        if others_end_at:
+            wait_until(others_end_at.exists)
 
     def not_registered(self):
         return "plain"
 
 
-def make_group(cls=Sample, *args, ranks=2, timeout_s=60, env_vars=None, **kwargs):
+def make_group(cls=Sample, *args, ranks=2, timeout_s=300, env_vars=None, **kwargs):
     return RayWorkerGroup(
         resource_pool=RayResourcePool([ranks], num_cpus_per_process=0.2),
         ray_cls_with_init=RayClassWithInitArgs(cls, *args, **kwargs),
@@ -156,7 +158,7 @@ def group(ray_cluster):
         yield made
 
 
-def wait_until(condition, timeout_s=10):
+def wait_until(condition, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -212,8 +214,8 @@ class TestCalls:
     def test_any_method_can_be_called_by_name(self, group):
         assert group.execute_all_sync("not_registered") == ["plain", "plain"]
         assert group.execute_rank_zero_sync("not_registered") == "plain"
-        assert group.execute_all_async("not_registered").get(timeout=10) == ["plain", "plain"]
-        assert group.execute_rank_zero_async("only_zero").get(timeout=10) == 0
+        assert group.execute_all_async("not_registered").get(timeout=60) == ["plain", "plain"]
+        assert group.execute_rank_zero_async("only_zero").get(timeout=60) == 0
 
     def test_unknown_and_unregistered_methods_are_told_apart(self, group):
         with pytest.raises(AttributeError, match=r"no method 'identiti'; meant 'identity'\?"):
@@ -232,30 +234,35 @@ class TestCalls:
 
 
 class TestConcurrency:
-    def test_control_calls_are_answered_while_a_plain_method_runs_and_plain_methods_share_one_thread(self, group):
-        sleeping = group.sleep(5)
+    def test_control_calls_are_answered_while_a_plain_method_runs_and_plain_methods_share_one_thread(
+        self, group, tmp_path
+    ):
+        waiting = group.go_on_at(tmp_path / "go")
         time.sleep(0.2)
         assert group.control() == [False, False]
-        with pytest.raises(WorkerTimeout, match=r"sleep not done within 0.1 s on ranks \[0, 1\]; done: \[\]"):
-            sleeping.get(timeout=0.1)
-        assert sleeping.get(timeout=30) == [0, 1]
-        assert sleeping.get() == [0, 1]
+        with pytest.raises(WorkerTimeout, match=r"go_on_at not done within 0.1 s on ranks \[0, 1\]; done: \[\]"):
+            waiting.get(timeout=0.1)
+        (tmp_path / "go").touch()
+        assert waiting.get(timeout=60) == [0, 1]
+        assert waiting.get() == [0, 1]
         assert group.seen() == [([], 1)] * 2
 
     def test_a_control_call_can_use_the_thread_of_the_plain_methods(self, group):
         assert group.ordered_control() == [True, True]
 
-    async def test_futures_can_be_awaited(self, group):
-        slow, quick = group.submit("sleep", 2), group.submit("control")
+    async def test_futures_can_be_awaited(self, group, tmp_path):
+        slow, quick = group.submit("go_on_at", tmp_path / "go"), group.submit("control")
         assert await quick == [False, False]
         with pytest.raises(WorkerTimeout):
             slow.get(timeout=0)
+        (tmp_path / "go").touch()
         assert await slow == await slow == [0, 1]
 
-    async def test_a_cancelled_wait_leaves_the_call_running(self, group):
-        future = group.sleep(2)
+    async def test_a_cancelled_wait_leaves_the_call_running(self, group, tmp_path):
+        future = group.go_on_at(tmp_path / "go")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(future, timeout=0.1)
+        (tmp_path / "go").touch()
         assert await future == [0, 1]
 
     async def test_an_awaited_failure_is_the_worker_s_own(self, group):
@@ -291,14 +298,16 @@ class TestFailures:
             group.failing_control()
         assert isinstance(caught.value.__cause__, WorkerFailed)
 
-    def test_the_first_failure_is_reported_at_once_and_the_next_call_waits_for_the_others(self, group):
-        started = time.monotonic()
+    def test_the_first_failure_is_reported_at_once_and_the_next_call_waits_for_the_others(self, group, tmp_path):
         with pytest.raises(StatefulError):
-            group.fail("stateful", 1, others_sleep=4.0)
-        assert time.monotonic() - started < 4
+            group.fail("stateful", 1, others_end_at=tmp_path / "end")
         assert group.control() == [False, False]
-        assert group.only_zero() == 0
-        assert time.monotonic() - started >= 4.0
+        with ThreadPoolExecutor(1) as another:
+            following = another.submit(group.only_zero)
+            time.sleep(0.5)
+            assert not following.done()
+            (tmp_path / "end").touch()
+            assert following.result(60) == 0
 
 
 class Collective(Worker):
@@ -359,7 +368,7 @@ class TestDeath:
     ):
         with make_group(Collective) as group:
             with pytest.raises(RuntimeError, match="before the collective"):
-                await asyncio.wait_for(group.submit("stuck_unless", 1), timeout=10)
+                await asyncio.wait_for(group.submit("stuck_unless", 1), timeout=60)
             with pytest.raises(WorkerGroupClosed, match="cannot run all_reduce.*rank 0 in stuck_unless"):
                 group.all_reduce()
             pids = [process.pid for process in group.processes.values()]

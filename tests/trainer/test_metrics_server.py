@@ -33,7 +33,7 @@ def server() -> Iterator[MetricsServer]:
 
 
 def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -115,6 +115,6 @@ def test_a_port_is_free_again_when_the_server_is_closed():
         port = first.port
     first.close()
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
     with MetricsServer(port, "127.0.0.1") as second:
         assert value(second, "verl_sync_seconds_count") == 0

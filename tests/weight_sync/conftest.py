@@ -218,7 +218,7 @@ def hf(ray_cluster: None, model_paths: dict[str, Path]) -> Iterator[RolloutRepli
     """A quick second engine for the weights of `llama`."""
     replica = RolloutReplicaRegistry.get("hf")(
         replica_rank=9,
-        config=RolloutConfig(name="hf", dtype="float32", max_model_len=256, num_cpus=0.1, control_timeout_s=60),
+        config=RolloutConfig(name="hf", dtype="float32", max_model_len=256, num_cpus=0.1, control_timeout_s=300),
         model=HFModelConfig(path=str(model_paths["llama"])),
     )
     asyncio.run(replica.init_standalone())

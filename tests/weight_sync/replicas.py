@@ -35,7 +35,7 @@ class InspectedVLLMReplica(VLLMReplica):
                 max_model_len=256,
                 cpu_kvcache_gib=0.1,
                 num_cpus=0.1,
-                control_timeout_s=60,
+                control_timeout_s=300,
                 engine_kwargs={
                     "vllm": {
                         "worker_extension_cls": "tests.weight_sync.inspected_engine.ServedWeights",

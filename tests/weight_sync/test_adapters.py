@@ -21,7 +21,7 @@ from verl.workers.engine.fsdp.model import adapter_shapes
 from verl.workers.rollout import SamplingOptions
 from verl.workers.rollout.vllm.replica import VLLMReplica
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 LORA = {"lora_rank": 5, "lora_alpha": 20, "lora": {"merge": False}}
 
@@ -57,7 +57,7 @@ def line(
     replica = RefusingReplica(
         replica_rank=8,
         config=RolloutConfig(
-            name="vllm", dtype="float32", max_model_len=256, cpu_kvcache_gib=0.1, num_cpus=0.1, control_timeout_s=60
+            name="vllm", dtype="float32", max_model_len=256, cpu_kvcache_gib=0.1, num_cpus=0.1, control_timeout_s=300
         ),
         model=model,
     )

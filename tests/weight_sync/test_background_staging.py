@@ -23,8 +23,6 @@ from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 from verl.workers.rollout import RolloutReplica, SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import NoWeights
 
-pytestmark = pytest.mark.timeout(400)
-
 GATE = threading.Event()
 """Until it is set no transfer is over, so that a stage of few bytes takes as long as a test likes."""
 FIRST_VERSION = 10_000

@@ -12,7 +12,7 @@ from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
 from tests.weight_sync.trainers import FSDPTrainer, LocalTrainer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 NUM_VERSIONS = 3
 

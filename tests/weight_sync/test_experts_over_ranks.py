@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.checkpoint_engine.fakes import RowShardedSource
+from tests.processes import wait_until_gone
 from tests.weight_sync.conftest import running
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import greedy_tokens, hugging_face_tokens
 from tests.weight_sync.replicas import InspectedVLLMReplica
 from tests.weight_sync.trainers import CONFIG, NUM_RANKS, Trainer
-from tests.workers.rollout.test_death import assert_dead_soon, server_process, wait_until_gone
+from tests.workers.rollout.test_death import assert_dead_soon, server_process
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
@@ -29,7 +29,7 @@ from verl.utils.builtin import make_tiny_model
 from verl.workers.rollout import SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import ReplicaDied
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm
 
 VERSIONS = (1, 2, 3)
 DATA_RANKS = 2
@@ -221,9 +221,9 @@ async def test_a_rank_that_dies_is_named_and_the_replica_starts_again_whole(deal
     died = f"its worker 1 (pid {worker.pid}, data-parallel rank 1) was ended by SIGKILL"
     await assert_dead_soon(replica, died)
     with pytest.raises(ReplicaDied, match=re.escape(died)):
-        await asyncio.wait_for(parked, 20)
+        await asyncio.wait_for(parked, 120)
     await replica.launch_servers()
-    assert wait_until_gone([psutil.Process(process.pid) for process in family if process.is_running()], 20) == []
+    assert wait_until_gone(family) == []
     await dealt.trainer.train_and_sync()
     version = dealt.trainer.version
     assert await greedy_tokens(replica, version) == hugging_face_tokens(dealt.hugging_face(version))

@@ -32,7 +32,7 @@ from verl.checkpoint_engine.plan.layout import Layout
 from verl.workers.rollout import RolloutReplica
 
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
-PUBLISH_S = 6.0
+PUBLISH_S = 12.0
 """Far below the deadlines of `CONFIG`."""
 
 
@@ -98,7 +98,6 @@ def llama(llama_line: Line) -> LocalTrainer:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
 class TestBytes:
     async def test_a_byte_that_flips_before_verification_aborts_the_sync_and_vllm_serves_the_old_version(
         self, llama_line: Line, llama: LocalTrainer
@@ -146,7 +145,6 @@ class TestBytes:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
 async def test_vllm_killed_while_it_loads_is_quarantined_and_comes_back_from_the_arena_without_the_trainer(
     llama_line: Line, llama: LocalTrainer, hf: RolloutReplica
 ):

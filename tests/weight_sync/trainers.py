@@ -30,7 +30,7 @@ from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 
 NUM_RANKS = 2
 CONFIG = CheckpointEngineConfig.from_mapping(
-    {"retries": 0, "block_kilobytes": 256, "deadlines": {"publish_s": 60, "activate_s": 120}}
+    {"retries": 0, "block_kilobytes": 256, "deadlines": {"publish_s": 120, "activate_s": 300}}
 )
 
 

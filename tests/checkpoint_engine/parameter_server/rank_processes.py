@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +19,14 @@ import torch
 
 from tests.checkpoint_engine.member_processes import resources
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
+from tests.free_ports import free_port
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
 
 BUCKET_GB = 2**-11
 """512 KiB: a part of the checkpoint has several buckets."""
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def part_of(rank: int, version: int) -> dict[str, torch.Tensor]:
@@ -227,10 +227,8 @@ class World:
     """All ranks of one job."""
 
     def __init__(self, size: int, **options: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.ranks = [RankProcess(rank, size, f"127.0.0.1:{port}", **options) for rank in range(size)]
+        place = f"127.0.0.1:{free_port()}"
+        self.ranks = [RankProcess(rank, size, place, **options) for rank in range(size)]
 
     def all(self, method: str, *values: Any, only: Sequence[int] | None = None, **options: Any) -> list[Any]:
         """What every rank answers, or the exception that it raises."""

@@ -66,7 +66,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
         own=own,
         own_incarnation=1,
         reader=PeerReader(no_wire),
-        deadline=Deadline(20.0),
+        deadline=Deadline(60.0),
         stop=threading.Event(),
     )
 
@@ -95,7 +95,7 @@ def test_while_all_halves_are_on_their_way_who_fetches_waits_for_one_and_who_bro
         with pytest.raises(TimeoutError):
             taken.result(timeout=0.1)
         halves.offered(1)
-        assert taken.result(timeout=20) == 1
+        assert taken.result(timeout=60) == 1
 
 
 def test_who_broadcasts_leaves_the_half_that_is_reserved_for_who_fetches():

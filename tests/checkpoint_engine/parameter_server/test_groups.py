@@ -24,7 +24,7 @@ from verl.checkpoint_engine.parameter_server.groups import Group
 
 RANKS = [0, 1]
 DEVICE = torch.device("cpu")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """Of the groups; a single deadline may come long before."""
 
 
@@ -55,9 +55,10 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
+    before = native_threads("gloo_tcp_loop")
     yield
     gc.collect()  # errors hold on to their groups
-    assert soon(lambda: not native_threads("gloo_tcp_loop"))
+    assert soon(lambda: native_threads("gloo_tcp_loop") <= before)
 
 
 class Silent(Group):

@@ -75,8 +75,9 @@ def test_nothing_of_former_sessions_piles_up_in_the_store(place: Place):
 
 
 def test_threads_end_with_the_session(place: Place):
+    before = set(threading.enumerate())
     together(*(lambda r=r: meeting(place, r, [0, 1]) for r in range(2)))
-    assert not [thread for thread in threading.enumerate() if thread.name == "parameter-server-roster"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "parameter-server-roster"]
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -110,13 +111,13 @@ def test_a_rank_that_says_nothing_is_named(place: Place):
 
     def silent() -> None:
         with place.roster(1, [0, 1]) as roster:
-            roster.meet(Deadline(20))
+            roster.meet(Deadline(60))
             done.wait()
 
     def waiting() -> None:
         try:
             with place.roster(0, [0, 1]) as roster:
-                roster.meet(Deadline(20))
+                roster.meet(Deadline(60))
                 roster.exchange("sizes", 5, Deadline(2.0))
         finally:
             done.set()
@@ -131,13 +132,13 @@ def test_a_failure_reaches_every_rank_as_what_it_was(place: Place):
 
     def failing() -> None:
         with place.roster(2, [0, 1, 2]) as roster:
-            roster.meet(Deadline(20))
+            roster.meet(Deadline(60))
             raise roster.fail(ActivationError("the engine refused it"), origin=True)
 
     def waiting(rank: int) -> None:
         with place.roster(rank, [0, 1, 2], on_failure=lambda error: told.append(str(error))) as roster:
-            roster.meet(Deadline(20))
-            roster.exchange("done", None, Deadline(20))
+            roster.meet(Deadline(60))
+            roster.exchange("done", None, Deadline(60))
 
     for future in together(failing, lambda: waiting(0), lambda: waiting(1)):
         with pytest.raises(ActivationError, match=r"^\[rank 2\] the engine refused it$"):
@@ -150,13 +151,13 @@ def test_a_failure_at_its_origin_explains_those_that_followed(place: Place):
 
     def origin() -> None:
         with place.roster(1, [0, 1]) as roster:
-            roster.meet(Deadline(20))
+            roster.meet(Deadline(60))
             ready.wait()
             raise roster.fail(ActivationError("it began here"), origin=True)
 
     def follower() -> None:
         with place.roster(0, [0, 1]) as roster:
-            roster.meet(Deadline(20))
+            roster.meet(Deadline(60))
             ready.set()
             raise roster.fail(TransportError("a connection broke"), origin=False)
 
@@ -168,13 +169,13 @@ def test_a_failure_at_its_origin_explains_those_that_followed(place: Place):
 def test_a_rank_that_vanished_is_named_in_the_error_of_a_broken_connection(place: Place):
     def vanishing() -> None:
         with place.roster(1, [0, 1]) as roster:
-            roster.meet(Deadline(20))
-            roster.exchange("start", None, Deadline(20))
+            roster.meet(Deadline(60))
+            roster.exchange("start", None, Deadline(60))
 
     def left_behind() -> None:
         with place.roster(0, [0, 1]) as roster:
-            roster.meet(Deadline(20))
-            roster.exchange("start", None, Deadline(20))
+            roster.meet(Deadline(60))
+            roster.exchange("start", None, Deadline(60))
             raise roster.fail(TransportError("a connection broke"), origin=False)
 
     futures = together(vanishing, left_behind)

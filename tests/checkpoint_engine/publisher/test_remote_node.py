@@ -222,7 +222,7 @@ async def test_what_the_manager_gives_up_ends_there(tmp_path: Path):
         find, stop = wire._listener._find, threading.Event()
 
         def stuck(source: int, nbytes: int) -> memoryview:
-            stop.wait(30)
+            stop.wait(60)
             return find(source, nbytes)
 
         wire._listener._find = stuck
@@ -291,10 +291,10 @@ def test_nothing_but_a_network_is_needed_between_the_hosts(tmp_path: Path):
         pushing = context.Process(target=_push, args=(hosts[0], hosts[1], tmp_path))
         holding.start()
         try:
-            assert soon(lambda: _listens(hosts[1]) or not holding.is_alive(), 200)
+            assert soon(lambda: _listens(hosts[1]) or not holding.is_alive(), 600)
             before = hosts[1].received_nbytes
             pushing.start()
-            pushing.join(200)
+            pushing.join(600)
             assert pushing.exitcode == 0
             moved = 2 * sum(tensor.nbytes for tensor in weights(0).values())
             assert hosts[1].received_nbytes - before > moved
@@ -397,7 +397,7 @@ class TestCommand:
                     assert line, said
                 assert "the key is made: key" in said
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                assert process.wait(300) == 0
                 assert "stopped" in process.stderr.read()
             finally:
                 process.kill()

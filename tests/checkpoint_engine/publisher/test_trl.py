@@ -22,7 +22,6 @@ STAND_INS = Path(__file__).parent / "trl_stand_ins"
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
 ]
 
 
@@ -41,7 +40,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> list[
     with served_vllm(model, base, warm) as server:
         program = "tests.checkpoint_engine.publisher.trl_process"
         command = [sys.executable, "-m", program, str(model), server.url, str(base / "served"), str(base / "out")]
-        done = subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(base.glob("verl-*")) == []
     return [Pushed(**one) for one in json.loads(done.stdout.splitlines()[-1])]

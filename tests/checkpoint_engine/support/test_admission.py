@@ -72,7 +72,7 @@ def test_of_this_host_the_same_user_is_let_in_and_others_hear_nothing(host, admi
 
 
 def test_a_conversation_goes_on_after_its_first_words_were_thrown_away():
-    with echo(Doorkeeper()) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as talking:
+    with echo(Doorkeeper()) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as talking:
         for words in (b"one", b"two", b"three"):
             talking.sendall(words)
             assert talking.recv(64) == words
@@ -80,7 +80,7 @@ def test_a_conversation_goes_on_after_its_first_words_were_thrown_away():
 
 def test_many_that_come_at_once_are_all_let_in():
     with echo(Doorkeeper()) as port, contextlib.ExitStack() as stack:
-        talks = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(50)]
+        talks = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(50)]
         for talking in talks:
             talking.sendall(b"hello")
         assert [talking.recv(64) for talking in talks] == [b"hello"] * 50
@@ -98,11 +98,11 @@ def test_other_hosts_are_let_in_by_their_addresses(admitted, reached):
                 with echo(keeper, "0.0.0.0") as port:
                     answer.append(port)
                     ready.set()
-                    done.wait(30)
+                    done.wait(60)
 
             def connect(ready):
                 two.enter()
-                ready.wait(30)
+                ready.wait(60)
                 answer.append(can_connect(one.address, answer[0]))
 
             ready, done = threading.Event(), threading.Event()
@@ -139,10 +139,11 @@ def test_whoever_is_admitted_later_gets_in_then():
 
 
 def test_a_guard_leaves_no_socket_open_and_no_thread():
-    threads, sockets = threading.active_count(), listening_here()
+    threads, sockets = set(threading.enumerate()), listening_here()
     with echo(Doorkeeper()) as port:
         assert talk([("127.0.0.1", port)], os.geteuid()) == ["heard 64 bytes"]
-    assert (threading.active_count(), listening_here()) == (threads, sockets)
+    assert set(threading.enumerate()) <= threads
+    assert listening_here().keys() <= sockets.keys()
 
 
 def test_a_thousand_hosts_fit_into_a_filter_and_so_do_their_neighbours():

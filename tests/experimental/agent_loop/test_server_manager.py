@@ -24,14 +24,14 @@ async def until_called(server, times=1):
 
 async def test_requests_spread_over_the_servers_by_load(start_server):
     servers = [start_server(), start_server()]
-    manager = ServerManager(servers, timeout_s=30)
+    manager = ServerManager(servers, timeout_s=120)
     await asyncio.gather(*(manager.generate(str(number), PROMPT, SAMPLING) for number in range(8)))
     assert [len(await calls_of(server)) for server in servers] == [4, 4]
 
 
 async def test_a_busy_server_gets_no_more_while_another_is_idle(start_server):
     busy, idle = start_server("hang"), start_server()
-    manager = ServerManager([busy, idle], timeout_s=30)
+    manager = ServerManager([busy, idle], timeout_s=120)
     held = asyncio.create_task(manager.generate("held", PROMPT, SAMPLING))
     await until_called(busy)
     for number in range(4):
@@ -42,7 +42,7 @@ async def test_a_busy_server_gets_no_more_while_another_is_idle(start_server):
 
 async def test_the_turns_of_one_request_stay_on_its_server(start_server):
     servers = [start_server(), start_server()]
-    manager = ServerManager(servers, timeout_s=30)
+    manager = ServerManager(servers, timeout_s=120)
     for turn in range(3):
         for request in ("a", "b"):
             await manager.generate(request, [*PROMPT, 70 + turn], SAMPLING)
@@ -52,7 +52,7 @@ async def test_the_turns_of_one_request_stay_on_its_server(start_server):
 
 async def test_call_ids_are_unique_even_within_one_request(start_server):
     server = start_server()
-    manager = ServerManager([server], timeout_s=30)
+    manager = ServerManager([server], timeout_s=120)
     for _ in range(3):
         await manager.generate("a", PROMPT, SAMPLING)
     assert len({request_id for _, _, request_id in await calls_of(server)}) == 3
@@ -60,7 +60,7 @@ async def test_call_ids_are_unique_even_within_one_request(start_server):
 
 async def test_only_the_latest_requests_are_remembered(start_server):
     first, second = start_server("echo", "echo", "hang"), start_server()
-    manager = ServerManager([first, second], timeout_s=30, max_sticky_requests=2)
+    manager = ServerManager([first, second], timeout_s=120, max_sticky_requests=2)
     for request in ("a", "b", "c"):
         await manager.generate(request, PROMPT, SAMPLING)
     held = asyncio.create_task(manager.generate("c", PROMPT, SAMPLING))  # stays on the first server and keeps it busy
@@ -76,7 +76,7 @@ async def test_an_aborted_response_is_continued_with_the_rest_of_its_budget(star
         said([4], "aborted", version=5, log_prob=-2.0),
         said([5, 6], "completed", version=5, log_prob=-3.0),
     )
-    manager = ServerManager([server], timeout_s=30)
+    manager = ServerManager([server], timeout_s=120)
     output = await manager.generate("a", PROMPT, SAMPLING)
     assert output.token_ids == [1, 2, 3, 4, 5, 6]
     assert output.log_probs == [-1.0, -1.0, -1.0, -2.0, -3.0, -3.0]
@@ -89,13 +89,13 @@ async def test_an_aborted_response_is_continued_with_the_rest_of_its_budget(star
 
 async def test_an_abort_at_the_end_of_the_budget_is_length(start_server):
     server = start_server(said([1] * 8, "aborted"))
-    output = await ServerManager([server], timeout_s=30).generate("a", PROMPT, SAMPLING)
+    output = await ServerManager([server], timeout_s=120).generate("a", PROMPT, SAMPLING)
     assert (len(output.token_ids), output.stop_reason) == (8, "length")
 
 
 async def test_an_aborted_response_comes_back_as_aborted_where_that_is_wanted(start_server):
     server = start_server(said([1, 2], "aborted"), said([3]))
-    manager = ServerManager([server], timeout_s=30, continue_aborted=False)
+    manager = ServerManager([server], timeout_s=120, continue_aborted=False)
     output = await manager.generate("a", PROMPT, SAMPLING)
     assert (output.token_ids, output.stop_reason) == ([1, 2], "aborted")
 
@@ -103,7 +103,7 @@ async def test_an_aborted_response_comes_back_as_aborted_where_that_is_wanted(st
 async def test_a_server_that_aborts_before_the_first_token_is_not_asked_in_a_busy_loop(start_server):
     server = start_server(said([], "aborted"), said([], "aborted"), said([], "aborted"), said([9]))
     started = time.monotonic()
-    output = await ServerManager([server], timeout_s=30).generate("a", PROMPT, SAMPLING)
+    output = await ServerManager([server], timeout_s=120).generate("a", PROMPT, SAMPLING)
     assert output.token_ids == [9]
     assert output.log_probs == [-0.5]
     assert time.monotonic() - started > 0.3
@@ -111,7 +111,7 @@ async def test_a_server_that_aborts_before_the_first_token_is_not_asked_in_a_bus
 
 async def test_a_dead_server_is_replaced_by_another_and_never_asked_again(start_server):
     dying, healthy = start_server("die"), start_server()
-    manager = ServerManager([dying, healthy], timeout_s=60)
+    manager = ServerManager([dying, healthy], timeout_s=120)
     outputs = [await manager.generate(str(number), PROMPT, SAMPLING) for number in range(4)]
     assert [output.stop_reason for output in outputs] == ["completed"] * 4
     assert manager.retries == 1
@@ -120,7 +120,7 @@ async def test_a_dead_server_is_replaced_by_another_and_never_asked_again(start_
 
 async def test_a_server_without_weights_is_passed_over_for_this_request_only(start_server):
     waiting, healthy = start_server(NO_WEIGHTS, "echo"), start_server("echo", "hang")
-    manager = ServerManager([waiting, healthy], timeout_s=30)
+    manager = ServerManager([waiting, healthy], timeout_s=120)
     await manager.generate("a", PROMPT, SAMPLING)
     assert manager.retries == 1
     held = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))  # keeps the healthy one busy
@@ -131,20 +131,20 @@ async def test_a_server_without_weights_is_passed_over_for_this_request_only(sta
 
 
 async def test_when_no_server_is_left_the_error_says_what_became_of_each(start_server):
-    manager = ServerManager([start_server("die"), start_server(NO_WEIGHTS)], timeout_s=60)
+    manager = ServerManager([start_server("die"), start_server(NO_WEIGHTS)], timeout_s=120)
     with pytest.raises(ReplicaDied, match=r"request a: none of 2 .*server-0: .*server-1: server has no weights"):
         await manager.generate("a", PROMPT, SAMPLING)
 
 
 async def test_the_deadline_covers_all_attempts_and_the_server_stops_working(start_server):
     server = start_server(said([1, 2], "aborted"), "hang")
-    manager = ServerManager([server], timeout_s=3.0)
+    manager = ServerManager([server], timeout_s=6.0)
     with pytest.raises(
         ReplicaTimeout,
-        match=r"request a: server-0 .* rollout.generate_timeout_s=3 \(2 prompt tokens, 2 of 8 response tokens",
+        match=r"request a: server-0 .* rollout.generate_timeout_s=6 \(2 prompt tokens, 2 of 8 response tokens",
     ):
         await manager.generate("a", PROMPT, SAMPLING)
-    for _ in range(50):
+    for _ in range(600):
         if (await server.seen.remote())["cancelled"]:
             break
         await asyncio.sleep(0.1)
@@ -153,7 +153,7 @@ async def test_the_deadline_covers_all_attempts_and_the_server_stops_working(sta
 
 async def test_an_error_of_the_engine_is_not_retried_and_keeps_its_traceback(start_server):
     failing, other = start_server(ValueError("no such token")), start_server()
-    manager = ServerManager([failing, other], timeout_s=30)
+    manager = ServerManager([failing, other], timeout_s=120)
     with pytest.raises(ValueError, match="no such token") as caught:
         await manager.generate("a", PROMPT, SAMPLING)
     assert "scripted_server.py" in str(caught.value)
@@ -167,7 +167,7 @@ def test_without_servers_there_is_an_error_at_once():
 
 async def test_killing_a_server_under_a_request_moves_the_request(start_server):
     first, second = start_server("hang"), start_server()
-    manager = ServerManager([first, second], timeout_s=60)
+    manager = ServerManager([first, second], timeout_s=120)
     task = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))
     await until_called(first)
     ray.kill(first)

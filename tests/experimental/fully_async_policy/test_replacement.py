@@ -47,7 +47,7 @@ class Driver:
         self.running = asyncio.create_task(job.rollouter.run([Remote(job.loops)]))
 
     async def take(self, count):
-        samples = await asyncio.wait_for(self.queue.take(count), 10)
+        samples = await asyncio.wait_for(self.queue.take(count), 60)
         self.taken += samples
         return [sample.index for sample in samples]
 

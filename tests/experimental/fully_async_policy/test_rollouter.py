@@ -108,7 +108,7 @@ class Job:
         return state if state.in_flight and state.queued else None
 
     async def step(self):
-        taken = await asyncio.wait_for(self.queue.take(self.required), 10)
+        taken = await asyncio.wait_for(self.queue.take(self.required), 60)
         return sorted(sample.index for sample in taken)
 
 
@@ -166,7 +166,7 @@ async def test_what_is_not_trained_on_is_replaced_within_the_bound_until_every_s
         for step in range(1, steps + 1):
             kept: list[int] = []
             while len(kept) < job.required:
-                samples = await asyncio.wait_for(job.queue.take(job.required - len(kept)), 10)
+                samples = await asyncio.wait_for(job.queue.take(job.required - len(kept)), 60)
                 taken = [sample.index for sample in samples]
                 others = [index for index in taken if index % 3 == 0]
                 kept += [index for index in taken if index % 3]
@@ -191,7 +191,7 @@ async def test_what_was_replaced_is_known_to_a_rollouter_that_is_restored():
     async with first.running():
         assert await first.step() == [0, 1]
         await first.rollouter.replace([1])
-        (replacement,) = await asyncio.wait_for(first.queue.take(1), 10)
+        (replacement,) = await asyncio.wait_for(first.queue.take(1), 60)
         state = RollouterState.from_plain((await first.rollouter.state()).to_plain(), {})
     assert (replacement.index, state.drawn, state.replaced) == (2, 3, 1)
 
@@ -199,7 +199,7 @@ async def test_what_was_replaced_is_known_to_a_rollouter_that_is_restored():
 async def test_a_greedy_response_is_generated_beside_the_others():
     job = Job(asks_greedily=True)
     async with job.running():
-        samples = await asyncio.wait_for(job.queue.take(2), 10)
+        samples = await asyncio.wait_for(job.queue.take(2), 60)
     for sample in samples:
         assert sample.batch.batch["responses"].tolist() == [[sample.index]] * N
         assert sample.greedy.batch["responses"].tolist() == [[-1 - sample.index]]
@@ -247,7 +247,7 @@ async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_the
     prompts = {}
     async with second.running():
         for _ in range((PROMPTS - len(trained)) // second.required):
-            for sample in await asyncio.wait_for(second.queue.take(second.required), 10):
+            for sample in await asyncio.wait_for(second.queue.take(second.required), 60):
                 trained.append(sample.index)
                 prompts[sample.index] = sample.batch.non_tensor_batch["raw_prompt"][0]
             await second.rollouter.synced()

@@ -59,7 +59,7 @@ def test_what_is_generated_in_the_background_is_healed_by_whoever_asks_for_it():
     rollouts = Rollouts(failures=1)
     generation = healing(rollouts, Engines(1))[0].start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
-        generation.future.result(timeout=10)
+        generation.future.result(timeout=60)
     assert rollouts.servers == ["first"]
     assert generation.result() is PROMPTS
     assert rollouts.batches == 2
@@ -71,7 +71,7 @@ def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_
     healed, recovery = healing(rollouts, Engines(1))
     generation = healed.start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
-        generation.future.result(timeout=10)
+        generation.future.result(timeout=60)
     recovery.look(SERVICE)
     assert generation.result() is PROMPTS
     assert rollouts.batches == 2
@@ -88,7 +88,7 @@ def test_a_batch_in_the_background_is_generated_again_when_a_sync_has_restarted_
     healed, _ = healing(rollouts, Engines(0))
     generation = healed.start(PROMPTS)
     with pytest.raises(RuntimeError, match="first"):
-        generation.future.result(timeout=10)
+        generation.future.result(timeout=60)
     assert healed.set_servers(["first"]) == 1
     assert generation.result() is PROMPTS
 

@@ -16,7 +16,7 @@ from verl.utils.disk import DiskFull
 from verl.workers.config import TrainerConfig
 from verl.workers.engine.background import Written
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 TOOK = [Written(2.0, 0.0), Written(3.0, 0.5)]
 
 

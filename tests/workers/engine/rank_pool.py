@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 400.0
 
 
 class RankPool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.processes import wait_until_gone
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.workers.reward_model import head
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
@@ -45,56 +46,49 @@ def spec(model: Path, log: Path, **changes) -> ServerSpec:
     )
 
 
-def children() -> set[psutil.Process]:
-    """What runs below this process; engines and clusters that other tests share are there all the time."""
-    return set(psutil.Process().children(recursive=True))
-
-
-def still_running(processes: set[psutil.Process]) -> list[psutil.Process]:
-    """After a minute to end in."""
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+def family_of(server: RewardModelServer) -> list[psutil.Process]:
+    process = psutil.Process(server._process.pid)
+    return [process, *process.children(recursive=True)]
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
 def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(tmp_path):
     model = head.make(tmp_path / "model")
-    others, of_others = children(), shared_memory_of(os.getpid())
+    of_others = shared_memory_of(os.getpid())
     server = RewardModelServer(spec(model, tmp_path / "engine.log"))
     addresses = tmp_path / "addresses.json"
     try:
-        addresses.write_text(json.dumps([server.start(300)]))
-        function = ScoredByModel(addresses, 30.0)
+        addresses.write_text(json.dumps([server.start(600)]))
+        function = ScoredByModel(addresses, 120.0)
         for answer in ("4", "five, I think"):
             given = function(
                 data_source="x", solution_str=answer, ground_truth="4", extra_info={"raw_prompt": MESSAGES}
             )
             expected = head.score(model, [*MESSAGES, {"role": "assistant", "content": answer}])
             assert given == pytest.approx(expected, abs=1e-4)
-        memory = shared_memory_of(os.getpid()) - of_others
+        memory, engine = shared_memory_of(os.getpid()) - of_others, family_of(server)
+        assert any("EngineCore" in process.name() for process in engine)
         with pytest.raises(RewardModelError, match="answers 400"):
             function(solution_str="x" * 999, extra_info={"raw_prompt": MESSAGES})
     finally:
         server.stop()
     assert not server.healthy()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while memory and any(file.exists() for file in memory) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert memory
     assert [file for file in memory if file.exists()] == []
     with pytest.raises(RewardModelError, match="does not answer"):
         function(solution_str="4", extra_info={"raw_prompt": MESSAGES})
-    assert still_running(children() - others) == []
+    assert wait_until_gone(engine) == []
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(200)
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     model = head.make(tmp_path / "model")
     server = RewardModelServer(spec(model, tmp_path / "engine.log", engine_kwargs={"no_such_option": 1}))
     with pytest.raises(RolloutError, match="ended with exit code 2: .*no-such-option"):
-        server.start(150)
+        server.start(600)
 
 
 @torch.no_grad()
@@ -122,12 +116,10 @@ def asked(solution_str, reward_router_address):
 
 @NEEDS_SGLANG
 @pytest.mark.sglang
-@pytest.mark.timeout(500)
 def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_path):
     model = make_tiny_model(tmp_path / "model")
     of_cpu = ENGINES["sglang"].environment_on_cpu | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{PACKAGE}"}
     served = replace(spec(model, tmp_path / "engine.log", name="sglang"), scores=False)
-    others = children()
     server = RewardModelServer(replace(served, environment=served.environment | of_cpu))
     addresses = tmp_path / "addresses.json"
     try:
@@ -135,12 +127,12 @@ def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_
         function = AskedFunction(asked, addresses, str(model))
         for text in ("4", "five, I think"):
             assert function(solution_str=text) == written(model, [{"role": "user", "content": text}], 5)
-        engine = children() - others
+        engine = family_of(server)
         assert any("sglang" in str(child.cmdline()) for child in engine)
     finally:
         server.stop()
     assert not server.healthy()
-    assert still_running(engine) == []
+    assert wait_until_gone(engine) == []
 
 
 def test_sglang_gets_its_own_names_of_the_same_settings(tmp_path):

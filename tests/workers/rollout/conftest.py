@@ -134,8 +134,8 @@ def trainer(tiny_models: dict[int, Path]) -> Iterator[Trainer]:
 
 ENGINES = [
     "hf",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
-    pytest.param("sglang-on-cpu", marks=[pytest.mark.sglang, pytest.mark.timeout(400), NEEDS_SGLANG]),
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("sglang-on-cpu", marks=[pytest.mark.sglang, NEEDS_SGLANG]),
 ]
 
 

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.engines.leftovers import LOOK_EVERY_S, PREFIX, SHM_DIR, Leftovers, shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import PREFIX, SHM_DIR, Leftovers, shared_memory_of
 from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
+
+OWNED = 2
 
 
 def own(pipe: Connection) -> None:
@@ -44,10 +46,14 @@ def test_memory_and_semaphores_of_a_child_are_found_and_those_of_others_are_not(
 
 
 def start_and_never_finish(pipe: Connection) -> None:
-    with Leftovers().finding_shared_memory():
+    leftovers, told = Leftovers(), []
+    tell, leftovers._janitor.watch = leftovers._janitor.watch, lambda path: told.append(tell(path))
+    with leftovers.finding_shared_memory():
         context = multiprocessing.get_context("spawn")
         child = context.Process(target=own, args=(pipe,))
         child.start()
+        assert soon(lambda: len(told) == OWNED)
+        pipe.send("the janitor knows")
         child.join()
 
 
@@ -58,7 +64,8 @@ def test_memory_of_an_engine_that_is_killed_while_it_starts_is_removed():
     server.start()
     pipes[1].close()
     made = {SHM_DIR / name for name in pipes[0].recv()}
-    time.sleep(30 * LOOK_EVERY_S)  # it has looked by then, on a busy machine, too
+    assert len(made) == OWNED
+    assert pipes[0].recv() == "the janitor knows"
     for process in (*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)):
         process.kill()  # with those that would clean up after Python's own memory
     server.join()

@@ -59,7 +59,6 @@ def test_settings_that_the_server_refused_are_a_mistake_of_the_configuration(log
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 async def test_memory_too_small_for_one_request_is_told_by_vllm(
     ray_cluster, make_replica: Callable[..., RolloutReplica]
 ):
@@ -69,7 +68,6 @@ async def test_memory_too_small_for_one_request_is_told_by_vllm(
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 async def test_an_argument_that_vllm_refuses_is_told_by_its_name(
     ray_cluster, make_replica: Callable[..., RolloutReplica]
 ):

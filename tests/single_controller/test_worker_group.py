@@ -341,7 +341,7 @@ class TestDeath:
             future = group.submit("all_reduce", times=10_000, pause_s=0.01)
             time.sleep(0.2)
             pids = [process.pid for process in group.processes.values()]
-            assert group.lost(5.0) == []  # they answer while they compute
+            assert group.lost(60.0) == []  # they answer while they compute
             os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(WorkerDied, match=rf"'collective': rank 1 \(pid {pids[1]} on .*died during") as caught:
                 future.get()

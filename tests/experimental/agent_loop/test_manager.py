@@ -1,13 +1,13 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
 
+from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.fakes import ConstantLoop
 from tests.experimental.agent_loop.scripted_server import ScriptedServer, said
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
@@ -169,11 +169,7 @@ def test_the_first_failure_surfaces_at_once_with_its_own_traceback_and_its_sampl
     assert "sample 3 (index=13, uid=d): agent loop 'single_turn_agent' failed" in message
     assert "RuntimeError: the engine said no" in message
     assert "scripted_server.py" in message
-    for _ in range(100):
-        if seen(server)["cancelled"] == 3:
-            break
-        time.sleep(0.1)
-    assert seen(server)["cancelled"] == 3, "what nobody waits for is cancelled on the server"
+    assert soon(lambda: seen(server)["cancelled"] == 3), "what nobody waits for is cancelled on the server"
 
 
 def test_after_a_failure_the_manager_goes_on(manager):

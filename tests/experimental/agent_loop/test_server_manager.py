@@ -4,6 +4,7 @@ import time
 import pytest
 import ray
 
+from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
 from verl.experimental.agent_loop import ServerManager
 from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout
@@ -144,11 +145,7 @@ async def test_the_deadline_covers_all_attempts_and_the_server_stops_working(sta
         match=r"request a: server-0 .* rollout.generate_timeout_s=6 \(2 prompt tokens, 2 of 8 response tokens",
     ):
         await manager.generate("a", PROMPT, SAMPLING)
-    for _ in range(600):
-        if (await server.seen.remote())["cancelled"]:
-            break
-        await asyncio.sleep(0.1)
-    assert (await server.seen.remote())["cancelled"] == 1
+    assert await asyncio.to_thread(soon, lambda: ray.get(server.seen.remote())["cancelled"] == 1)
 
 
 async def test_an_error_of_the_engine_is_not_retried_and_keeps_its_traceback(start_server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,12 +22,12 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.publisher.test_publisher import nudge
 from tests.checkpoint_engine.served_vllm import free_port
-from tests.checkpoint_engine.test_update import answering  # noqa: F401 - a fixture
+from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportError
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
 from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
@@ -199,3 +200,28 @@ def test_what_sglang_has_not_is_refused_before_anything_is_paused(
     replica = EndpointReplica(url, node, CheckpointEngineConfig.from_mapping(config), timeout_s=20)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(replica.check({"a": ("float32", (1,))}))
+
+
+def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before():
+    def replica(url: str) -> EndpointReplica:
+        return EndpointReplica(url, HERE, CheckpointEngineConfig(), timeout_s=20)
+
+    tensors = {"a": ("float32", (1,))}
+    url = f"http://127.0.0.1:{free_port()}"
+    said = (
+        f"no server of vLLM or SGLang answers at {url} (Connection refused): start it, or take it out of the endpoints"
+    )
+    with pytest.raises(TransportError, match=f"^{re.escape(said)}$"):
+        asyncio.run(replica(url).check(tensors))
+
+    with server_that_answers({"/model_info": (200, {"weight_version": "1"}), "/server_info": (200, ABOUT)}) as url:
+        of_sglang = replica(url)
+        asyncio.run(of_sglang.check(tensors))
+    vllm = {"/get_world_size": (200, {"world_size": 1}), "/init_weight_transfer_engine": (200, {})}
+    with server_that_answers(vllm) as url:
+        of_vllm = replica(url)
+        asyncio.run(of_vllm.check(tensors))
+    for known, engine in ((of_sglang, "SGLang"), (of_vllm, "vLLM")):
+        with pytest.raises(TransportError, match=f"{engine} does not answer: Connection refused") as caught:
+            asyncio.run(known.pause("keep"))
+        assert caught.value.member == known.name

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing
 
 from ..engines.sglang.orders import LOADER, Order, checked, take_reports
-from ..errors import ActivationError, ConfigError, TransportError
+from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
 
 MODES = {"abort": "abort", "keep": "retract"}
@@ -34,6 +34,8 @@ AGAIN_S = 0.05
 
 class SGLangEndpoint(HttpServer):
     """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+
+    engine = "SGLang"
 
     def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str) -> None:
         """`check_engine`: which versions are looked for in the model, value by value: first, always, off. Raises
@@ -133,10 +135,10 @@ class SGLangEndpoint(HttpServer):
 
 
 def is_sglang(url: str) -> bool:
-    """Whether SGLang answers at `url`. False if nobody does. Raises ConfigError for what is no URL."""
+    """Whether what answers at `url` is SGLang. Raises TransportError if nobody does, ConfigError for what is no URL."""
     try:
         about = HttpServer(url, timeout_s=TEST_TIMEOUT_S).call("GET", "/model_info")
-    except (Refused, TransportError):
+    except Refused:
         return False
     return isinstance(about, dict) and "weight_version" in about
 

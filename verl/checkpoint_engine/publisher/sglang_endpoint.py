@@ -80,6 +80,8 @@ class SGLangEndpoint(HttpServer):
         self._carry_out(order)
         checked(take_reports(reports, self._ranks), order)
         self._has_checked |= check
+        # Not with the order: SGLang would say that it serves a version that its ranks could not load.
+        self.call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._flush()
 
     def resume(self) -> None:
@@ -98,7 +100,6 @@ class SGLangEndpoint(HttpServer):
                 "serialized_named_tensors": [_pickled(order.encode())] * self._ranks,
                 "load_format": LOADER,
                 "flush_cache": False,
-                "weight_version": str(order.version),
             }
             self._told("/update_weights_from_tensor", update)
         finally:

@@ -2,6 +2,7 @@
 # Builds the wheels of both distributions: verl-sync (import name verl) and verl-sync-engine (import name verl_sync).
 #
 #   scripts/build_wheels.sh [FOLDER] [verl|verl_sync]     into dist/ unless told otherwise; one of them, or both
+#   PROJECT_URL=https://...                               the public repository, to which descriptions then lead
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -13,7 +14,10 @@ trap 'rm -rf -- "$SCRATCH"' EXIT
 tar -C "$ROOT" --exclude=__pycache__ --exclude='*.egg-info' --exclude=distributions/verl_sync/build -cf - \
     verl recipe distributions pyproject.toml README.md LICENSE | tar -C "$SCRATCH" -xf -
 
-build() { "${PYTHON:-$ROOT/.venv/bin/python}" -m pip -q wheel --no-deps --no-build-isolation -w "$FOLDER" "$1"; }
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+"$PYTHON" "$ROOT/scripts/for_index.py" "$SCRATCH" ${PROJECT_URL:+"$PROJECT_URL"}
+
+build() { "$PYTHON" -m pip -q wheel --no-deps --no-build-isolation -w "$FOLDER" "$1"; }
 
 case ${2:-both} in
     verl) build "$SCRATCH" ;;

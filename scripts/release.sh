@@ -3,6 +3,7 @@
 #
 #   scripts/release.sh            source distribution and both wheels into dist/, checked, each wheel in a clean environment
 #   scripts/release.sh --train    and one step of the default job there
+#   PROJECT_URL=https://...       the public repository: links and pictures of the descriptions lead there, and metadata name it
 #
 # The environment is made as `make install` makes .venv, with the same pinned packages, in a temporary directory, and
 # everything in it is run from outside of this repository.
@@ -36,6 +37,7 @@ say "building $version"
 "$WORK/tools/bin/pip" --disable-pip-version-check -q install "${TOOLS[@]}"
 rm -rf dist
 git archive --format=tar HEAD | (mkdir "$WORK/source" && tar -x -C "$WORK/source")
+"$PYTHON" scripts/for_index.py "$WORK/source" ${PROJECT_URL:+"$PROJECT_URL"}
 "$WORK/tools/bin/python" -m build --outdir dist "$WORK/source" >"$WORK/build.log" || { cat "$WORK/build.log" >&2; die "the build failed"; }
 "$PYTHON" -m venv "$WORK/engine"
 "$WORK/engine/bin/pip" --disable-pip-version-check -q install 'setuptools>=78' wheel

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -186,21 +186,24 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def server_that_answers(answers: dict[str, tuple[int, dict]]) -> Iterator[str]:
+    """With these answers by path; its URL."""
+    handler = type("Handler", (_Answers,), {"answers": answers})
+    server = http.server.HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def answering() -> Iterator[Callable[..., str]]:
     """Starts a server with these answers by path; gives its URL."""
-    started: list[http.server.HTTPServer] = []
-
-    def start(answers: dict[str, tuple[int, dict]]) -> str:
-        handler = type("Handler", (_Answers,), {"answers": answers})
-        started.append(http.server.HTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=started[-1].serve_forever, args=(0.05,), daemon=True).start()
-        return f"http://127.0.0.1:{started[-1].server_port}"
-
-    yield start
-    for one in started:
-        one.shutdown()
-        one.server_close()
+    with ExitStack() as started:
+        yield lambda answers: started.enter_context(server_that_answers(answers))
 
 
 def refusal(capfd: pytest.CaptureFixture, *arguments: object) -> str:

@@ -30,9 +30,12 @@ def test_with_pypi_s_verl(site: Path, tmp_path: Path):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(1500)
 @pytest.mark.cells(2)
-def test_its_own_main_ppo_trains_with_our_syncs_and_a_stale_version_would_be_noticed(site: Path, tmp_path: Path):
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_its_own_main_ppo_trains_with_our_syncs_and_a_stale_version_would_be_noticed(
+    site: Path, tmp_path: Path, use_v1: bool
+):
     copy_with_verl(tmp_path)
     name_vllm(tmp_path)
     make_tiny_model(tmp_path / "model")
@@ -44,7 +47,7 @@ def test_its_own_main_ppo_trains_with_our_syncs_and_a_stale_version_would_be_not
             "reward_model": [{"style": "rule", "ground_truth": str(2 * number)} for number in range(16)],
         }
     ).to_parquet(tmp_path / "train.parquet")
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, use_v1=use_v1)]
     environment = {**ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")}
     run(command, path=[tmp_path, site, BESIDE], cwd=tmp_path, timeout_s=1400, env=environment)
 

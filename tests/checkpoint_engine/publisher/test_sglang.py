@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,15 +19,15 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in
 from tests.checkpoint_engine.publisher.test_publisher import nudge
-from tests.checkpoint_engine.test_update import answering  # noqa: F401 - a fixture
+from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.free_ports import free_port
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
 from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
@@ -173,6 +174,77 @@ class TestAgainstSGLang:
             publisher.push(3)
         assert server.greedy_tokens() == hugging_face_tokens(model)
 
+    async def test_a_server_that_cannot_load_a_version_serves_the_one_before_or_if_others_could_nothing(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        """It is handed an arena with a tensor too few: when it finds that out, its model is torn."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        named = dict(model.named_parameters())
+        lacking = {name: named[name].detach() for name in [*named][:-1]}
+        (shm / "lacking").mkdir()
+        other = CheckedReplica("http://127.0.0.1:1")
+        async with Fleet(lacking, shm / "lacking", replicas=0) as fleet:
+            with MisleadingPublisher(
+                model, [server.url, other.name], other=other, config={"check_engine": "always"}
+            ) as publisher:
+                nudge(model, 11)
+                publisher.push(1)
+                before = hugging_face_tokens(model)
+                assert server.greedy_tokens() == before
+
+                nudge(model, 12)
+                await fleet.manager.update_weights(2)
+                (publisher.misleads,) = map(str, arenas_in(shm / "lacking"))
+                other.fail = fails_at("activate")
+                with pytest.raises(SyncAborted, match="the previous version stays in service: .* no tensor fills"):
+                    publisher.push(2)
+                assert (server.version(), server.greedy_tokens(), other.version) == ("1", before, 1)
+
+                await fleet.manager.update_weights(3)
+                with pytest.raises(SyncAborted, match=f"{server.url} could not load it; {other.name} serve it"):
+                    publisher.push(3)
+                assert (server.version(), other.version) == ("1", 3)
+                with pytest.raises(TransportTimeout):  # nothing is generated from weights that are torn
+                    server.call("POST", "/generate", {"input_ids": PROMPTS[0]}, timeout_s=2)
+
+                publisher.misleads = ""
+                publisher.push(4)
+                after = hugging_face_tokens(model)
+                assert after != before
+                assert (server.version(), server.greedy_tokens(), other.version) == ("4", after, 4)
+
+
+class CheckedReplica(RecordingReplica):
+    async def check(self, tensors: Any) -> None: ...
+
+
+class MisleadingPublisher(WeightPublisher):
+    """Has servers load their next versions from the arena `misleads`, and `other` in this process in place of one."""
+
+    def __init__(self, *arguments: Any, other: CheckedReplica, **named: Any) -> None:
+        self._other, self.misleads = other, ""
+        super().__init__(*arguments, **named)
+
+    def _replica(self, name: str) -> Any:
+        if name == self._other.name:
+            return self._other
+        replica = super()._replica(name)
+        activate = replica.activate
+        replica.activate = lambda path, version: activate((version > 1 and self.misleads) or path, version)
+        return replica
+
+
+def fails_at(step: str) -> Callable[[str], None]:
+    """Once."""
+    steps = [step]
+
+    def fail(at: str) -> None:
+        if at in steps:
+            steps.remove(at)
+            raise ActivationError("told to fail")
+
+    return fail
+
 
 ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size": 1}
 
@@ -198,3 +270,28 @@ def test_what_sglang_has_not_is_refused_before_anything_is_paused(
     replica = EndpointReplica(url, node, CheckpointEngineConfig.from_mapping(config), timeout_s=20)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(replica.check({"a": ("float32", (1,))}))
+
+
+def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before():
+    def replica(url: str) -> EndpointReplica:
+        return EndpointReplica(url, HERE, CheckpointEngineConfig(), timeout_s=20)
+
+    tensors = {"a": ("float32", (1,))}
+    url = f"http://127.0.0.1:{free_port()}"
+    said = (
+        f"no server of vLLM or SGLang answers at {url} (Connection refused): start it, or take it out of the endpoints"
+    )
+    with pytest.raises(TransportError, match=f"^{re.escape(said)}$"):
+        asyncio.run(replica(url).check(tensors))
+
+    with server_that_answers({"/model_info": (200, {"weight_version": "1"}), "/server_info": (200, ABOUT)}) as url:
+        of_sglang = replica(url)
+        asyncio.run(of_sglang.check(tensors))
+    vllm = {"/get_world_size": (200, {"world_size": 1}), "/init_weight_transfer_engine": (200, {})}
+    with server_that_answers(vllm) as url:
+        of_vllm = replica(url)
+        asyncio.run(of_vllm.check(tensors))
+    for known, engine in ((of_sglang, "SGLang"), (of_vllm, "vLLM")):
+        with pytest.raises(TransportError, match=f"{engine} does not answer: Connection refused") as caught:
+            asyncio.run(known.pause("keep"))
+        assert caught.value.member == known.name

@@ -18,15 +18,16 @@ ENVIRONMENT = {
 }
 
 
-def overrides(folder: Path) -> list[str]:
-    """`folder` has model, data and a copy of this package, and gets the reports."""
+def overrides(folder: Path, *, use_v1: bool) -> list[str]:
+    """`folder` has model, data and a copy of this package, and gets the reports. `use_v1`: verl's trainer, or its older
+    one."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         f"+{rollout}.engine_kwargs.vllm.weight_transfer_config.backend=verl_sync_for_verl",
         f"+{rollout}.checkpoint_engine.engine_kwargs.verl_sync.report_path={folder}/reports.jsonl",
         "actor_rollout_ref.model.external_lib=tests.distributions.with_verl.forgetful",
-        # verl's newer trainer needs TransferQueue, which is no dependency of its wheel.
-        "trainer.use_v1=false",
+        f"trainer.use_v1={use_v1}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=2",
         "+ray_kwargs.ray_init.address=local",  # and no cluster that is on this machine already

@@ -4,11 +4,11 @@ there."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..config import CheckpointEngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, TransportError
 from ..parameter_server.endpoints import Endpoint
 from .hosts import HERE
 from .sglang_endpoint import SGLangEndpoint, is_sglang
@@ -20,6 +20,8 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 class Server(Protocol):
     """What a push needs of one. Every method blocks."""
 
+    engine: str
+
     def check(self, tensors: Tensors) -> None: ...
     def pause(self, mode: str) -> None: ...
     def activate(self, arena_path: str, version: int) -> None: ...
@@ -28,6 +30,8 @@ class Server(Protocol):
 
 
 class VLLMServer:
+    engine = "vLLM"
+
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._endpoint = Endpoint(url, timeout_s=timeout_s)
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
@@ -51,10 +55,16 @@ class EndpointReplica:
 
     async def check(self, tensors: Tensors) -> None:
         """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
-        anything. It goes on serving. Raises ConfigError, ActivationError."""
-        if await asyncio.to_thread(is_sglang, self.name):
-            self._server = self._sglang()
-        await asyncio.to_thread(self._server.check, tensors)
+        anything. It goes on serving. Raises ConfigError, ActivationError, TransportError."""
+        sought = "server of vLLM or SGLang"
+        try:
+            if await asyncio.to_thread(is_sglang, self.name):
+                self._server, sought = self._sglang(), "SGLang"
+            await asyncio.to_thread(self._server.check, tensors)
+        except TransportError as exc:
+            raise TransportError(
+                f"no {sought} answers at {self.name} ({exc.message}): start it, or take it out of the endpoints"
+            ) from exc
 
     def _sglang(self) -> SGLangEndpoint:
         if self.node_index != HERE:
@@ -66,16 +76,22 @@ class EndpointReplica:
         return SGLangEndpoint(self.name, timeout_s=self._timeout_s, check_engine=check, pause_mode=mode)
 
     async def pause(self, mode: str) -> None:
-        await asyncio.to_thread(self._server.pause, mode)
+        await self._ask(self._server.pause, mode)
 
     async def activate(self, arena_path: str, version: int) -> None:
-        await asyncio.to_thread(self._server.activate, arena_path, version)
+        await self._ask(self._server.activate, arena_path, version)
 
     async def resume(self) -> None:
-        await asyncio.to_thread(self._server.resume)
+        await self._ask(self._server.resume)
 
     async def health(self) -> None:
-        await asyncio.to_thread(self._server.version)
+        await self._ask(self._server.version)
+
+    async def _ask(self, question: Callable[..., object], *arguments: object) -> None:
+        try:
+            await asyncio.to_thread(question, *arguments)
+        except TransportError as exc:
+            raise type(exc)(f"{self._server.engine} does not answer: {exc.message}", member=self.name) from exc
 
     async def sleep(self) -> None:
         """The server's memory is its own business, as is the rest below."""

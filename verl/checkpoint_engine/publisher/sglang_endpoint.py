@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing
 
 from ..engines.sglang.orders import LOADER, Order, checked, take_reports
-from ..errors import ActivationError, ConfigError, TransportError
+from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
 
 MODES = {"abort": "abort", "keep": "retract"}
@@ -34,6 +34,8 @@ AGAIN_S = 0.05
 
 class SGLangEndpoint(HttpServer):
     """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+
+    engine = "SGLang"
 
     def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str) -> None:
         """`check_engine`: which versions are looked for in the model, value by value: first, always, off. Raises
@@ -78,6 +80,8 @@ class SGLangEndpoint(HttpServer):
         self._carry_out(order)
         checked(take_reports(reports, self._ranks), order)
         self._has_checked |= check
+        # Not with the order: SGLang would say that it serves a version that its ranks could not load.
+        self.call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._flush()
 
     def resume(self) -> None:
@@ -96,7 +100,6 @@ class SGLangEndpoint(HttpServer):
                 "serialized_named_tensors": [_pickled(order.encode())] * self._ranks,
                 "load_format": LOADER,
                 "flush_cache": False,
-                "weight_version": str(order.version),
             }
             self._told("/update_weights_from_tensor", update)
         finally:
@@ -133,10 +136,10 @@ class SGLangEndpoint(HttpServer):
 
 
 def is_sglang(url: str) -> bool:
-    """Whether SGLang answers at `url`. False if nobody does. Raises ConfigError for what is no URL."""
+    """Whether what answers at `url` is SGLang. Raises TransportError if nobody does, ConfigError for what is no URL."""
     try:
         about = HttpServer(url, timeout_s=TEST_TIMEOUT_S).call("GET", "/model_info")
-    except (Refused, TransportError):
+    except Refused:
         return False
     return isinstance(about, dict) and "weight_version" in about
 

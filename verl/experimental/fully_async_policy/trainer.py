@@ -30,7 +30,7 @@ from verl.experimental.fully_async_policy.state import RollouterState
 from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.fleet.cluster import FAILED_SYNCS
-from verl.trainer.fleet.recovery import STEP, SYNC
+from verl.trainer.fleet.recovery import SYNC
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
@@ -227,24 +227,20 @@ class FullyAsyncTrainer(RayPPOTrainer):
         except FAILED_SYNCS as exc:
             self.cluster.recovery.look(SYNC)
             logger.warning("syncing again after: %s", exc)
-            report = self._sync(version)
+            report = self._sync_again(version)
         now.synced(report)
         now.metrics |= self.supply.tell_synced() if metrics is None else metrics
         now.metrics["fully_async/count/current_param_version"] = report.version
         self.follow_replicas()
         return report.version
 
-    def _sync(self, version: int) -> SyncReport:
-        """With trainer ranks that may be lost."""
-
-        def sync() -> SyncReport:
-            return self.cluster.update_weights(version)
-
-        def again(failure: Exception) -> SyncReport:
-            self.catch_up(version, failure)
-            return sync()
-
-        return self.cluster.recovery.attempt(STEP, sync, failures=(Exception,), again=again)
+    def bring_weights(self, version: int) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            with suppress(*FAILED_SYNCS):
+                syncing.result()
+        super().bring_weights(version)
+        self.supply.tell_synced()
 
     def abandon_sync(self) -> None:
         """Wait for the sync that is under way, of a step that is undone."""

@@ -161,6 +161,11 @@ class Cluster:
         return self._pool.restarts
 
     @property
+    def is_serving(self) -> bool:
+        """Whether any engine is in service."""
+        return bool(self._manager.replicas)
+
+    @property
     def server_handles(self) -> list[ActorHandle[Any]]:
         """Servers of the replicas in service."""
         in_service = {replica.name for replica in self._manager.replicas}
@@ -180,7 +185,7 @@ class Cluster:
             return self.run(self._update_weights(version, generating))
 
         report = self.recovery.attempt(SYNC, sync, failures=FAILED_SYNCS, again=sync)
-        if self._manager.quarantined:
+        if self._manager.quarantined or not self.is_serving:
             self.recovery.look(SERVICE)
         return report
 
@@ -225,7 +230,7 @@ class Cluster:
     def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
         """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
         result = updating.result()
-        if self._manager.quarantined:
+        if self._manager.quarantined or not self.is_serving:
             self.recovery.look(SERVICE)
         return result
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support import records
@@ -29,7 +30,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster, sync_report_path
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
-from verl.trainer.fleet.recovery import STEP
+from verl.trainer.fleet.recovery import STEP, WEIGHTS
 from verl.trainer.fleet.trainer_ranks import Loss
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
@@ -161,6 +162,10 @@ class RayPPOTrainer:
         """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
         self._caught_up = 0
         """The restart of trainer ranks that was made good last."""
+        self._weights_of = 0
+        """The step whose weights the trainer ranks have."""
+        self._brings_weights = False
+        cluster.recovery.watch(WEIGHTS, self._bring_weights)
         self._slow_ranks = SlowRanks(self._process_of)
         self._rows = chain.from_iterable(repeat(train_dataloader))
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
@@ -242,6 +247,7 @@ class RayPPOTrainer:
                 self.kl_ctrl.value = kl_coef
                 self._samples.forget_after(now.number - 1)
                 learned = self.learn(batch[:], now)
+                self._weights_of = now.number
                 self.memory.keep(now.number)
                 self._learned = Learned(now, batch, kl_coef)
             if not now.is_synced:
@@ -277,8 +283,8 @@ class RayPPOTrainer:
             self._samples.forget_after(step - 1)
             self.learn(last.batch[:], last.now)
             self.memory.keep(step)
-        self._caught_up = restarts
-        return max(remembered, step)
+        self._caught_up, self._weights_of = restarts, max(remembered, step)
+        return self._weights_of
 
     def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
         """Give the rollout engines what the trainer has learned."""
@@ -389,7 +395,7 @@ class RayPPOTrainer:
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
-        first = self.at(start)
+        first, self._weights_of = self.at(start), start
         validates = self.config.trainer.val_before_train and not self.rewards_before
         self.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
         logger.info("loading version %d of the weights into the rollout engines", start)
@@ -595,6 +601,41 @@ class RayPPOTrainer:
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
         now.synced(self.cluster.update_weights(now.number, generating))
+        self.follow_replicas()
+
+    def _sync_again(self, version: int) -> SyncReport:
+        """With trainer ranks that may be lost. They have the weights after step `version`."""
+
+        def sync() -> SyncReport:
+            return self.cluster.update_weights(version)
+
+        def again(failure: Exception) -> SyncReport:
+            self.catch_up(version, failure)
+            return sync()
+
+        return self.cluster.recovery.attempt(STEP, sync, failures=(Exception,), again=again)
+
+    def _bring_weights(self) -> int:
+        """If no engine is in service, and none could be started again because no rollout node has weights for it, bring
+        them the trainer's: how many are in service then.
+
+        Raises CheckpointEngineError if none is.
+        """
+        if self.cluster.is_serving:
+            return 0
+        if self._brings_weights:
+            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
+        logger.warning("no rollout engine is in service; syncing version %d from the trainer", self._weights_of)
+        self._brings_weights = True
+        try:
+            self.bring_weights(self._weights_of)
+        finally:
+            self._brings_weights = False
+        return len(self.cluster.server_handles)
+
+    def bring_weights(self, version: int) -> None:
+        """Make them version `version` of all engines, between two syncs that are due."""
+        self._sync_again(version)
         self.follow_replicas()
 
     def follow_replicas(self) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,12 @@ class HostsWithRay:
     hosts: tuple[Host, ...]
     address: str
     environment: dict[str, str]
+    drivers: list[int] = field(default_factory=list)
+    """Process ids of those of all runs."""
 
     @contextlib.contextmanager
     def running(self, model: Path, output_dir: Path, *overrides: str) -> Iterator[Run]:
-        """A run with its rollouts on hosts without trainer ranks. Nothing of it is left in memory afterwards."""
+        """A run with its rollouts on hosts without trainer ranks."""
         settings = [
             *QUICK,
             f"actor_rollout_ref.model.path={model}",
@@ -156,14 +158,14 @@ class HostsWithRay:
                 stderr=subprocess.STDOUT,
                 preexec_fn=self.hosts[0].enter,
             )
+            self.drivers.append(driver.pid)
             stack.callback(end, driver)
             yield Run(self.hosts, driver, Path(said.name), output_dir)
-        assert soon(lambda: not list(envs.shm_dir().glob(f"verl-{driver.pid}-*")))
 
 
 @contextlib.contextmanager
 def hosts_with_ray(number: int, *, ray: Mapping[str, str] | None = None) -> Iterator[HostsWithRay]:
-    """`ray`: of its environment."""
+    """`ray`: of its environment. Nothing of the runs is left in memory afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     with contextlib.ExitStack() as stack:
@@ -172,4 +174,7 @@ def hosts_with_ray(number: int, *, ray: Mapping[str, str] | None = None) -> Iter
         except NotPermitted as exc:
             pytest.skip(str(exc))
         address = stack.enter_context(ray_on(hosts, environment | dict(ray or {})))
-        yield HostsWithRay(hosts, address, environment)
+        cluster = HostsWithRay(hosts, address, environment)
+        yield cluster
+    for pid in cluster.drivers:  # of a host that was cut off once its part of Ray has ended
+        assert soon(lambda pid=pid: not list(envs.shm_dir().glob(f"verl-{pid}-*")))

@@ -229,9 +229,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
             logger.warning("syncing again after: %s", exc)
             report = self._sync_again(version)
         now.synced(report)
+        self.follow_replicas()  # first: another rollouter, if it takes one, begins at once to ask the engines
         now.metrics |= self.supply.tell_synced() if metrics is None else metrics
         now.metrics["fully_async/count/current_param_version"] = report.version
-        self.follow_replicas()
         return report.version
 
     def bring_weights(self, version: int) -> None:

@@ -54,7 +54,7 @@ from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
-from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
+from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime, clock_of
 from verl.workers.profiling import RankProfiler
 from verl.workers.weight_sync.publisher import WeightPublisher
 
@@ -124,7 +124,7 @@ class ActorRolloutRefWorker(WeightPublisher):
         self._ref: TrainEngine | None = None
         self._memory = RankMemory(self.snapshot)
         self._background: BackgroundWriter | None = None
-        self.own_time = OwnTime(self.device_name)
+        self.own_time = OwnTime(clock_of(self.device_name))
         self._profiler = RankProfiler(self.device_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -45,6 +45,7 @@ STOPPED = 0.15
 """Share of the faults that stop a process instead of killing it, where that is found by its silence within seconds."""
 VICTIMS = {
     "trainer rank": (r"ray::(ActorRollo|trainer\.)", True),
+    "keeper of states": ("ray::StateKeeper", False),
     "rollouter": ("ray::Rollouter", True),
     "queue": ("ray::MessageQueue", True),
     "server": ("ray::RolloutServer", False),

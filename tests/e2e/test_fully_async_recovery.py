@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import Counter
 
 import pytest
+import ray
 
 from tests.e2e import faults
 from tests.e2e.test_recovery import STEPS, files, train  # noqa: F401 - a fixture
@@ -92,6 +94,31 @@ class FindsThemMeanwhile(FullyAsyncTrainer):
                 self.supply.state()
 
         return self.supply.take(count, meanwhile)
+
+
+class LosesEngineAndQueue(FullyAsyncTrainer):
+    """The engine dies before a sync, and when that has found it, the queue. Who generates hears late of another one."""
+
+    lost_queue = False
+
+    def synchronise(self, now):
+        loses = now.number == 2
+        for server in self.cluster.server_handles if loses else ():
+            ray.kill(server)
+        super().synchronise(now)
+        if loses:
+            self.end_sync(now, version=now.number)
+
+    def _sync_again(self, version):
+        report = super()._sync_again(version)
+        if not self.lost_queue:
+            self.lost_queue = True
+            os.kill(int(re.match(r"pid (\d+)", self.supply._queue.where)[1]), signal.SIGKILL)
+        return report
+
+    def follow_replicas(self):
+        time.sleep(1.0)
+        super().follow_replicas()
 
 
 def fully_async(files, directory, *overrides, planned=(), kills=(), **how):  # noqa: F811 - the fixture
@@ -208,6 +235,14 @@ def test_a_queue_that_is_replaced_while_it_is_waited_for_is_not_waited_for_any_m
     run = train(files, tmp_path, samples, *STALE, trainer_class=FindsThemMeanwhile, **WHERE)
     (told,) = [line for line in run.said if "the run goes on with step" in line]
     assert re.match(r"rollouter \(pid \d+ on .*\) died.* and queue \(pid \d+ on .*\) died", told)
+    assert_every_prompt_is_trained_once(run)
+
+
+def test_a_queue_that_dies_after_an_engine_was_started_again_lets_nobody_ask_the_dead_one(ray_cluster, files, tmp_path):  # noqa: F811
+    samples = f"trainer.rollout_data_dir={tmp_path / 'samples'}"
+    run = train(files, tmp_path, samples, *STALE, trainer_class=LosesEngineAndQueue, **WHERE)
+    assert any(line.startswith("syncing again after") for line in run.said)
+    assert any(re.match(r"queue \(pid \d+ on .*\) died", line) for line in run.said)
     assert_every_prompt_is_trained_once(run)
 
 

@@ -1,146 +1,26 @@
 """A whole run on three hosts that share nothing but a network and, because they are namespaces, the file system."""
 
 import contextlib
-import json
-import os
-import secrets
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from benchmarks.namespaces import Host, NotPermitted, joined_hosts
 from tests.checkpoint_engine.backends import using
 from tests.checkpoint_engine.fakes import soon
-from tests.e2e.job import QUICK
-from verl.checkpoint_engine.support import envs
-from verl.utils.tracking import read_metrics
+from tests.e2e.hosts import NOTICES_SOON, RUN_S, Run, hosts_with_ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
 
-PORT = 6379
-RAY_S = 240.0
-RUN_S = 600.0
 STEPS = 2
-MISSED_SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 3}
-"""Of Ray's health checks, which take a minute otherwise."""
-
-
-@contextlib.contextmanager
-def ray_on(hosts: tuple[Host, ...], environment: dict[str, str]) -> Iterator[str]:
-    """A Ray cluster with a node on each of `hosts`; its address. It asks for a token, as Ray does by itself."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(tempfile.mkdtemp(prefix="vsr-"))  # sockets are in it, whose paths must be short
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        logs = [directory / f"node-{number}.log" for number in range(len(hosts))]
-        for number, (host, log) in enumerate(zip(hosts, logs, strict=True)):
-            role = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={directory}"]
-            if number:
-                role = [f"--address={hosts[0].address}:{PORT}"]
-            with log.open("w") as output:
-                process = subprocess.Popen(
-                    [Path(sys.executable).with_name("ray"), "start", *role, "--block"]
-                    + [f"--node-ip-address={host.address}", "--num-cpus=2", f"--object-store-memory={2**27}"],
-                    env=environment | {"RAY_AUTH_MODE": "token"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=host.enter,
-                )
-            stack.callback(end, process)
-            if not number:
-                await_started(log)
-        for log in logs[1:]:
-            await_started(log)
-        yield f"{hosts[0].address}:{PORT}"
-
-
-def await_started(log: Path) -> None:
-    assert soon(lambda: "Ray runtime started" in log.read_text(), RAY_S), log.read_text()
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-@dataclass
-class Run:
-    """`main_ppo` on three hosts, its driver on the first of them; the rollouts on two without trainer ranks."""
-
-    hosts: tuple[Host, ...]
-    driver: subprocess.Popen[bytes]
-    said: Path
-    """A file: a pipe that nobody reads would stop a driver that says much."""
-    output_dir: Path
-
-    def output(self) -> str:
-        """All that it has said when it has ended, in order."""
-        assert soon(lambda: self.driver.poll() is not None, RUN_S), self.said.read_text()
-        assert self.driver.returncode == 0, self.said.read_text()
-        return self.said.read_text()
-
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.output_dir / "sync_reports.jsonl").read_text().splitlines()]
-
-    @property
-    def metrics(self) -> list[dict[str, float]]:
-        return list(read_metrics(self.output_dir / "metrics.jsonl"))
-
-    def hosts_with(self, process: str) -> list[Host]:
-        """Those on which a Ray process of that name lives."""
-        found = [
-            one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0].startswith(process)
-        ]
-        places = {os.stat(f"/proc/{one.pid}/ns/net").st_ino for one in found}
-        return [host for host in self.hosts if os.stat(f"/run/netns/{host.namespace}").st_ino in places]
 
 
 @contextlib.contextmanager
 def running(model: Path, output_dir: Path, *overrides: str, ray: Mapping[str, str] | None = None) -> Iterator[Run]:
-    """`ray`: of its environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    settings = [
-        *QUICK,
-        f"actor_rollout_ref.model.path={model}",
-        "trainer.placement=separate",
-        "trainer.n_gpus_per_node=2",
-        "trainer.num_cpus_per_rank=0.5",
-        "actor_rollout_ref.rollout.nnodes=2",
-        f"trainer.default_local_dir={output_dir}",
-        *overrides,
-    ]
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(joined_hosts(3))
-        except NotPermitted as exc:
-            pytest.skip(str(exc))
-        address = stack.enter_context(ray_on(hosts, environment | dict(ray or {})))
-        said = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="verl-run-", suffix=".log"))
-        driver = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *settings, f"ray_kwargs.ray_init.address={address}"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            preexec_fn=hosts[0].enter,
-        )
-        stack.callback(end, driver)
-        yield Run(hosts, driver, Path(said.name), output_dir)
-    assert soon(lambda: not list(envs.shm_dir().glob(f"verl-{driver.pid}-*")))
+    """Both trainer ranks on one host, a rollout node on each of the others. `ray`: of its environment."""
+    where = "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.nnodes=2"
+    with hosts_with_ray(3, ray=ray) as cluster, cluster.running(model, output_dir, *where, *overrides) as run:
+        yield run
 
 
 @pytest.mark.parametrize("backend", [using("mooncake")])
@@ -166,8 +46,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
         "checkpoint_engine.deadlines.prepare_s=15",
         f"trainer.total_training_steps={steps}",
     )
-    checks = {f"RAY_health_check_{name}": str(value) for name, value in MISSED_SOON.items()}
-    with running(tiny_model, tmp_path, *overrides, ray=checks) as run:
+    with running(tiny_model, tmp_path, *overrides, ray=NOTICES_SOON) as run:
         assert soon((tmp_path / "sync_reports.jsonl").exists, RUN_S), run.said.read_text()
         lost = run.hosts_with("ray::CheckpointEngineWorker")[-1]
         assert lost is not run.hosts[0]

@@ -259,6 +259,30 @@ def test_a_rollout_node_that_is_lost_is_started_again_after_a_sync_has_failed_an
     assert max(step["training/rollout_probs_diff_mean"] for step in metrics) < 0.02
 
 
+@pytest.mark.parametrize("module", [HYBRID, ONE_STEP_OFF, FULLY_ASYNC])
+def test_the_trainer_brings_weights_again_when_the_only_node_and_the_only_engine_have_died(start, module, warm):
+    """The engine generates when it dies: nobody looks after the node before the next sync."""
+    job = start(
+        ONE_RANK,
+        "trainer.placement=separate",
+        "checkpoint_engine.backend=gloo",
+        "data.max_response_length=64",
+        *LONG_RESPONSES[1:],
+        "trainer.total_training_steps=2",
+        module=module,
+        warm=warm,
+    )
+    job.wait_for(lambda: job.find("ray::RolloutServer.generate"), "generation")
+    job.find("ray::CheckpointEngineWorker")[0].kill()
+    job.find("ray::RolloutServer")[0].kill()
+    assert job.wait() == 0, job.stderr
+    assert job.left() == []
+    assert "no rollout engine is in service; syncing version 0 from the trainer" in job.stderr
+    metrics = read_metrics(job.output_dir / "metrics.jsonl")
+    assert [step["step"] for step in metrics] == [1, 2]
+    assert max(step["training/rollout_probs_diff_mean"] for step in metrics) < 0.02
+
+
 @pytest.mark.parametrize("module", [ONE_STEP_OFF, FULLY_ASYNC])
 def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, module, warm):
     job = start(ONE_RANK, *LONG_RESPONSES, module=module, warm=warm)

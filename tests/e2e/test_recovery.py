@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -12,32 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import faults
+from tests.e2e import faults, seeded
 from tests.e2e.job import in_process
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
-from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 5
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    # Says something about any text, so that there is always something to learn.
-    return sum(solution_str.encode()) % 7 / 7
-"""
-LOOP = """
-import zlib
-from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
-
-class Seeded(SingleTurnAgentLoop):
-    # Engines have one generator for all requests, which come in any order.
-    async def run(self, sampling_params, **sample):
-        seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
-        return await super().run(sampling_params | {"seed": seed}, **sample)
-"""
-MEASURED = re.compile(r"timing|perf/|checkpoint/|trainer/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
-"""Metrics that differ from run to run."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +28,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
-        """By step, without what differs from run to run."""
-        return {
-            record["step"]: {name: value for name, value in record.items() if not MEASURED.search(name)}
-            for record in read_metrics(self.directory / "out/metrics.jsonl")
-        }
+        return seeded.metrics_of(self.directory / "out")
 
     @property
     def restarts(self) -> list[str]:
@@ -64,10 +41,7 @@ class Run:
     @property
     def weights(self) -> str:
         """Of what a rank's optimizer steps make, after the last step."""
-        digest = hashlib.sha256()
-        for path in sorted((self.directory / f"out/global_step_{STEPS}").rglob("*.safetensors")):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()
+        return seeded.weights_of(self.directory / "out", STEPS)
 
     @property
     def reports(self) -> list[tuple[int, int, str]]:
@@ -77,12 +51,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("files")
-    (directory / "reward.py").write_text(REWARD)
-    (directory / "loop.py").write_text(LOOP)
-    (directory / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{directory / 'loop.py'}:Seeded'}}\n")
-    make_tiny_model(directory / "llama", "llama")
-    return directory
+    return seeded.make_files(tmp_path_factory.mktemp("files"))
 
 
 def train(files, directory, *overrides, planned=(), **how):
@@ -100,24 +69,8 @@ def train(files, directory, *overrides, planned=(), **how):
             directory,
             f"actor_rollout_ref.model.path={model}",
             f"actor_rollout_ref.model.external_lib={faults.MODULE}",
-            f"custom_reward_function.path={files / 'reward.py'}",
-            "algorithm.adv_estimator=reinforce_plus_plus",
-            "algorithm.use_kl_in_reward=true",
-            "algorithm.kl_ctrl.type=adaptive",
-            "algorithm.kl_ctrl.kl_coef=0.1",
-            "algorithm.kl_ctrl.horizon=100",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-            "actor_rollout_ref.actor.shuffle=true",
-            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={files / 'loops.yaml'}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
-            "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
-            "actor_rollout_ref.rollout.n=1",
+            *seeded.overrides(files, STEPS),
             "data.train_batch_size=8",
-            f"trainer.total_training_steps={STEPS}",
-            f"trainer.save_freq={STEPS}",
-            "trainer.max_restarts=5",
             *overrides,
             **how,
         )

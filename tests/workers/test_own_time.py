@@ -8,13 +8,14 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.workers.engine.engine_cases import batch, make_engine
 from tests.workers.engine.megatron_cases import make_megatron
 from verl.trainer.ppo.slow_ranks import STEPS, SlowRanks
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.own_time import OwnTime
+from verl.workers.own_time import EventClock, HostClock, Own, OwnTime
 
 PULSES = """
 import os, signal, sys, time
@@ -43,7 +44,7 @@ def stopped_now_and_then(while_there):
 
 def computed(engine, sequences, steps):
     """What each step takes of this rank by itself."""
-    own = OwnTime("cpu")
+    own = OwnTime(HostClock())
     own.watch(engine.own_blocks())
     rows = batch(sequences, 1).chunk(2)[dist.get_rank()]
     found = []
@@ -94,7 +95,7 @@ def test_every_engine_tells_what_its_ranks_compute_by_themselves(ranks, models, 
 
 def compute_outside_of_phases(path):
     engine = make_engine(path)
-    own = OwnTime("cpu")
+    own = OwnTime(HostClock())
     own.watch(engine.own_blocks())
     engine.compute_log_prob(batch(FEW, 1), temperature=1.0, limits=MicroBatchLimits(max_sequences=100))
     return own.take()
@@ -102,3 +103,66 @@ def compute_outside_of_phases(path):
 
 def test_what_is_in_no_phase_is_not_told(ranks, models):
     assert ranks.run(compute_outside_of_phases, 1, models("qwen2", True)) == [{}]
+
+
+class Device:
+    """It takes 2 ms for a token, after the call that asks for it has returned, and gets to marks in their order."""
+
+    def __init__(self):
+        self.asked, self.busy_ms, self.settled = [], 0.0, 0
+
+    def event(self, device, *, enable_timing):
+        assert (device, enable_timing) == ("some", True)
+        return Mark(self)
+
+    def compute(self, tokens):
+        self.asked.append(tokens)
+
+    def synchronize(self):
+        self.settled += 1
+        for asked in self.asked:
+            if isinstance(asked, Mark):
+                asked.at_ms = self.busy_ms
+            else:
+                self.busy_ms += 2.0 * asked
+        self.asked = []
+
+
+class Mark:
+    at_ms = None
+
+    def __init__(self, device):
+        self._device = device
+
+    def record(self):
+        self._device.asked.append(self)
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms  # fails unless the device has come to both
+
+
+class Computing(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def forward(self, tokens):
+        self._device.compute(tokens.shape[0])
+        return tokens
+
+
+def test_a_device_that_computes_later_notes_the_time_itself_and_is_waited_for_once_a_step():
+    device = Device()
+    own = OwnTime(EventClock("some", event=device.event, synchronize=device.synchronize))
+    block, another = Computing(device), Computing(device)
+    own.watch([block])
+    for _ in range(3):
+        for phase, tokens in (("values", 5), ("update_actor", 50)):
+            with own.during(phase):
+                block(torch.zeros(tokens, 8))
+                another(torch.zeros(1000, 8))  # which waits for others
+        assert not device.settled
+    assert own.take() == {"values": Own(pytest.approx(0.03), 15), "update_actor": Own(pytest.approx(0.3), 150)}
+    assert device.settled == 1
+    assert own.take() == {}
+    assert device.settled == 1

@@ -50,7 +50,7 @@ from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, Sta
 from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.worker import RNG, RememberedWorker
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
-from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime
+from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime, clock_of
 from verl.workers.profiling import RankProfiler
 from verl.workers.update_costs import UpdateCosts
 from verl.workers.weight_sync.publisher import WeightPublisher
@@ -116,7 +116,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         self._actor: TrainEngine | None = None
         self._ref: TrainEngine | None = None
         self._background: BackgroundWriter | None = None
-        self.own_time = OwnTime(self.device_name)
+        self.own_time = OwnTime(clock_of(self.device_name))
         self._profiler = RankProfiler(self.device_name)
         self._costs = UpdateCosts(config, self.device_name, self.local_rank)
 

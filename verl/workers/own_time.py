@@ -7,7 +7,7 @@ apart is how long each takes for blocks of the model in which there are none.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -36,11 +36,66 @@ class Own:
         return Own(self.seconds + other.seconds, self.tokens + other.tokens)
 
 
+class Clock(Protocol):
+    """Of the device that computes."""
+
+    def now(self) -> Any:
+        """A mark behind what it has been asked for so far. Waits for nothing."""
+
+    def settle(self) -> None:
+        """Wait until the device has come to all marks."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Between two marks, when they are settled."""
+
+
+class HostClock:
+    """What the host computes is done when the call returns."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class EventClock:
+    """An accelerator computes after the call has returned: it notes the time itself, in events of its stream."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        event: Callable[..., Any] = torch.Event,
+        synchronize: Callable[[], None] = torch.accelerator.synchronize,
+    ) -> None:
+        self._device, self._event, self._synchronize = device, event, synchronize
+
+    def now(self) -> Any:
+        event = self._event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        self._synchronize()
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        milliseconds: float = began.elapsed_time(ended)
+        return milliseconds / 1e3
+
+
+def clock_of(device: str) -> Clock:
+    return HostClock() if device == "cpu" else EventClock(device)
+
+
 class OwnTime:
     """Of one rank. Forward passes are timed: also those that gradient checkpointing makes again."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._phase = ""
         self._began: dict[int, Any] = {}
         self._laps: dict[str, list[tuple[Any, Any, int]]] = {}
@@ -63,29 +118,20 @@ class OwnTime:
     def take(self) -> dict[str, Own]:
         """By phase, since the last call."""
         laps, self._laps = self._laps, {}
-        if laps and self._device != "cpu":
-            torch.accelerator.synchronize()
-        return {phase: sum((Own(self._seconds(*lap[:2]), lap[2]) for lap in of), Own()) for phase, of in laps.items()}
+        if laps:
+            self._clock.settle()
+        seconds = self._clock.seconds
+        return {phase: sum((Own(seconds(*lap[:2]), lap[2]) for lap in of), Own()) for phase, of in laps.items()}
 
     def _begin(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._began[id(block)] = self._now()
+        self._began[id(block)] = self._clock.now()
 
     def _end(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         began = self._began.pop(id(block), None)
         first = inputs[0] if inputs else None
         if began is not None and self._phase and isinstance(first, torch.Tensor):
-            lap = began, self._now(), first.shape[:-1].numel()
+            lap = began, self._clock.now(), first.shape[:-1].numel()
             self._laps.setdefault(self._phase, []).append(lap)
-
-    def _now(self) -> Any:
-        if self._device == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, began: Any, ended: Any) -> float:
-        return ended - began if self._device == "cpu" else float(began.elapsed_time(ended)) / 1e3
 
 
 Owns = Mapping[str, Own]

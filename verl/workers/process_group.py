@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from verl.checkpoint_engine.compat.torch import TCPStore
-from verl.checkpoint_engine.support.admission import Admission, Doorkeeper, opening
+from verl.checkpoint_engine.links.rendezvous import listening_store
+from verl.checkpoint_engine.support.admission import Admission, Doorkeeper
 from verl.single_controller.worker import RankInfo
 
 LOOPBACK = "127.0.0.1"
@@ -27,12 +27,17 @@ def join(info: RankInfo, backend: str, timeout: timedelta) -> Doorkeeper:
     if inside:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     doors = Doorkeeper(Admission(addresses=() if inside else info.host_addresses))
-    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "is_master": info.rank == 0}
-    if info.rank == 0:
-        with opening:
-            listener = socket.create_server((host, info.master_port))
-            doors.guard(listener)
-        options["master_listen_fd"] = listener.detach()
-    store = TCPStore(host, info.master_port, **options)
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=_store(info, host, doors, timeout), rank=info.rank, world_size=info.world_size, timeout=timeout
+    )
     return doors
+
+
+def _store(info: RankInfo, host: str, doors: Doorkeeper, timeout: timedelta) -> TCPStore:
+    """Where the ranks meet. Others try to connect before rank 0 listens, and at the moment when it begins to."""
+    if info.rank:
+        return TCPStore(host, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port is kept for this process
+    sock.bind((host, info.master_port))
+    return listening_store(sock, doors, timeout.total_seconds())

@@ -14,6 +14,7 @@ from verl.trainer.fleet.recovery import (
     STEP,
     SYNC,
     TRAINER_RANKS,
+    WEIGHTS,
     Recovery,
     RestartLimit,
 )
@@ -26,7 +27,7 @@ class Run:
         self.looks = []
         self.died = died
         self.recovery = Recovery(max_restarts=max_restarts)
-        for kind in (MACHINES, NODES, REPLICAS, AGENT_LOOPS, TRAINER_RANKS):
+        for kind in (MACHINES, NODES, REPLICAS, WEIGHTS, AGENT_LOOPS, TRAINER_RANKS):
             self.recovery.watch(kind, lambda kind=kind: self.look(kind))
 
     def look(self, kind):
@@ -53,8 +54,8 @@ class Work:
     ("work", "looks"),
     [
         (SYNC, [MACHINES, NODES, MACHINES, REPLICAS]),
-        (SERVICE, [MACHINES, REPLICAS]),
-        (BATCH, [MACHINES, REPLICAS, AGENT_LOOPS]),
+        (SERVICE, [MACHINES, REPLICAS, WEIGHTS]),
+        (BATCH, [MACHINES, REPLICAS, WEIGHTS, AGENT_LOOPS]),
         (STEP, [TRAINER_RANKS]),
     ],
 )

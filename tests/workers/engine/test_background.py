@@ -130,3 +130,16 @@ def wait_for_a_copy(directory):
 
 def test_a_step_waits_for_a_copy_no_longer_than_for_a_collective(ranks, tmp_path):
     ranks.run(wait_for_a_copy, 1, tmp_path / "step")
+
+
+def fail_to_write(directory):
+    directory.touch()  # where a directory is to be
+    writer = BackgroundWriter(local_ranks=1, timeout_s=DEADLINE_S)
+    writer.write(directory / "step", {"a": torch.ones(3)})
+    writer.await_copied()
+    with pytest.raises(RuntimeError, match="step was not written: .* Not a directory"):
+        asyncio.run(writer.written())
+
+
+def test_a_step_does_not_wait_for_a_save_that_has_failed(ranks, tmp_path):
+    ranks.run(fail_to_write, 1, tmp_path / "file")

@@ -230,24 +230,20 @@ class FullyAsyncTrainer(RayPPOTrainer):
         except FAILED_SYNCS as exc:
             self.cluster.recovery.look(SYNC)
             logger.warning("syncing again after: %s", exc)
-            report = self._sync(version)
+            report = self._sync_again(version)
         now.synced(report)
+        self.follow_replicas()  # first: another rollouter, if it takes one, begins at once to ask the engines
         now.metrics |= self.supply.tell_synced() if metrics is None else metrics
         now.metrics["fully_async/count/current_param_version"] = report.version
-        self.follow_replicas()
         return report.version
 
-    def _sync(self, version: int) -> SyncReport:
-        """With trainer ranks that may be lost."""
-
-        def sync() -> SyncReport:
-            return self.cluster.syncs.update_weights(version)
-
-        def again(failure: Exception) -> SyncReport:
-            self.going_back.catch_up(version, failure)
-            return sync()
-
-        return self.going_back.attempt(sync, again=again)
+    def bring_weights(self, version: int) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            with suppress(*FAILED_SYNCS):
+                syncing.result()
+        super().bring_weights(version)
+        self.supply.tell_synced()
 
     def abandon_sync(self) -> None:
         """Wait for the sync that is under way, of a step that is undone."""

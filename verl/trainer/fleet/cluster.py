@@ -152,6 +152,11 @@ class Cluster:
         return self._pool.restarts
 
     @property
+    def is_serving(self) -> bool:
+        """Whether any engine is in service."""
+        return bool(self._manager.replicas)
+
+    @property
     def server_handles(self) -> list[ActorHandle[Any]]:
         """Servers of the replicas in service."""
         in_service = {replica.name for replica in self._manager.replicas}

@@ -13,13 +13,15 @@ T = TypeVar("T")
 
 SYNC, SERVICE, BATCH, STEP = "a sync", "serving the version", "a batch", "a training step"
 MACHINES, NODES, REPLICAS, AGENT_LOOPS = "machines", "rollout nodes", "replicas", "agent loops"
-TRAINER_RANKS = "trainer ranks"
+TRAINER_RANKS, WEIGHTS = "trainer ranks", "weights"
 
 LOOKED_AT = {
     # Again machines: that of a node which does not start is known to be gone when its start has failed.
     SYNC: (MACHINES, NODES, MACHINES, REPLICAS),
-    SERVICE: (MACHINES, REPLICAS),
-    BATCH: (MACHINES, REPLICAS, AGENT_LOOPS),
+    # A rollout node that was started again has no weights until the next sync. If that was all of them, and all engines
+    # died, too, there is nothing that could be loaded: weights that "died", which the trainer brings once more.
+    SERVICE: (MACHINES, REPLICAS, WEIGHTS),
+    BATCH: (MACHINES, REPLICAS, WEIGHTS, AGENT_LOOPS),
     # A step is begun again when its batch is there, and ends with its sync, which look after the rest.
     STEP: (TRAINER_RANKS,),
 }

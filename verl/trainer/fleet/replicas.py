@@ -78,10 +78,7 @@ class ReplicaPool:
             self._begin(replica, self._add(replica))
 
     async def heal(self) -> int:
-        """Restart what died or is in quarantine; how many are back.
-
-        Raises CheckpointEngineError if none is in service then.
-        """
+        """Restart what died or is in quarantine; how many are back."""
         quarantined = {replica.name for replica in self._manager().quarantined}
         deaths = await asyncio.gather(*map(_death_of, self.replicas))
         broken = [
@@ -91,8 +88,6 @@ class ReplicaPool:
         ]
         healed = sum(await asyncio.gather(*(self._restart(replica, why) for replica, why in broken)))
         self.restarts += healed
-        if not self._manager().replicas:
-            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
         return healed
 
     async def give_up(self, nodes: Collection[int]) -> list[str]:

@@ -44,8 +44,7 @@ class Syncs:
             return self._loop.run(self._update_weights(version, generating))
 
         report = self._recovery.attempt(SYNC, sync, failures=FAILED_SYNCS, again=sync)
-        if self._manager().quarantined:
-            self._recovery.look(SERVICE)
+        self._look_after_service()
         return report
 
     def begin_update(
@@ -84,9 +83,12 @@ class Syncs:
     def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
         """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
         result = updating.result()
-        if self._manager().quarantined:
-            self._recovery.look(SERVICE)
+        self._look_after_service()
         return result
+
+    def _look_after_service(self) -> None:
+        if self._manager().quarantined or not self._manager().replicas:
+            self._recovery.look(SERVICE)
 
     async def _update_weights(self, version: int, generating: Future[Any] | None) -> SyncReport:
         if generating is None:

@@ -69,6 +69,8 @@ class GoingBack:
         """The last step: trainer ranks that are lost before they have left its state in memory learn it again."""
         self._caught_up = 0
         """The restart of trainer ranks that was made good last."""
+        self.weights_of = 0
+        """The step whose weights the trainer ranks have."""
 
     def until_done(self, train_after: Callable[[int], T], step: int) -> T:
         """What `train_after` returns, which starts from `step`, and from an earlier one when it raises StateLost."""
@@ -128,11 +130,12 @@ class GoingBack:
         self._tell(remembered, "from memory")
         if last is not None and learns_again:
             self._learn_and_keep(last)
-        self._caught_up = restarts
-        return max(remembered, step)
+        self._caught_up, self.weights_of = restarts, max(remembered, step)
+        return self.weights_of
 
     def _learn_and_keep(self, step: Learned) -> DataProto:
         batch = self._learn(step)
+        self.weights_of = step.now.number
         self._ranks.memory.keep(step.now.number)
         self._learned = step
         return batch

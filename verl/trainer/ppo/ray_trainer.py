@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.plan.types import SyncReport
 from verl.protocol import DataProto
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
+from verl.trainer.fleet.recovery import WEIGHTS
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
@@ -99,6 +102,8 @@ class RayPPOTrainer:
             stops_on_full_disk=config.trainer.on_full_disk == "stop",
         )
         self.going_back = GoingBack(cluster, kept=self.KEPT, learn=self.learn_from, restore=self.restore)
+        self._brings_weights = False
+        cluster.recovery.watch(WEIGHTS, self._bring_weights)
         self._slow_ranks = SlowRanks(self._process_of)
         self.traces, self.reports = Traces(config, cluster), Reports(config, cluster)
         self.sampling = Sampling(config, rollouts, reward_manager, train_dataloader, self.traces)
@@ -151,7 +156,7 @@ class RayPPOTrainer:
 
     def begin(self, start: int) -> None:
         """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
-        first = self.at(start)
+        first, self.going_back.weights_of = self.at(start), start
         validates = self.config.trainer.val_before_train and not self.rewards_before
         self.reports.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
         logger.info("loading version %d of the weights into the rollout engines", start)
@@ -247,6 +252,42 @@ class RayPPOTrainer:
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
         """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
         now.synced(self.cluster.syncs.update_weights(now.number, generating))
+        self.follow_replicas()
+
+    def _sync_again(self, version: int) -> SyncReport:
+        """With trainer ranks that may be lost. They have the weights after step `version`."""
+
+        def sync() -> SyncReport:
+            return self.cluster.syncs.update_weights(version)
+
+        def again(failure: Exception) -> SyncReport:
+            self.going_back.catch_up(version, failure)
+            return sync()
+
+        return self.going_back.attempt(sync, again=again)
+
+    def _bring_weights(self) -> int:
+        """If no engine is in service, and none could be started again because no rollout node has weights for it, bring
+        them the trainer's: how many are in service then.
+
+        Raises CheckpointEngineError if none is.
+        """
+        if self.cluster.is_serving:
+            return 0
+        if self._brings_weights:
+            raise CheckpointEngineError("no rollout engine is in service and none could be restarted")
+        version = self.going_back.weights_of
+        logger.warning("no rollout engine is in service; syncing version %d from the trainer", version)
+        self._brings_weights = True
+        try:
+            self.bring_weights(version)
+        finally:
+            self._brings_weights = False
+        return len(self.cluster.server_handles)
+
+    def bring_weights(self, version: int) -> None:
+        """Make them version `version` of all engines, between two syncs that are due."""
+        self._sync_again(version)
         self.follow_replicas()
 
     def follow_replicas(self) -> None:

@@ -358,8 +358,12 @@ class TestDeath:
             pids = [process.pid for process in group.processes.values()]
             os.kill(pids[0], signal.SIGKILL)
             os.kill(pids[1], signal.SIGSTOP)
-            wait_until(lambda: len(group.lost(0.5)) == 2)
-            died, silent = group.lost(0.5)
+            lost = []
+            # A rank that is killed does not answer, either, until Ray has noticed.
+            wait_until(
+                lambda: lost.append(group.lost(0.5)) or [text.endswith(" died") for text in lost[-1]] == [True, False]
+            )
+            died, silent = lost[-1]
             assert re.fullmatch(rf"rank 0 \(pid {pids[0]} on .*\) died", died)
             assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
 

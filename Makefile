@@ -35,7 +35,7 @@ sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CP
 	        --requirement requirements/sglang-cpu.txt && touch .venv/sglang/installed; } || \
 	    echo "SGLang cannot be installed; what it said is above. Its tests are skipped."
 
-check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; about 4 minutes
+check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; 4 to 8 minutes
 	@$(BIN)/python -m pytest -m "not job" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: style types imports ## everything below that only reads the code

@@ -136,5 +136,5 @@ async def test_a_format_of_vllm_is_read_by_vllm(name, call, tokenizer):
 @pytest.mark.parametrize("name", ["deepseek_v3", "openai"])
 def test_a_format_of_vllm_that_does_not_fit_the_tokenizer_is_refused(config, tokenizer, name):  # noqa: F811
     AgentLoopManager.check_config(config(f"format={name}"))
-    with pytest.raises(ConfigError, match=f"multi_turn.format={name} does not fit this tokenizer"):
+    with pytest.raises(ConfigError, match=f"multi_turn.format={name} cannot be read with this tokenizer"):
         AgentLoopManager.check_tokenizer(config(f"format={name}"), "tool_agent", tokenizer)

@@ -34,23 +34,23 @@ def parser_of_vllm(name: str) -> type[ToolParser] | None:
 class VLLMToolParser(ToolParser):
     """vLLM's parser of `format`, as its server uses it. A call that it cannot read is no call.
 
-    Raises ConfigError for a tokenizer without the tokens of the format.
+    Raises ConfigError for a tokenizer without the tokens of the format, and for a package that vLLM misses.
     """
 
     format: ClassVar[str]
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from vllm.tokenizers.hf import get_cached_tokenizer
-        from vllm.tool_parsers import ToolParserManager
-
         super().__init__(tokenizer)
-        self._parser_class: Any = ToolParserManager.get_tool_parser(self.format)
         plain: Any = tokenizer
-        self._cached = get_cached_tokenizer(plain)
         try:
+            from vllm.tokenizers.hf import get_cached_tokenizer
+            from vllm.tool_parsers import ToolParserManager
+
+            self._parser_class: Any = ToolParserManager.get_tool_parser(self.format)
+            self._cached = get_cached_tokenizer(plain)
             self._extracted([], [])
         except Exception as exc:
-            raise ConfigError(f"{FORMAT_KEY}={self.format} does not fit this tokenizer: {exc}") from exc
+            raise ConfigError(f"{FORMAT_KEY}={self.format} cannot be read with this tokenizer: {exc}") from exc
 
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None

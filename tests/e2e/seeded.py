@@ -37,17 +37,23 @@ def make_files(directory: Path) -> Path:
     return directory
 
 
+STATEFUL = (
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+)
+"""A training state with more in it than weights and moments: a KL controller and a schedule."""
+
+
 def overrides(files: Path, steps: int) -> list[str]:
     """Of runs with `make_files`, whose last step is saved. All that a trainer's state consists of is in use."""
     return [
         f"custom_reward_function.path={files / 'reward.py'}",
-        "algorithm.adv_estimator=reinforce_plus_plus",
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_ctrl.type=adaptive",
-        "algorithm.kl_ctrl.kl_coef=0.1",
-        "algorithm.kl_ctrl.horizon=100",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        *STATEFUL,
         "actor_rollout_ref.actor.shuffle=true",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={files / 'loops.yaml'}",

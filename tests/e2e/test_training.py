@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint_engine.backends import using
 from tests.e2e.job import QUICK, Job, in_process
+from tests.e2e.seeded import STATEFUL
 from verl.trainer.ppo.ray_trainer import TrainingResult
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.tokenizer import VOCAB_SIZE
@@ -431,13 +432,7 @@ def repeatable(tmp_path_factory):
     return (
         f"actor_rollout_ref.model.path={model}",
         f"custom_reward_function.path={directory / 'reward.py'}",
-        "algorithm.adv_estimator=reinforce_plus_plus",
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_ctrl.type=adaptive",
-        "algorithm.kl_ctrl.kl_coef=0.1",
-        "algorithm.kl_ctrl.horizon=100",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        *STATEFUL,
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.ref.fsdp_config.dtype=float32",
         "actor_rollout_ref.rollout.dtype=float32",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -296,13 +297,15 @@ def test_closing_ends_an_engine_in_the_middle(link: EngineLink, in_thread):
 
 
 def test_the_socket_goes_with_the_link_and_nothing_is_a_file():
+    before = Counter(open_descriptors())
     link = EngineLink("cpu-0", HALF_NBYTES, timeout_s=60)
-    assert link_sockets(os.getpid()) == [link.socket_path]
+    assert link.socket_path in link_sockets(os.getpid())
     assert not Path(link.socket_path).exists()
-    assert [target for target in open_descriptors() if target.startswith("/dev/shm/verl-")] == []
+    opened = Counter(open_descriptors()) - before
+    assert [target for target in opened if target.startswith("/dev/shm/verl-")] == []
     link.close()
     link.close()
-    assert link_sockets(os.getpid()) == []
+    assert link.socket_path not in link_sockets(os.getpid())
 
 
 STRANGER = """

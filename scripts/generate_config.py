@@ -13,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
+from verl.trainer.config.from_verl.keys import RULES
+from verl.trainer.config.from_verl.rules import Moved, NoEffect, Refused, is_verls
 from verl.trainer.config.schema import Key, Section, documented_sections, keys, sections, yaml_text
-from verl.trainer.config.verl_keys import RULES
-from verl.trainer.config.verl_rules import Moved, NoEffect, Refused, is_verls
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.utils.tracking import BACKENDS
 from verl.workers.config.algorithm import REJECTIONS

@@ -51,7 +51,7 @@ import sys
 import zipfile
 
 names = set(zipfile.ZipFile(sys.argv[1]).namelist())
-needed = {"verl/py.typed", "verl/trainer/config/ppo_trainer.yaml", "verl/trainer/config/verl_0_9.tsv"}
+needed = {"verl/py.typed", "verl/trainer/config/ppo_trainer.yaml", "verl/trainer/config/from_verl/verl_0_9.tsv"}
 foreign = {name.split("/")[0] for name in names if not name.startswith(("verl/", "recipe/", "verl_sync-"))}
 if needed - names or foreign:
     sys.exit(f"error: the wheel lacks {sorted(needed - names)} and has {sorted(foreign)} besides")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl.trainer.config.from_verl.keys import RULES
+from verl.trainer.config.from_verl.rules import is_verls
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.schema import is_known, keys
-from verl.trainer.config.verl_keys import RULES
-from verl.trainer.config.verl_rules import is_verls
 from verl.utils.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

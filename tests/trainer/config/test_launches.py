@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.config.launches import GRPO, LAUNCHES, Launch, check
+from verl.trainer.config.from_verl.rules import ALL_KEYS, known_to_verl
+from verl.trainer.config.from_verl.translation import translated
 from verl.trainer.config.schema import keys
 from verl.trainer.config.suggest import key_error
-from verl.trainer.config.translation import translated
-from verl.trainer.config.verl_rules import ALL_KEYS, known_to_verl
 
 
 @pytest.mark.job  # a second each

@@ -1,8 +1,8 @@
 import pytest
 
+from verl.trainer.config.from_verl.keys import RULES
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.schema import keys
-from verl.trainer.config.verl_keys import RULES
 from verl.utils.config import ConfigError
 
 SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model", "actor_rollout_ref.actor.optim")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from verl.checkpoint_engine.registry import COLLECTIVES
-from verl.trainer.config.translation import Note
+from verl.trainer.config.from_verl.translation import Note
 from verl.utils.device import resolve_device
 from verl.workers.config import PPOConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.trainer.config.translation import Note
+from verl.trainer.config.from_verl.translation import Note
 from verl.utils.builtin import PREFIX
 from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, RolloutConfig
 

@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.checkpoint_engine.registry import backend_of_device
 from verl.trainer.config.followers import FOLLOWING_ACTOR, with_followers
+from verl.trainer.config.from_verl.translation import Note, translated
 from verl.trainer.config.overrides import normalize, parse, set_keys
 from verl.trainer.config.schema import keys
 from verl.trainer.config.suggest import ALIAS, CANONICAL, key_error
-from verl.trainer.config.translation import Note, translated
 from verl.utils.config import ConfigError, did_you_mean, from_mapping
 from verl.workers.config import PPOConfig
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 
+from verl.trainer.config.from_verl.rules import is_verls
+from verl.trainer.config.from_verl.translation import rule_of
 from verl.trainer.config.schema import is_known, keys, section_paths
-from verl.trainer.config.translation import rule_of
-from verl.trainer.config.verl_rules import is_verls
 
 ALIAS = "actor_rollout_ref.rollout.checkpoint_engine"
 """verl's place for the section that stands at the top level here; both are accepted and mean the same."""

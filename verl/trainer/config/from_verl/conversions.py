@@ -1,12 +1,12 @@
-"""From values of verl's keys to values of ours, where they are not the same. Used by the table in `verl_keys`."""
+"""From values of verl's keys to values of ours, where they are not the same. Used by the table in `keys`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from verl.trainer.config.verl_rules import Values
+from verl.trainer.config.from_verl.rules import Values
 from verl.utils.config import ConfigError
 from verl.utils.device import DEVICES, resolve_device
 from verl.workers.config.profiler import DEVICES_OF_TOOL
@@ -17,7 +17,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _FSDP = ("fsdp", "fsdp2")
 
 
-def one_of(values: Collection[Any]) -> Callable[[Any, Values], bool]:
+def one_of(*values: Any) -> Callable[[Any, Values], bool]:
     """True and 1 are two values."""
     return lambda value, _: any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in values

@@ -1,4 +1,4 @@
-"""From what a launch of verl's says to keys and values of this project, by the table in `verl_keys`.
+"""From what a launch of verl's says to keys and values of this project, by the table in `keys`.
 
 Nothing is swallowed: what is taken over is said in a `Note` if anything is lost on the way, what is not is a problem.
 """
@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.trainer.config.from_verl.keys import RULES
+from verl.trainer.config.from_verl.rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
+from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
-from verl.trainer.config.verl_keys import REASONS, RULES, SPELLINGS
-from verl.trainer.config.verl_rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
 from verl.utils.config import ConfigError
 
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"

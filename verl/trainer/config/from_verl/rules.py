@@ -1,6 +1,6 @@
 """What becomes of a key that verl has and this project has not, or has elsewhere: three kinds of rules.
 
-The rules themselves are data: `verl.trainer.config.verl_keys`. They are only consulted for keys that are unknown here.
+The rules themselves are data, in `keys`. They are only consulted for keys that are unknown here.
 """
 
 from __future__ import annotations

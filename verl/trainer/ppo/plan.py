@@ -13,17 +13,16 @@ from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import reward_function
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.distillation import require_routes, require_teachers
+from verl.trainer.ppo.job import load_agent_loop_manager, local_critic
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.run import (
-    _adapter_shapes,
-    _agent_loop_manager_class,
-    _local_critic,
-    _require_experts,
-    _require_heads,
-    _require_model,
-    _require_policy_engines,
-    _require_positions,
+from verl.trainer.ppo.requirements import (
+    require_experts,
+    require_heads,
+    require_model,
+    require_policy_engines,
+    require_positions,
+    shapes_of_adapters,
 )
 from verl.trainer.ppo.settled import settled, total_steps
 from verl.utils import builtin
@@ -65,24 +64,24 @@ class _Attempt:
     this machine."""
 
     def __init__(self, checked: Checked) -> None:
-        self._checked = checked
+        self.checked_job = checked
 
     def lacks(self, what: str) -> None:
         """Of this machine."""
-        self._checked.lacking.append(what)
+        self.checked_job.lacking.append(what)
 
     def __call__(self, call: Callable[[], T], *, stands_in: bool = False) -> T | None:
         try:
             return call()
         except BackendUnavailable as exc:
-            self._checked.lacking.append(str(exc))
+            self.checked_job.lacking.append(str(exc))
             return None
         except ConfigError as exc:
             for line in str(exc).splitlines():
                 if stands_in and OF_STAND_IN.search(line):
-                    self._checked.stand_ins.append(f"stand-in: {line}")
+                    self.checked_job.stand_ins.append(f"stand-in: {line}")
                 else:
-                    self._checked.problems.append(line)
+                    self.checked_job.problems.append(line)
             return None
 
 
@@ -90,12 +89,12 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     model = config.actor_rollout_ref.model
     local = model.at(path)
     stands_in = builtin.is_builtin(model.path)
-    attempt(lambda: _require_model(model, path))
-    attempt(lambda: _require_positions(config), stands_in=stands_in)
-    attempt(lambda: _require_heads(config), stands_in=stands_in)
-    attempt(lambda: _require_experts(config), stands_in=stands_in)
-    attempt(lambda: _adapter_shapes(config, path), stands_in=stands_in)
-    attempt(lambda: _require_policy_engines(config, local, device), stands_in=stands_in)
+    attempt(lambda: require_model(model, path))
+    attempt(lambda: require_positions(config), stands_in=stands_in)
+    attempt(lambda: require_heads(config), stands_in=stands_in)
+    attempt(lambda: require_experts(config), stands_in=stands_in)
+    attempt(lambda: shapes_of_adapters(config, path), stands_in=stands_in)
+    attempt(lambda: require_policy_engines(config, local, device), stands_in=stands_in)
     attempt(lambda: make_replicas(config, model_path=path, device=device))
     tokenizer = attempt(lambda: load_tokenizer(model))
     if tokenizer is None:
@@ -104,7 +103,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     if config.distillation.enabled:
         _look_at_teachers(config, tokenizer, device, attempt)
     critic_stands_in = builtin.is_builtin(config.critic.model.path or model.path)
-    attempt(lambda: _local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
+    attempt(lambda: local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
     _look_at_data(config, tokenizer, attempt)
 
 
@@ -127,7 +126,7 @@ def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, dev
 def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> None:
     files = config.data.train_files
     stands_in = isinstance(files, str) and builtin.is_builtin(files)
-    manager_class = attempt(lambda: _agent_loop_manager_class(config))
+    manager_class = attempt(lambda: load_agent_loop_manager(config))
     if manager_class is None:
         return
     loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)

@@ -1,0 +1,177 @@
+"""What a model, this host and the files of a run must be, before anything starts. Each raises ConfigError."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.checkpoint_engine.memory.arena import require_free_bytes
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.types import ITEMSIZE
+from verl.checkpoint_engine.registry import resolve_backend
+from verl.checkpoint_engine.support import envs
+from verl.trainer.fleet.session import starts_locally
+from verl.trainer.ppo.experience import needs_reference
+from verl.utils.config import ConfigError
+from verl.utils.model import (
+    MODEL_KEY,
+    expert_count,
+    load_hf_config,
+)
+from verl.utils.model_files import require_fit, require_whole_files, weight_shapes
+from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
+from verl.workers.engine.registry import check_engine
+from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.precision import names_kept_wide
+
+if TYPE_CHECKING:
+    pass
+
+
+def require_model(model: HFModelConfig, directory: Path) -> None:
+    """The files of the policy, and of a tokenizer elsewhere, are whole, and its weights are those of its config."""
+    if model.tokenizer_path is not None and Path(model.tokenizer_path).expanduser().is_dir():
+        require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
+    key = f"{MODEL_KEY}.path"
+    require_whole_files(directory, key)
+    shapes = weight_shapes(directory, key)
+    require_fit(load_hf_config(model), shapes, key, remote=model.trust_remote_code)
+
+
+def require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str) -> None:
+    """The actor's engine, and that of the reference policy, can hold the model in the local directory `model.path`."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    require_engine(config, actor.strategy, actor.fsdp_config, model, device)
+    if needs_reference(config) and ref.fsdp_config != actor.fsdp_config:
+        require_engine(config, actor.strategy, ref.fsdp_config, model, device)
+
+
+def require_engine(
+    config: PPOConfig, strategy: str, fsdp: FSDPConfig, model: HFModelConfig, device: str, labels: int = 0
+) -> None:
+    """Engines of `strategy` can hold it; `labels` as a critic has them."""
+    check_engine(
+        strategy,
+        fsdp=fsdp,
+        megatron=config.actor_rollout_ref.actor.megatron,
+        model=model,
+        world_size=config.trainer.world_size,
+        device=device,
+        labels=labels,
+    )
+
+
+def require_positions(config: PPOConfig) -> None:
+    """The model has a position for every token of the longest sequence, unless its RoPE is stretched beyond them."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    model = load_hf_config(config.actor_rollout_ref.model)
+    limit = getattr(model, "max_position_embeddings", None)
+    stretched = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    needed = data.max_prompt_length + data.max_response_length
+    if limit is not None and needed > limit and not stretched:
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+            f"{needed} tokens, but {config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
+        )
+    if limit is not None and (rollout.max_model_len or 0) > limit and not stretched:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}, but "
+            f"{config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
+        )
+
+
+def require_heads(config: PPOConfig) -> None:
+    """Every rank of a replica gets whole attention heads."""
+    policy = config.actor_rollout_ref
+    heads = getattr(load_hf_config(policy.model), "num_attention_heads", None)
+    if heads is not None and heads % policy.rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} does "
+            f"not divide the {heads} attention heads of {policy.model.path}"
+        )
+
+
+def require_experts(config: PPOConfig) -> None:
+    """Data-parallel ranks are one replica because they share experts."""
+    policy = config.actor_rollout_ref
+    if policy.rollout.data_ranks > 1 and not expert_count(load_hf_config(policy.model)):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.expert_parallel_size={policy.rollout.expert_parallel_size}: the model "
+            f"{policy.model.path} has no experts to deal out; set it to 1"
+        )
+
+
+def shapes_of_adapters(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]]:
+    """Raises ConfigError if LoRA's target modules are not there, BackendUnavailable if its package is not."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return []
+    local = model.at(model_path)
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        from verl.workers.engine.megatron.adapted import with_adapters
+
+        _, shapes = with_adapters(local, load_hf_config(local))
+    else:
+        from verl.workers.engine.fsdp.model import adapter_shapes
+
+        shapes = adapter_shapes(local)
+    return list(shapes.values())
+
+
+def nbytes_of_arena(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:
+    """Shared memory that each rollout node's arena will take. `adapters` are the shapes of those of the model."""
+    itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
+    if config.actor_rollout_ref.model.sends_adapters:
+        sizes = [math.prod(shape) * itemsize for shape in adapters]
+    else:
+        with HFCheckpoint(model_path) as checkpoint:
+            wide = names_kept_wide(checkpoint.shapes, checkpoint)
+            sizes = [
+                math.prod(shape) * (max(itemsize, ITEMSIZE["float32"]) if name in wide else itemsize)
+                for name, shape in checkpoint.shapes.items()
+            ]
+    return sum(map(align, sizes)) * config.checkpoint_engine.slots
+
+
+def require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
+    """What this machine needs if the rollout nodes are on it. Raises ConfigError or BackendUnavailable.
+
+    Checked here, before anything starts; other machines are asked by the cluster, before their engines start.
+    """
+    colocated = config.trainer.placement == "colocated"
+    if not colocated and not starts_locally(config.ray_kwargs.ray_init):
+        return
+    arenas = 1 if colocated else config.actor_rollout_ref.rollout.nnodes
+    require_free_bytes(envs.shm_dir(), arena_nbytes, arenas=arenas)
+    resolve_backend(config.checkpoint_engine).check_host(config.checkpoint_engine)
+
+
+def require_writable_files(config: PPOConfig) -> None:
+    """Raises ConfigError for what a run would find out when it has begun, or at its end."""
+    for key, directory in (
+        ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", config.trainer.validation_data_dir),
+    ):
+        if directory is not None:
+            require_writable(key, directory)
+    for key, file in (
+        ("checkpoint_engine.report_path", config.checkpoint_engine.report_path),
+        ("ray_kwargs.timeline_json_file", config.ray_kwargs.timeline_json_file),
+    ):
+        if file is not None:
+            require_writable(f"the directory of {key}", str(Path(file).parent))
+            if Path(file).is_dir():
+                raise ConfigError(f"{key}={file} is a directory, not a file")
+
+
+def require_writable(what: str, directory: str) -> Path:
+    """Raises ConfigError unless files can be created in `directory`, which is made if need be."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory):
+            return Path(directory)
+    except OSError as exc:
+        raise ConfigError(f"{what}={directory} is not writable: {exc.strerror}") from exc

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -32,6 +32,7 @@ import psutil
 from benchmarks.machine import describe_machine
 from benchmarks.modes import MODES
 from verl.checkpoint_engine.support import envs
+from verl.trainer.fleet.trainer_ranks import PARTS
 from verl.utils.builtin import make_tiny_model
 from verl.utils.tracking import read_metrics
 
@@ -84,6 +85,10 @@ class Tally:
     survived: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """From a fault to the record of the next step."""
+    recoveries: list[dict[str, float]] = field(default_factory=list)
+    """Of trainer ranks: the parts of each, and `whole`, from the fault to the record of the step after it."""
+    step_s: list[float] = field(default_factory=list)
+    """Of steps in which nothing was hit."""
     steps_lost: int = 0
     samples_twice: int = 0
     staleness_below_zero: int = 0
@@ -103,8 +108,23 @@ class Tally:
         return [
             *told,
             "",
+            *self._parts(),
             f"steps lost: {self.steps_lost}; prompts trained on twice: {self.samples_twice}; steps with a negative "
             f"staleness: {self.staleness_below_zero}; left behind: {len(self.leaks)} {' '.join(self.leaks)}".rstrip(),
+        ]
+
+    def _parts(self) -> list[str]:
+        """Medians, and what is left of the whole without the processes and the models: that has a target."""
+        if not self.recoveries:
+            return []
+        parts = {name: [one[name] for one in self.recoveries] for name in ("unnoticed", *PARTS, "rest", "whole")}
+        beyond = [one["whole"] - one["processes"] - one["models"] for one in self.recoveries]
+        return [
+            f"recoveries of trainer ranks: {len(self.recoveries)}, medians, seconds: "
+            + ", ".join(f"{name} {median(seconds):.2f}" for name, seconds in parts.items()),
+            f"whole without processes and models: {min(beyond):.2f} to {max(beyond):.2f}, median {median(beyond):.2f}; "
+            f"an undisturbed step: {median(self.step_s or [0.0]):.2f}",
+            "",
         ]
 
 
@@ -140,6 +160,12 @@ class Run:
         if not self._metrics.exists():
             return 0
         return max((int(record["step"]) for record in read_metrics(self._metrics)), default=0)
+
+    def records(self, after: int) -> list[dict[str, float]]:
+        """Metrics of later steps."""
+        if not self._metrics.exists():
+            return []
+        return [record for record in read_metrics(self._metrics) if int(record["step"]) > after]
 
     def next_step(self, timeout_s: float) -> bool:
         """Wait for one more step. Whether it came."""
@@ -203,13 +229,13 @@ class Run:
         self.end()
 
 
-def hit(run: Run, chance: random.Random) -> tuple[str, int] | None:
+def hit(run: Run, chance: random.Random, kinds: Collection[str] = VICTIMS.keys()) -> tuple[str, int] | None:
     """Kill or stop one process: which kind, and how. None if there is none at the moment."""
     titles = run.processes()
     present = {
         name: pids
         for name, (title, _) in VICTIMS.items()
-        if (pids := sorted(pid for pid, command in titles.items() if re.match(title, command)))
+        if name in kinds and (pids := sorted(pid for pid, command in titles.items() if re.match(title, command)))
     }
     if not present:
         return None
@@ -222,25 +248,41 @@ def hit(run: Run, chance: random.Random) -> tuple[str, int] | None:
     return f"{name}, {'stopped' if how == signal.SIGSTOP else 'killed'}", run.steps()
 
 
-def soak(run: Run, until_s: float, chance: random.Random, tally: Tally) -> bool:
-    """Faults until then. Whether the run lives."""
+def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: Collection[str]) -> bool:
+    """Faults until then, that hit one of `kinds`. Whether the run lives."""
     if not run.next_step(STARTS_WITHIN_S):
         return False
     while time.monotonic() < until_s:
         time.sleep(chance.uniform(0.0, MOST_WAIT_S))
-        if (fault := hit(run, chance)) is None:
+        if (fault := hit(run, chance, kinds)) is None:
             continue
         (what, step), began_s, told = fault, time.monotonic(), len(run.log)
         tally.faults[what] += 1
         # The step under way may be complete without what was hit; the one after it is not.
-        if not (run.next_step(STEP_WITHIN_S) and run.next_step(STEP_WITHIN_S)):
+        if not run.next_step(STEP_WITHIN_S):
+            return False
+        first_s = time.monotonic() - began_s
+        if not run.next_step(STEP_WITHIN_S):
             return False
         tally.survived[what] += 1
         tally.seconds.setdefault(what, []).append(time.monotonic() - began_s)
+        account_parts(run.records(step), first_s, tally.seconds[what][-1], tally)
         for went_on in GOES_ON.findall(run.log[told:]):
             tally.steps_lost += max(step - int(went_on), 0)
         print(f"{what}: {tally.seconds[what][-1]:.1f} s", flush=True)
     return True
+
+
+def account_parts(records: Sequence[Mapping[str, float]], first_s: float, second_s: float, tally: Tally) -> None:
+    """Of the two steps that were recorded after a fault, so many seconds after it."""
+    for record, whole in zip(records, (first_s, second_s), strict=False):
+        if "recovery/step_s" in record:
+            parts = {part: record[f"recovery/{part}_s"] for part in PARTS}
+            rest = record["recovery/step_s"] - sum(parts.values())
+            unnoticed = whole - record["recovery/step_s"]
+            tally.recoveries.append(parts | {"unnoticed": unnoticed, "rest": rest, "whole": whole})
+        else:
+            tally.step_s.append(record["timing_s/step"])
 
 
 def account(run: Run, tally: Tally) -> None:
@@ -268,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=sorted(VICTIMS), nargs="+", default=list(VICTIMS), help="whom faults hit")
     parser.add_argument("--mode", choices=sorted(MODES), default="fully_async_policy")
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args(argv)
@@ -278,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while time.monotonic() < until_s:
             number += 1
             with Run(Path(root) / str(number), asked.mode, asked.overrides) as run:
-                lives = soak(run, until_s, chance, tally)
+                lives = soak(run, until_s, chance, tally, asked.only)
                 tally.leaks += run.end()
                 account(run, tally)
                 if not lives:

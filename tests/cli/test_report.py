@@ -91,6 +91,8 @@ def test_a_count_since_the_run_began_is_told_when_it_grows():
         (1, "engines restarted: 1"),
         (3, "engines restarted: 3"),
     ]
+    metrics = [{"step": step, "training/attempt": total} for step, total in ((1, 0), (2, 1), (3, 1))]
+    assert [(one.step, one.text) for one in incidents([], metrics)] == [(2, "trainer ranks started again: 1")]
 
 
 def test_replicas_that_leave_and_come_back_are_told():

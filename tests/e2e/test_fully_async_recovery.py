@@ -175,7 +175,7 @@ def test_deaths_of_ranks_in_every_phase_change_nothing(undisturbed, files, tmp_p
     for told in died.restarts:
         assert re.fullmatch(
             r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops, reward workers, rollouter and queue are "
-            r"kept; the trainer goes on after step \d, from memory, after \d+\.\d s",
+            r"kept; the trainer goes on after step \d, from memory, after \d+\.\d s \(noticed \d.*, state \d+\.\d\)",
             told,
         )
     committed = [version for version, _, outcome in died.reports if outcome == "committed"]
@@ -192,7 +192,7 @@ def test_without_memory_it_goes_back_and_repeats_the_steps_with_the_same_numbers
         "trainer.save_freq=2",
         planned=[(2, 0, faults.UPDATE), (4, 1, faults.UPDATE)],
     )
-    assert [told.split("; ")[2].rsplit(",", 1)[0] for told in died.restarts] == [
+    assert [told.split("; ")[2].rsplit(", after ", 1)[0] for told in died.restarts] == [
         "the trainer goes on after step 0, from the beginning",
         f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
     ]

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e import faults, seeded
 from tests.e2e.job import in_process
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
+from verl.trainer.fleet.trainer_ranks import PARTS
 from verl.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.e2e
@@ -99,10 +100,14 @@ def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undist
     assert died.weights == undisturbed.weights
     assert died.attempts == [1, 2, 3, 4, 5]
     assert len(died.restarts) == 5
+    for record in read_metrics(tmp_path / "out/metrics.jsonl"):
+        parts = [record[f"recovery/{part}_s"] for part in PARTS]
+        assert min(record["recovery/processes_s"], record["recovery/models_s"], record["recovery/state_s"]) > 0
+        assert sum(parts) < record["recovery/step_s"], "the step is complete after all of them"
     for told in died.restarts:
         assert re.fullmatch(
             r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops and reward workers are kept; "
-            r"the trainer goes on after step \d, from memory, after \d+\.\d s",
+            r"the trainer goes on after step \d, from memory, after \d+\.\d s \(noticed \d.*, state \d+\.\d\)",
             told,
         )
     committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
@@ -120,7 +125,7 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
         "trainer.save_freq=2",
         planned=[(2, 0, faults.UPDATE), (4, 1, faults.UPDATE)],
     )
-    assert [told.split("; ")[2].rsplit(",", 1)[0] for told in died.restarts] == [
+    assert [told.split("; ")[2].rsplit(", after ", 1)[0] for told in died.restarts] == [
         "the trainer goes on after step 0, from the beginning",
         f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
     ]

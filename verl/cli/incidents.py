@@ -11,13 +11,14 @@ from verl.checkpoint_engine.sync.outliers import COMPARED, outlier
 
 COUNTED = {
     "rollout/restarts": "engines restarted: {:g}",
+    "training/attempt": "trainer ranks started again: {:g}",
     "reward/abandoned": "rewards abandoned at their deadline: {:g}",
     "reward/val_abandoned": "rewards of the validation abandoned at their deadline: {:g}",
     "agent_loop/retries": "requests sent again because a replica had failed: {:g}",
     "actor/skipped_steps": "optimizer steps skipped, because gradients were not finite: {:g}",
 }
-"""Metrics above zero that tell of a failure, and how. The first counts since the run began, others in a step."""
-TOTALS = ("rollout/restarts",)
+"""Metrics above zero that tell of a failure, and how. `TOTALS` count since the run began, others in a step."""
+TOTALS = ("rollout/restarts", "training/attempt")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,16 @@ class RayResourcePool:
     def world_size(self) -> int:
         return sum(self.process_on_nodes)
 
+    def place(self) -> None:
+        """Have room for all, until the last user has released it: what `acquire` does first, and raises."""
+        if self._placement_groups:
+            return
+        try:
+            self._place()
+        except BaseException:
+            self._remove()
+            raise
+
     def acquire(self, user: object) -> list[Slot]:
         """A slot per rank for `user`, a worker group. Waits at most `placement_timeout_s`; raises PlacementError."""
         if len(self._users) >= self.max_colocate_count:
@@ -89,12 +99,7 @@ class RayResourcePool:
                 f"max_colocate_count={self.max_colocate_count}",
                 group=self.name,
             )
-        if not self._placement_groups:
-            try:
-                self._place()
-            except BaseException:
-                self._remove()
-                raise
+        self.place()
         self._users.append(user)
         slots: list[Slot] = []
         for group, size in zip(self._placement_groups, self.process_on_nodes, strict=True):

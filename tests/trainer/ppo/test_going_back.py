@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from verl.trainer.fleet.recovery import TRAINER_RANKS, Recovery
-from verl.trainer.fleet.trainer_ranks import Loss
+from verl.trainer.fleet.trainer_ranks import PARTS, STATE, Loss
 from verl.trainer.ppo.going_back import GoingBack, Learned, StateLost
 from verl.trainer.ppo.step import Step
 from verl.utils.timing import Patience
@@ -42,7 +44,7 @@ class Ranks:
         if not self._lost:
             return 0
         self._lost, self.restarts = False, self.restarts + 1
-        self.loss = Loss("rank 0 died", self.remembered, began_s=0.0)
+        self.loss = Loss("rank 0 died", self.remembered, began_s=0.0, seconds={STATE: 1.0})
         return 1
 
 
@@ -163,3 +165,25 @@ def test_a_failure_for_another_reason_is_raised_as_it_is(run: Run):
     assert run.done == ["learn 1", "sync 1"]
     with pytest.raises(ValueError, match="another"):
         run.going_back.catch_up(0, ValueError("another"))
+
+
+def test_the_time_to_read_a_checkpoint_counts_as_that_of_the_state(run: Run):
+    run.ranks.remembered, run.deaths = None, ["learn 1"]
+
+    def train_after(step: int) -> Any:
+        return run.train(step + 1)
+
+    run.going_back.until_done(train_after, 0)
+    loss = run.ranks.loss
+    assert loss is not None
+    assert loss.seconds[STATE] > 1.0
+
+
+def test_a_restart_is_told_with_its_parts_which_are_what_the_step_after_it_has_as_metrics():
+    loss = Loss("rank 0 died", 3, began_s=time.monotonic() - 60, seconds={"processes": 41.23, "models": 4.0})
+    assert re.fullmatch(
+        r"\d+\.\d s \(noticed 0\.0, ended 0\.0, resources 0\.0, processes 41\.2, models 4\.0, state 0\.0\)", str(loss)
+    )
+    metrics = loss.metrics()
+    assert metrics.pop("recovery/step_s") >= 60
+    assert metrics == {f"recovery/{part}_s": loss.seconds.get(part, 0.0) for part in PARTS}

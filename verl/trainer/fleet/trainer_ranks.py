@@ -6,7 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl.checkpoint_engine.memory.publishing import publisher_environment
@@ -17,6 +17,7 @@ from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.placement import refuse_missing_files
 from verl.trainer.fleet.recovery import RestartLimit
+from verl.utils.timing import marked_timer
 from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.critic import ActorCriticWorker
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -32,6 +33,13 @@ ANSWERS_WITHIN_S = 10.0
 """Ranks answer while they compute; one that says nothing for so long, when work has failed, is started again."""
 
 
+NOTICED, ENDED, RESOURCES, PROCESSES = "noticed", "ended", "resources", "processes"
+MODELS, STATE = "models", "state"
+PARTS = NOTICED, ENDED, RESOURCES, PROCESSES, MODELS, STATE
+"""Of a restart: who was lost is known; the others are ended; there is room for new ones; these answer; they have built
+their models; they have their state, from wherever it is."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Trainer ranks died; others have taken their place."""
@@ -41,7 +49,19 @@ class Loss:
     remembered: int | None
     """The step whose state they have out of memory; None: they are as they were at first."""
     began_s: float
-    """By `time.monotonic`."""
+    """By `time.monotonic`: when work had failed."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Those of its `PARTS`, all attempts together."""
+
+    def __str__(self) -> str:
+        """What it took so far."""
+        parts = ", ".join(f"{part} {self.seconds.get(part, 0.0):.1f}" for part in PARTS)
+        return f"{time.monotonic() - self.began_s:.1f} s ({parts})"
+
+    def metrics(self) -> dict[str, float]:
+        """For the step that is over now, the first one since."""
+        parts = {f"recovery/{part}_s": self.seconds.get(part, 0.0) for part in PARTS}
+        return parts | {"recovery/step_s": time.monotonic() - self.began_s}
 
 
 class TrainerRanks:
@@ -77,7 +97,7 @@ class TrainerRanks:
         """The last one."""
         ranks = config.trainer.world_size
         logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), device)
-        self.group = self._start()
+        self.group = self._start({})
         try:
             if config.trainer.nnodes > 1:
                 self._require_shared_files()
@@ -108,18 +128,23 @@ class TrainerRanks:
         None if none did, or if they may not be started again so often: the run then ends with what has failed.
         """
         began_s = time.monotonic()
-        lost = self.group.lost(ANSWERS_WITHIN_S)
+        seconds: dict[str, float] = {}
+        with marked_timer(NOTICED, seconds):
+            lost = self.group.lost(ANSWERS_WITHIN_S)
         if not lost:
             return 0
         what = f"trainer {'; '.join(lost)}"
         while self._limit.take():
-            self.group.shutdown(grace_s=0.0)
-            self.memory.end_copying()
+            with marked_timer(ENDED, seconds):
+                self.group.shutdown(grace_s=0.0)
+                self.memory.end_copying()
             try:
-                self.group = self._start_again()
-                self.build()
-                self.group.keep_wide(self._kept_wide)
-                remembered = self.memory.restore()
+                self.group = self._start_again(seconds)
+                with marked_timer(MODELS, seconds):
+                    self.build()
+                    self.group.keep_wide(self._kept_wide)
+                with marked_timer(STATE, seconds):
+                    remembered = self.memory.restore()
             except WorkerDied as exc:  # once more, if that may be
                 logger.warning("%s; started again, they died again: %s", what, _first_line(exc))
                 continue
@@ -127,7 +152,7 @@ class TrainerRanks:
                 logger.error("%s, and cannot be started again: %s", what, _first_line(exc))  # noqa: TRY400
                 return 0
             self.restarts += 1
-            self.loss = Loss(what, remembered, began_s)
+            self.loss = Loss(what, remembered, began_s, seconds)
             return self.group.world_size
         logger.error("%s; %s allows no other start", what, self._limit)
         return 0
@@ -136,10 +161,10 @@ class TrainerRanks:
         self.memory.close()
         self.group.shutdown(grace_s=grace_s)
 
-    def _start_again(self) -> RayWorkerGroup:
+    def _start_again(self, seconds: dict[str, float]) -> RayWorkerGroup:
         """As many ranks as before, or if there is no room for them, as many as there is room for and may be."""
         try:
-            return self._start(wait_s=self._config.trainer.restart_wait_s)
+            return self._start(seconds, wait_s=self._config.trainer.restart_wait_s)
         except PlacementError as exc:
             shortage = exc
         before = self._layout
@@ -148,7 +173,7 @@ class TrainerRanks:
                 continue
             self._layout = nnodes, each
             try:
-                group = self._start(wait_s=FEWER_PLACED_WITHIN_S)
+                group = self._start(seconds, wait_s=FEWER_PLACED_WITHIN_S)
             except PlacementError:
                 continue
             logger.warning(
@@ -162,7 +187,8 @@ class TrainerRanks:
         self._layout = before
         raise shortage
 
-    def _start(self, wait_s: float = PLACED_WITHIN_S) -> RayWorkerGroup:
+    def _start(self, seconds: dict[str, float], wait_s: float = PLACED_WITHIN_S) -> RayWorkerGroup:
+        """`seconds` gets what its parts took."""
         config, trainer = self._config, self._config.trainer
         nnodes, each = self._layout
         pool = RayResourcePool(
@@ -174,22 +200,26 @@ class TrainerRanks:
             placement_timeout_s=wait_s,
         )
         policy = replace(config.actor_rollout_ref, model=config.actor_rollout_ref.model.at(self._model_path))
-        return RayWorkerGroup(
-            resource_pool=pool,
-            ray_cls_with_init=RayClassWithInitArgs(
-                ActorRolloutRefWorker if self._critic is None else ActorCriticWorker,
-                config=policy,
-                role="actor_ref" if self._with_reference else "actor",
-                device=self._device,
-                seed=trainer.seed,
-                correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
-                distillation=config.distillation.distillation_loss if config.distillation.enabled else None,
-                **({} if self._critic is None else {"critic": self._critic}),
-            ),
-            name_prefix="trainer",
-            env_vars={**thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
-            nsight=config.global_profiler.nsight(config.profile_directory),
+        worker = RayClassWithInitArgs(
+            ActorRolloutRefWorker if self._critic is None else ActorCriticWorker,
+            config=policy,
+            role="actor_ref" if self._with_reference else "actor",
+            device=self._device,
+            seed=trainer.seed,
+            correction=config.algorithm.rollout_correction if policy.actor.use_rollout_log_probs else None,
+            distillation=config.distillation.distillation_loss if config.distillation.enabled else None,
+            **({} if self._critic is None else {"critic": self._critic}),
         )
+        with marked_timer(RESOURCES, seconds):
+            pool.place()
+        with marked_timer(PROCESSES, seconds):
+            return RayWorkerGroup(
+                resource_pool=pool,
+                ray_cls_with_init=worker,
+                name_prefix="trainer",
+                env_vars={**thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
+                nsight=config.global_profiler.nsight(config.profile_directory),
+            )
 
     def _require_shared_files(self) -> None:
         """Raises ConfigError naming what of the driver's files other hosts of the trainer do not see."""

@@ -8,7 +8,6 @@ others                                 have the state of a checkpoint, or of the
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 from verl.protocol import DataProto
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.recovery import STEP
-from verl.trainer.fleet.trainer_ranks import Loss
+from verl.trainer.fleet.trainer_ranks import STATE, Loss
 from verl.trainer.ppo.step import Step
+from verl.utils.timing import marked_timer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ class GoingBack:
     def _go_back(self, _: Exception | None = None) -> int:
         """The step to continue after, whose state the ranks have then."""
         self._ranks.memory.forget()
-        step, checkpoint = self._restore()
+        with marked_timer(STATE, self._loss.seconds):
+            step, checkpoint = self._restore()
         self._tell(step, f"from {checkpoint or 'the beginning'}")
         self._learned, self._caught_up = None, self._ranks.restarts
         return step
@@ -158,10 +159,10 @@ class GoingBack:
     def _tell(self, step: int, source: str) -> None:
         """Say what was lost, and where the run goes on."""
         logger.warning(
-            "%s; %s are kept; the trainer goes on after step %d, %s, after %.1f s",
+            "%s; %s are kept; the trainer goes on after step %d, %s, after %s",
             self._loss.what,
             self._kept,
             step,
             source,
-            time.monotonic() - self._loss.began_s,
+            self._loss,
         )

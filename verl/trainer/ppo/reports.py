@@ -29,6 +29,8 @@ class Reports:
         self._cluster = cluster
         self._timeline = Path(config.trainer.output_dir) / TIMELINE_FILE
         self._syncs = sync_report_path(config)
+        self._restarts = 0
+        """Of trainer ranks, of which metrics have told."""
         self._asked_engines: Future[list[Span]] | None = None
         self._measured_engines: Future[list[MemoryUse]] | None = None
 
@@ -44,6 +46,8 @@ class Reports:
         metrics |= compute_throughput_metrics(batch, now.seconds, ranks.group.world_size)
         metrics |= {"training/global_step": now.number, "training/epoch": epoch}
         metrics |= {"training/attempt": ranks.restarts, "training/ranks": ranks.group.world_size}
+        if ranks.loss is not None and ranks.restarts > self._restarts:
+            self._restarts, metrics = ranks.restarts, metrics | ranks.loss.metrics()
         metrics |= {"rollout/restarts": self._cluster.restarts, "rollout/replicas": len(self._cluster.replicas)}
         return metrics | self._memory_metrics()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.interaction import interactions_of
+from verl.experimental.agent_loop.interaction_check import unheard
 from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.tools import load_tools
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import Partners
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -79,6 +81,11 @@ class AgentLoopManager:
         agent of their samples."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         loop_class(agent_name or default_loop(config), loops).check_tokenizer(config, tokenizer)
+
+    @staticmethod
+    def unheard_interactions(config: PPOConfig, samples: Mapping[str | None, Partners]) -> list[str]:
+        """What trainers warn of before they start anything: see `interaction_check.unheard`, also what it raises."""
+        return unheard(config, samples, known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.

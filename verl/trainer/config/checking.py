@@ -23,6 +23,8 @@ class Checked:
 
     plan: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What the run would say, too."""
     stand_ins: list[str] = field(default_factory=list)
     """What a built-in model or data set is too small for. It stands in for the user's own, which decides."""
     lacking: list[str] = field(default_factory=list)

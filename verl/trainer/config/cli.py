@@ -133,7 +133,8 @@ def _check(
         sys.stderr.write(grouped(problems))
         raise SystemExit(USAGE_ERROR)
     not_here = (f"not here: {line}" for line in dict.fromkeys([*lacking, *checked.lacking]))
-    told = [*checked.plan, *noted(resolved.notes), *checked.stand_ins, *not_here]
+    warnings = (f"warning: {line}" for line in checked.warnings)
+    told = [*checked.plan, *noted(resolved.notes), *warnings, *checked.stand_ins, *not_here]
     sys.stdout.write("\n".join([*told, "nothing was started", ""]))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.trainer.ppo.dynamic_sampling import generation_batch_size
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
-from verl.utils.dataset.rl_dataset import ShownTools
+from verl.utils.dataset.rl_dataset import Partners, ShownTools
 from verl.utils.reward_score.default import no_rule, rule_for
 from verl.workers.config import PPOConfig
 
@@ -74,6 +74,26 @@ def _shown_tools(
         return found
 
     return checked
+
+
+def unheard_interactions(
+    config: PPOConfig, loaders: Mapping[str, PromptLoader], agent_loop_manager_class: Any
+) -> list[str]:
+    """What to warn of: interactions that samples, or the configuration, name in vain.
+
+    Raises ConfigError for samples that would be generated without theirs. Data sets of the user's own that do not tell
+    their `partners`, and managers that cannot be asked, are not looked at.
+    """
+    look = getattr(agent_loop_manager_class, "unheard_interactions", None)
+    partners = [getattr(loader.dataset, "partners", {}) for loader in loaders.values()]
+    agents = {agent for of_split in partners for agent in of_split}
+    found: dict[str | None, Partners] = {}
+    for agent in agents:
+        each = [of_split[agent] for of_split in partners if agent in of_split]
+        first = next((one.first for one in each if one.first), "")
+        found[agent] = Partners(sum(one.count for one in each), first)
+    warnings: list[str] = [] if look is None else look(config, found)
+    return warnings
 
 
 def require_rewards(dataset: Any, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import check_arguments
 from verl.trainer.fleet.teachers import Teachers
-from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.data import build_dataloaders, unheard_interactions
 from verl.trainer.ppo.distillation import require_routes, require_teachers
 from verl.trainer.ppo.experience import needs_critic
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -51,6 +52,8 @@ from verl.workers.rollout import RolloutReplica
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,8 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     require_embeddings(tokenizer, load_hf_config(config.actor_rollout_ref.model), f"{MODEL_KEY}.path={model_path}")
     loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
+    for line in unheard_interactions(config, loaders, agent_loop_manager_class):
+        logger.warning("%s", line)
     if resume_from is not None:
         loaders["train"].check(trainer_class.position_in_data(checkpoints.read(resume_from).dataloader))
     steps = total_steps(config, len(loaders["train"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,7 +11,7 @@ from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import reward_function
-from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.data import build_dataloaders, unheard_interactions
 from verl.trainer.ppo.distillation import require_routes, require_teachers
 from verl.trainer.ppo.job import load_agent_loop_manager, local_critic
 from verl.trainer.ppo.overview import lines
@@ -65,6 +65,9 @@ class _Attempt:
 
     def __init__(self, checked: Checked) -> None:
         self.checked_job = checked
+
+    def warns(self, lines: Sequence[str] | None) -> None:
+        self._checked.warnings.extend(lines or ())
 
     def lacks(self, what: str) -> None:
         """Of this machine."""
@@ -133,4 +136,5 @@ def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt
     if loaders is not None and config.distillation.enabled:
         attempt(lambda: require_routes(config, loaders["train"]), stands_in=stands_in)
     if loaders is not None:
+        attempt.warns(attempt(lambda: unheard_interactions(config, loaders, manager_class), stands_in=stands_in))
         attempt(lambda: total_steps(config, len(loaders["train"])))

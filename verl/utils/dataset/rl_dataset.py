@@ -44,6 +44,15 @@ class DataSource:
     """Where its first sample is, or the first without a ground truth."""
 
 
+@dataclass
+class Partners:
+    """The samples of one agent that name an interaction."""
+
+    count: int = 0
+    first: str = ""
+    """Where the first of them is."""
+
+
 class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of parquet and JSON Lines files; a map-style data set. Built on the driver, which checks every row and
     tokenizes every prompt up front.
@@ -74,6 +83,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         limit = config.train_max_samples if split == "train" else config.val_max_samples
         self._table = Rows(files, (config.prompt_key, config.reward_fn_key, "reward_model"), limit)
         self.sources: dict[str, DataSource] = defaultdict(DataSource)
+        self.partners: dict[str | None, Partners] = defaultdict(Partners)
+        """Of every agent; None is that of samples that name none."""
         self._prompts: list[list[dict[str, Any]]] = []
         self._agents: list[str | None] = []
         self._check_rows()
@@ -99,7 +110,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
     def _check_rows(self) -> None:
-        """Read every row once: prompts and agents are kept, sources counted."""
+        """Read every row once: prompts and agents are kept, sources and partners counted."""
         wrong: list[tuple[int, RowError]] = []
         for start in range(0, len(self._table), TOKENIZE_ROWS):
             for row, read in enumerate(self._table.read(start, start + TOKENIZE_ROWS), start):
@@ -123,6 +134,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             source.first = self._place(row)
         source.count += 1
         source.without_truth += empty
+        partners = self.partners[item.get("agent_name") or None]
+        if item.get("interaction_kwargs") or item["extra_info"].get("interaction_kwargs"):
+            partners.first = partners.first or self._place(row)
+            partners.count += 1
 
     def _place(self, row: int) -> str:
         return f"{KEYS[self._split]}: {self._table.place(row)}"

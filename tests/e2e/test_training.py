@@ -346,22 +346,32 @@ LOOP = """
 import itertools
 
 from verl.experimental.agent_loop import BaseTool, ToolAgentLoop
-from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.interactions import BaseInteraction
 
 class Add(BaseTool):
-    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties}
+    schema = {"type": "function", "function": {"name": "add", "parameters": parameters}}
 
     async def execute(self, arguments):
         return f"sum {arguments['a'] + arguments['b']}"
 
-class EverySecond(ToolParser):
-    '''A random model calls no tools; this says that every second of its messages does, of all samples.'''
+CALL = "<tool_call><function=add><parameter=a>40</parameter><parameter=b>2</parameter></function></tool_call>"
 
-    turns = itertools.cycle([1, 0])
+class EverySecond:
+    '''A random model calls no tools; this reads CALL in the place of every second of its messages, of all samples.'''
 
-    async def extract_tool_calls(self, responses_ids, tools=None):
-        return "", [FunctionCall(name="add", arguments='{"a": 40, "b": 2}')] * next(self.turns)
+    turns = itertools.cycle([CALL, None])
+
+    def __init__(self, parser):
+        self.parser = parser
+
+    def __getattr__(self, name):
+        return getattr(self.parser, name)
+
+    async def calls(self, responses_ids, schemas):
+        call = next(self.turns)
+        return await self.parser.calls(self.parser.tokenizer.encode(call) if call else responses_ids, schemas)
 
 class Again(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):
@@ -370,7 +380,7 @@ class Again(BaseInteraction):
 class Calling(ToolAgentLoop):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.parser = EverySecond(self.tokenizer)
+        self.parser = EverySecond(self.parser)
 """
 DATASET = """
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -384,7 +394,10 @@ class Polite(RLHFDataset):
 """
 
 
-def test_tools_an_interaction_a_loop_and_a_data_set_of_the_users_own(ray_cluster, tmp_path, tiny_model, own_reward):
+@pytest.mark.vllm
+def test_tools_called_in_a_format_of_vllm_an_interaction_a_loop_and_a_data_set_of_the_users_own(
+    ray_cluster, tmp_path, tiny_model, own_reward
+):
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "dataset.py").write_text(DATASET)
     (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{tmp_path / 'loop.py'}:Add'}}]\n")
@@ -398,11 +411,12 @@ def test_tools_an_interaction_a_loop_and_a_data_set_of_the_users_own(ray_cluster
             own_reward,
             "trainer.n_gpus_per_node=1",
             "trainer.total_training_steps=1",
-            "data.max_prompt_length=300",
+            "data.max_prompt_length=302",
             "data.max_response_length=210",
             f"data.custom_cls.path={tmp_path / 'dataset.py'}",
             "data.custom_cls.name=Polite",
             f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
+            "actor_rollout_ref.rollout.multi_turn.format=qwen3_coder",
             f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'partners.yaml'}",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=calling",

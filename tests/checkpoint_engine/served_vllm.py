@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,15 +20,16 @@ from tests.free_ports import free_port
 from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file
-from verl.checkpoint_engine.engines.leftovers import shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import Leftovers, shared_memory_of
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
 
 START_TIMEOUT_S = 600.0
 
 
 class ServedVLLM:
-    def __init__(self, url: str, model: Path, served: Path) -> None:
-        self.url = url
+    def __init__(self, url: str, model: Path, served: Path, temporary: Path | None = None) -> None:
+        """`temporary`: where its files and sockets are."""
+        self.url, self.temporary = url, temporary
         self._model = model
         self._served = served
 
@@ -85,9 +85,9 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
         "additional-config": json.dumps({"served_weights": str(served)}),
     }
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    with tempfile.TemporaryDirectory(prefix="verl-vllm-") as sockets:
+    with Leftovers() as kept:
         environment = os.environ | {
-            "VLLM_RPC_BASE_PATH": sockets,
+            **kept.environment,
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -105,18 +105,18 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
                 stderr=log,
                 spawns=True,
             )
-        leftovers: set[Path] = set()
+        memory: set[Path] = set()
         try:
             url = f"http://127.0.0.1:{port}"
             _await_health(server, url, directory / "vllm.log")
-            leftovers = shared_memory_of(server.pid)
-            yield ServedVLLM(url, model, served)
+            memory = shared_memory_of(server.pid)
+            yield ServedVLLM(url, model, served, kept.directory)
         finally:
             # Its whole family: told to end, it may take half a minute for connections that are open.
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-            for path in leftovers:
+            for path in memory:
                 path.unlink(missing_ok=True)
 
 

@@ -26,7 +26,7 @@ from tests.free_ports import free_port
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.engines.leftovers import shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import Leftovers, shared_memory_of
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
@@ -86,8 +86,11 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+    kept = Leftovers()
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment | kept.environment, start_new_session=True
+        )
     served = ServedSGLang(f"http://127.0.0.1:{port}", timeout_s=300)
     leftovers: set[Path] = set()
     try:
@@ -107,6 +110,7 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         process.wait()
         for path in leftovers:
             path.unlink(missing_ok=True)
+        kept.remove()
 
 
 def _is_there(served: ServedSGLang) -> bool:

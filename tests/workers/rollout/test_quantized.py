@@ -79,6 +79,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None, warm: W
 def _fresh(base: Path, model: Path, warm: WarmWorkers) -> TokenOutput:
     answered = base / f"{model.name}.out"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {"TMPDIR": str(base)}
     arguments = [str(model), str(LENGTH), *map(str, PROMPT)]
     with answered.open("w") as output:
         program = "tests.workers.rollout.quantized_process"

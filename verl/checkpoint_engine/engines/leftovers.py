@@ -29,7 +29,8 @@ OURS = ("psm_", "vllm_", "sem.mp-", "sglang_")
 
 
 class Leftovers:
-    """Belongs to the server process, the parent of the engine's processes. Removed when that ends, however it ends."""
+    """Belongs to the server process, the parent of the engine's processes. Removed when that ends, however it ends, or
+    when it leaves its `with` block."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()), PREFIX)
@@ -39,6 +40,11 @@ class Leftovers:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
         self._found: set[Path] = set()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For an engine's server that is started as a program: its files and sockets are in `directory` then."""
+        return {"TMPDIR": str(self.directory), "VLLM_RPC_BASE_PATH": str(self.directory)}
 
     def memory_directory(self) -> Path:
         """A new directory in shared memory, for files of ours that the engine's processes read."""
@@ -95,6 +101,12 @@ class Leftovers:
     def remove(self) -> None:
         self._janitor.close()
         self._lock.close()
+
+    def __enter__(self) -> Leftovers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def shared_memory_of(pid: int) -> set[Path]:

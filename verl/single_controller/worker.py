@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from verl.checkpoint_engine.support.network import host_addresses, interface_of
+from verl.checkpoint_engine.support.network import host_addresses, interface_of, reserve_port
 from verl.single_controller.errors import WorkerFailed
 from verl.utils.lifetime import begin_actor
 
@@ -124,11 +123,8 @@ class RankHost:
         self._verl_turn_taken = asyncio.Condition()
 
     async def _verl_free_address(self) -> tuple[str, int]:
-        """Address of this node and a port that is kept for this process: bound, so that nobody else is given it, and
-        not listened at, so that this process may bind it again (SO_REUSEADDR, which stores and servers set)."""
-        self._verl_reserved = socket.socket()
-        self._verl_reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._verl_reserved.bind(("", 0))
+        """Address of this node and a port that is kept for this process."""
+        self._verl_reserved = reserve_port()
         return _node_address(), self._verl_reserved.getsockname()[1]
 
     async def _verl_host_addresses(self) -> tuple[str, ...]:

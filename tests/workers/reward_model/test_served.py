@@ -1,9 +1,12 @@
 """A reward model behind HTTP: what it says, who gets its address, and how it ends."""
 
+import errno
 import http.client
 import json
 import os
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +49,18 @@ def spec(model: Path, log: Path, **changes) -> ServerSpec:
     )
 
 
+def take_port(server: RewardModelServer) -> int | None:
+    """As soon as it has chosen one: the number of the error, if that does not work."""
+    while not server._port:
+        time.sleep(0.01)
+    with socket.socket() as other:
+        try:
+            other.bind((server._host, server._port))
+        except OSError as exc:
+            return exc.errno
+    return None
+
+
 def family_of(server: RewardModelServer) -> list[psutil.Process]:
     process = psutil.Process(server._process.pid)
     return [process, *process.children(recursive=True)]
@@ -57,6 +72,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
     of_others = shared_memory_of(os.getpid())
     server = RewardModelServer(spec(model, tmp_path / "engine.log"))
     addresses = tmp_path / "addresses.json"
+    taking = ThreadPoolExecutor(1).submit(take_port, server)
     try:
         addresses.write_text(json.dumps([server.start(600)]))
         function = ScoredByModel(addresses, 120.0)
@@ -66,6 +82,9 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
             )
             expected = head.score(model, [*MESSAGES, {"role": "assistant", "content": answer}])
             assert given == pytest.approx(expected, abs=1e-4)
+        assert taking.result() == errno.EADDRINUSE, "its port was free while it started"
+        directory = server._leftovers.directory
+        assert list(directory.glob("vllm_dist_*")), "what vLLM leaves is where it will be removed"
         memory, engine = shared_memory_of(os.getpid()) - of_others, family_of(server)
         assert any("EngineCore" in process.name() for process in engine)
         with pytest.raises(RewardModelError, match="answers 400"):
@@ -73,6 +92,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
     finally:
         server.stop()
     assert not server.healthy()
+    assert not directory.exists()
     deadline = time.monotonic() + 60
     while memory and any(file.exists() for file in memory) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -23,6 +23,18 @@ def interface_of(address: str) -> str:
     )
 
 
+def reserve_port(host: str = "") -> socket.socket:
+    """A port of the address `host`, of all where it is empty, for a process that is told it and binds it later.
+
+    It is bound, so that nobody else is given it, and not listened at, so that whoever sets SO_REUSEADDR, as stores and
+    servers do, may bind it as well. Close it once that one listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
+
+
 def host_addresses() -> tuple[str, ...]:
     """The IPv4 addresses of this host from which other hosts may see it connect."""
     found = {

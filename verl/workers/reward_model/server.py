@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from ray.util import get_node_ip_address
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
+from verl.checkpoint_engine.support.network import reserve_port
 from verl.utils.lifetime import begin_actor
 from verl.workers.config.reward_model import RewardRolloutConfig
 from verl.workers.reward_model.engines import ENGINES, options_of
@@ -71,11 +72,11 @@ class RewardModelServer:
     def start(self, timeout_s: float) -> str:
         """Start the engine and wait until it answers. Its address. Raises RolloutError with what it logged last."""
         spec = self._spec
-        self._port = _free_port(self._host)
         self._leftovers = Leftovers()
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with self._leftovers.taking_temporary_files(), self._leftovers.finding_shared_memory():
-            self._process = self._begun(self._leftovers.directory)
+        with reserve_port(self._host) as reserved, self._leftovers.finding_shared_memory():
+            self._port = reserved.getsockname()[1]
+            self._process = self._begun(self._leftovers.environment)
             deadline = time.monotonic() + timeout_s
             while not self.healthy():
                 if (code := self._process.poll()) is not None:
@@ -86,13 +87,13 @@ class RewardModelServer:
                 time.sleep(POLL_S)
         return f"{self._host}:{self._port}"
 
-    def _begun(self, sockets: Path) -> subprocess.Popen[bytes]:
+    def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         module = ENGINES[self._spec.config.name].module
         command = [sys.executable, "-m", "verl.workers.reward_model.process", module, *self._spec.arguments()]
         with self._spec.log.open("wb") as log:
             return subprocess.Popen(
                 [*command, "--host", self._host, "--port", str(self._port)],
-                env=os.environ | {"VLLM_RPC_BASE_PATH": str(sockets)} | self._spec.environment,
+                env=os.environ | environment | self._spec.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -138,9 +139,3 @@ class RewardModelServer:
         lines = self._spec.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line] or lines
         return f"{' | '.join(errors[-SHOWN_LINES:])} ({self._spec.log})"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

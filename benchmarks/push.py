@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.processes import end_program
 from benchmarks.random_model import MIN_MIB, make_random_model
 from verl.checkpoint_engine import WeightPublisher
+from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
+from verl.checkpoint_engine.support.network import reserve_port
 
 START_S = 300.0
 REQUEST_S = 300.0
@@ -50,34 +51,28 @@ class Settings:
 @contextmanager
 def served(model: Path, log: Path) -> Iterator[str]:
     """`vllm serve MODEL` as a user starts it, on one core; its URL. Raises ValueError with the end of its log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    address, port = (held := reserve_port("127.0.0.1")).getsockname()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256"]
+    command += ["--host", address, "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256"]
     command += ["--kv-cache-memory-bytes", "100000000"]
     command += ["--weight-transfer-config", json.dumps({"backend": ENGINE_NAME})]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment | dict(os.environ))
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while not _is_healthy(url):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(f"vLLM does not serve:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        end_program(server)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+    endpoint = Endpoint(f"http://{address}:{port}", timeout_s=REQUEST_S)
+    with held, Leftovers() as kept:
+        with log.open("w") as file:
+            server = subprocess.Popen(
+                command, stdout=file, stderr=file, env=environment | dict(os.environ) | kept.environment
+            )
+        try:
+            deadline = time.monotonic() + START_S
+            with kept.finding_shared_memory():
+                while not endpoint.is_healthy():
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        raise ValueError(f"vLLM does not serve:\n{log.read_text()[-2000:]}")
+                    time.sleep(0.2)
+            yield endpoint.url
+        finally:
+            end_program(server)
 
 
 def measure(settings: Settings) -> dict[str, Any]:

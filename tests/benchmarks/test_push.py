@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,14 @@ from benchmarks.push import FILES, PUSH, RELOAD, main
 
 @pytest.mark.vllm
 @pytest.mark.cells(3)
-def test_a_push_is_measured_beside_writing_and_reloading_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["--size-mib", "2", "--repeats", "1", "--output", str(tmp_path)]) == 0
+def test_a_push_is_measured_beside_writing_and_reloading_files_and_its_server_leaves_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with tempfile.TemporaryDirectory() as short:  # sockets are in it
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert main(["--size-mib", "2", "--repeats", "1", "--output", str(tmp_path)]) == 0
+        assert os.listdir(short) == []
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["ways"].keys() == {PUSH, FILES, RELOAD}
     assert 0 < result["ways"][PUSH]["paused_s"] < result["ways"][PUSH]["seconds"]

@@ -93,6 +93,10 @@ class TestAgainstVLLM:
         assert f"version 'v1' is served by {server.url}" in done.stderr
         assert_serves(server, model, "v1")
 
+    def test_its_files_are_in_a_directory_that_is_removed_with_it(self, server: ServedVLLM):
+        assert server.temporary is not None
+        assert list(server.temporary.glob("vllm_dist_*"))
+
     def test_ranks_without_an_engine_hold_a_part_that_p2p_pulls(self, server: ServedVLLM, second: Path):
         done = run("--checkpoint-path", second, "--endpoint", server.url, "--update-method", "p2p", ranks=2)
         assert done.returncode == 0, done.stderr
@@ -218,6 +222,15 @@ def test_an_endpoint_that_is_down_is_named_with_a_remedy(model: Path, capfd):
     url = f"http://127.0.0.1:{free_port()}"
     said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
     assert f"error: no vLLM answers at {url} (Connection refused): start it, or correct --endpoint" in said
+
+
+@pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (503, False)])
+def test_a_server_is_healthy_if_it_says_so(answering, status: int, is_healthy: bool):
+    assert Endpoint(answering({"/health": (status, {})}), timeout_s=60).is_healthy() == is_healthy
+
+
+def test_a_server_that_is_not_there_is_not_healthy():
+    assert not Endpoint(f"http://127.0.0.1:{free_port()}", timeout_s=60).is_healthy()
 
 
 def test_a_server_without_the_routes_is_told_which_switch_it_lacks(model: Path, capfd, answering):

@@ -42,6 +42,14 @@ class HttpServer:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
 
+    def is_healthy(self, timeout_s: float = TEST_TIMEOUT_S) -> bool:
+        """Whether it is there, and says that it can be asked."""
+        try:
+            self.call("GET", "/health", timeout_s=timeout_s, is_json=False)
+        except (Refused, TransportError):
+            return False
+        return True
+
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True
     ) -> Any:

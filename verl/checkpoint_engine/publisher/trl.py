@@ -7,8 +7,6 @@ that of TRL 1.16, `trl.experimental.async_grpo`; nothing of TRL is imported.
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..parameter_server.http_server import HttpServer
 from .publisher import WeightPublisher, urls_of
 
 LOOK_S = 0.5
@@ -67,7 +66,8 @@ class TRLWeightTransfer:
         """Wait until every server answers. Raises ConfigError naming one that does not in time."""
         deadline = time.monotonic() + self._server_timeout_s
         for url in urls_of(self._endpoints):
-            while not _is_healthy(url):
+            server = HttpServer(url, timeout_s=ANSWERS_WITHIN_S)
+            while not server.is_healthy(ANSWERS_WITHIN_S):
                 if time.monotonic() > deadline:
                     raise ConfigError(
                         f"{url} does not answer within {self._server_timeout_s:g} s: is vLLM serving there?"
@@ -113,11 +113,3 @@ class TRLWeightTransfer:
         if (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             raise ConfigError(f"TRL sent {name} with another shape or dtype than before")
         held.copy_(tensor)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=ANSWERS_WITHIN_S) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

@@ -40,6 +40,8 @@ STARTS_WITHIN_S = 240.0
 STEP_WITHIN_S = 180.0
 """After a fault; a run that takes longer has not survived it."""
 ENDS_WITHIN_S = 30.0
+BEYOND_S = 3.0
+"""In which a trainer rank is to be back, beside what processes take to start and models to be built."""
 MOST_WAIT_S = 3.0
 """From a completed step to the next fault."""
 STOPPED = 0.15
@@ -85,8 +87,8 @@ class Tally:
     survived: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """From a fault to the record of the next step."""
-    recoveries: list[dict[str, float]] = field(default_factory=list)
-    """Of trainer ranks: the parts of each, and `whole`, from the fault to the record of the step after it."""
+    recoveries: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """Of trainer ranks, by fault: the parts of each, and `whole`, from it to the record of the step after it."""
     step_s: list[float] = field(default_factory=list)
     """Of steps in which nothing was hit."""
     steps_lost: int = 0
@@ -115,17 +117,17 @@ class Tally:
 
     def _parts(self) -> list[str]:
         """Medians, and what is left of the whole without the processes and the models: that has a target."""
-        if not self.recoveries:
-            return []
-        parts = {name: [one[name] for one in self.recoveries] for name in ("unnoticed", *PARTS, "rest", "whole")}
-        beyond = [one["whole"] - one["processes"] - one["models"] for one in self.recoveries]
-        return [
-            f"recoveries of trainer ranks: {len(self.recoveries)}, medians, seconds: "
-            + ", ".join(f"{name} {median(seconds):.2f}" for name, seconds in parts.items()),
-            f"whole without processes and models: {min(beyond):.2f} to {max(beyond):.2f}, median {median(beyond):.2f}; "
-            f"an undisturbed step: {median(self.step_s or [0.0]):.2f}",
-            "",
-        ]
+        told = []
+        for what, recoveries in sorted(self.recoveries.items()):
+            parts = {name: [one[name] for one in recoveries] for name in ("unnoticed", *PARTS, "rest", "whole")}
+            beyond = [one["whole"] - one["processes"] - one["models"] for one in recoveries]
+            told += [
+                f"{what}: {len(recoveries)} recoveries, medians, seconds: "
+                + ", ".join(f"{name} {median(seconds):.2f}" for name, seconds in parts.items()),
+                f"{what}: without processes and models {min(beyond):.2f} to {max(beyond):.2f}, median "
+                f"{median(beyond):.2f}, {sum(one <= BEYOND_S for one in beyond)} within {BEYOND_S:g}",
+            ]
+        return [*told, f"an undisturbed step: {median(self.step_s):.2f}", ""] if told and self.step_s else told
 
 
 class Run:
@@ -266,21 +268,21 @@ def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: C
             return False
         tally.survived[what] += 1
         tally.seconds.setdefault(what, []).append(time.monotonic() - began_s)
-        account_parts(run.records(step), first_s, tally.seconds[what][-1], tally)
+        account_parts(what, run.records(step), (first_s, tally.seconds[what][-1]), tally)
         for went_on in GOES_ON.findall(run.log[told:]):
             tally.steps_lost += max(step - int(went_on), 0)
         print(f"{what}: {tally.seconds[what][-1]:.1f} s", flush=True)
     return True
 
 
-def account_parts(records: Sequence[Mapping[str, float]], first_s: float, second_s: float, tally: Tally) -> None:
-    """Of the two steps that were recorded after a fault, so many seconds after it."""
-    for record, whole in zip(records, (first_s, second_s), strict=False):
+def account_parts(what: str, records: Sequence[Mapping[str, float]], seconds: Sequence[float], tally: Tally) -> None:
+    """Of the steps that were recorded after that fault, so many seconds after it."""
+    for record, whole in zip(records, seconds, strict=False):
         if "recovery/step_s" in record:
             parts = {part: record[f"recovery/{part}_s"] for part in PARTS}
             rest = record["recovery/step_s"] - sum(parts.values())
             unnoticed = whole - record["recovery/step_s"]
-            tally.recoveries.append(parts | {"unnoticed": unnoticed, "rest": rest, "whole": whole})
+            tally.recoveries.setdefault(what, []).append(parts | {"unnoticed": unnoticed, "rest": rest, "whole": whole})
         else:
             tally.step_s.append(record["timing_s/step"])
 

@@ -60,14 +60,17 @@ def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_o
     seconds = (0.1, 0.2, 0.3, 5.0, 2.0, 0.4)
     recovered = {f"recovery/{part}_s": taken for part, taken in zip(PARTS, seconds, strict=True)}
     steps = [{"timing_s/step": 1.5}, {"timing_s/step": 10.0, "recovery/step_s": 9.0, **recovered}]
-    account_parts(steps, 1.0, 10.0, tally)
-    account_parts(steps[1:] + steps[:1], 9.5, 11.0, tally)
-    told = tally.rows()[-4:]
+    account_parts("trainer rank, killed", steps, (1.0, 10.0), tally)
+    account_parts("trainer rank, killed", steps[1:] + steps[:1], (9.5, 11.0), tally)
+    told = tally.rows()[-5:]
     assert told[0] == (
-        "recoveries of trainer ranks: 2, medians, seconds: unnoticed 0.75, noticed 0.10, ended 0.20, resources 0.30, "
-        "processes 5.00, models 2.00, state 0.40, rest 1.00, whole 9.75"
+        "trainer rank, killed: 2 recoveries, medians, seconds: unnoticed 0.75, noticed 0.10, ended 0.20, resources "
+        "0.30, processes 5.00, models 2.00, state 0.40, rest 1.00, whole 9.75"
     )
-    assert told[1] == "whole without processes and models: 2.50 to 3.00, median 2.75; an undisturbed step: 1.50"
+    assert told[1:3] == [
+        "trainer rank, killed: without processes and models 2.50 to 3.00, median 2.75, 2 within 3",
+        "an undisturbed step: 1.50",
+    ]
 
 
 def test_only_what_is_asked_for_is_hit(tmp_path):

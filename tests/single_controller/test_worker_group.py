@@ -30,6 +30,7 @@ from verl.single_controller import (
     WorkerTimeout,
     register,
 )
+from verl.single_controller.worker_group import SILENCE_S
 
 
 class KeywordError(Exception):
@@ -107,6 +108,12 @@ class Sample(Worker):
         wait_until(path.exists)
         return self.rank
 
+    @register()
+    def wait_for_own(self, directory):
+        """Until a file of the rank's number is there."""
+        wait_until((directory / str(self.rank)).exists)
+        return self.rank
+
     @register(blocking=False)
     def record(self, number, data=None):
         self.threads.add(threading.get_ident())
@@ -142,13 +149,14 @@ class Sample(Worker):
         return "plain"
 
 
-def make_group(cls=Sample, *args, ranks=2, timeout_s=300, env_vars=None, **kwargs):
+def make_group(cls=Sample, *args, ranks=2, timeout_s=300, silence_s=SILENCE_S, env_vars=None, **kwargs):
     return RayWorkerGroup(
         resource_pool=RayResourcePool([ranks], num_cpus_per_process=0.2),
         ray_cls_with_init=RayClassWithInitArgs(cls, *args, **kwargs),
         name_prefix=cls.__name__.lower(),
         env_vars=env_vars,
         startup_timeout_s=timeout_s,
+        silence_s=silence_s,
     )
 
 
@@ -366,6 +374,25 @@ class TestDeath:
             died, silent = lost[-1]
             assert re.fullmatch(rf"rank 0 \(pid {pids[0]} on .*\) died", died)
             assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
+
+    def test_a_worker_that_is_stopped_when_others_are_done_ends_the_call(self, ray_cluster, tmp_path):
+        with make_group(silence_s=1.0) as group:
+            waiting = group.submit("wait_for_own", tmp_path)
+            pids = [process.pid for process in group.processes.values()]
+            os.kill(pids[1], signal.SIGSTOP)
+            (tmp_path / "0").touch()
+            with pytest.raises(WorkerTimeout, match=rf"rank 1 \(pid {pids[1]} on .*\) does not answer, and others are"):
+                waiting.get()
+            assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", *group.lost(0.5))
+
+    def test_a_worker_that_is_late_and_answers_is_waited_for(self, ray_cluster, tmp_path):
+        with make_group(silence_s=0.2) as group:
+            waiting = group.submit("wait_for_own", tmp_path)
+            (tmp_path / "0").touch()
+            with pytest.raises(WorkerTimeout, match=r"not done within 2 s on ranks \[1\]; done: \[0\]"):
+                waiting.get(timeout=2)
+            (tmp_path / "1").touch()
+            assert waiting.get() == [0, 1]
 
     async def test_a_rank_stuck_in_a_collective_neither_hides_the_failure_nor_hangs_the_next_call(
         self, ray_cluster, monkeypatch

@@ -21,11 +21,19 @@ class FailureHandler(Protocol):
         """The exception that the caller of `method` gets. `unfinished` are the calls of ranks still without answer."""
 
 
+class SilenceHandler(Protocol):
+    """Asks ranks that are late whether they live. May block for as long as they may be silent."""
+
+    def __call__(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
+        """The exception that the caller of `method` gets; None if all of them answer."""
+
+
 class WorkerFuture:
     """One call on the ranks of a group. Wait with `get`, or with `await` on an event loop; any number of times.
 
     The first rank that fails ends the wait, at once: the other ranks may be waiting for it in a collective, for ever.
-    Giving up waiting (a timeout, a cancelled task) does not stop the ranks.
+    Giving up waiting (a timeout, a cancelled task) does not stop the ranks. While `get` waits for ranks that are later
+    than others, those are asked now and then: nobody else may be waiting for one that is stopped.
     """
 
     def __init__(
@@ -36,8 +44,13 @@ class WorkerFuture:
         method: str,
         collect: Callable[[list[Any]], Any],
         on_failure: FailureHandler,
+        on_silence: SilenceHandler,
+        silence_s: float,
     ) -> None:
-        """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks."""
+        """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks.
+
+        `silence_s`: so long after the last answer of a rank the others are asked, and may say nothing.
+        """
         self._pending = dict(refs)
         self._ranks = sorted(refs.values())
         self._results: dict[int, Any] = {}
@@ -46,6 +59,8 @@ class WorkerFuture:
         self._method = method
         self._collect = collect
         self._on_failure = on_failure
+        self._on_silence = on_silence
+        self._silence_s = silence_s
 
     def get(self, timeout: float | None = None) -> Any:
         """The result. Raises what the first failing rank raised, WorkerDied, or WorkerTimeout after `timeout` s."""
@@ -53,14 +68,19 @@ class WorkerFuture:
         self._raise_error()
         while self._pending:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(self._pending), timeout=remaining)
-            if not ready:
+            asks = bool(self._results) and (remaining is None or remaining > 2 * self._silence_s)
+            ready, _ = ray.wait(list(self._pending), timeout=self._silence_s if asks else remaining)
+            if ready:
+                self._receive(ready[0])
+            elif asks:
+                self._error = self._on_silence(self._method, self._pending)
+                self._raise_error()
+            else:
                 raise WorkerTimeout(
                     f"worker group {self._group!r}: {self._method} not done within {timeout} s on ranks "
                     f"{sorted(self._pending.values())}; done: {sorted(self._results)}",
                     group=self._group,
                 )
-            self._receive(ready[0])
         return self._finish()
 
     def __await__(self) -> Generator[Any, None, Any]:

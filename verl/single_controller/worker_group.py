@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from verl.protocol import DataProto
 from verl.single_controller.colocated import RoleGroup, groups_by_role
 from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
-from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed
+from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed, WorkerTimeout
 from verl.single_controller.future import Ref, WorkerFuture
 from verl.single_controller.init_args import RayClassWithInitArgs
 from verl.single_controller.resource_pool import RayResourcePool
@@ -36,6 +36,8 @@ LIVENESS_TIMEOUT_S = 2.0
 STRAGGLER_TIMEOUT_S = 5.0
 """How long the next call waits for ranks that are still busy with a call that failed on another rank."""
 KILL_TIMEOUT_S = 10.0
+SILENCE_S = 20.0
+"""So long after others are done with a call a rank is asked, and so long may it take to answer."""
 
 
 class RayWorkerGroup:
@@ -60,13 +62,15 @@ class RayWorkerGroup:
         env_vars: Mapping[str, str] | None = None,
         nsight: Mapping[str, str] | None = None,
         startup_timeout_s: float = 120.0,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """`env_vars` are set before the processes import anything. `nsight`: options of `nsys profile`, which then runs
         each of them.
 
         `startup_timeout_s` is for starting the processes and for their `__init__`s together; placement has the pool's
-        own deadline. Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves
-        nothing behind.
+        own deadline. `silence_s`: after that time a rank that is later than others with a call is asked whether it
+        lives, and fails the call if it has not answered after that time again.
+        Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves nothing behind.
         """
         self._cls = ray_cls_with_init.cls
         self.name = name_prefix or self._cls.__name__
@@ -82,6 +86,7 @@ class RayWorkerGroup:
         self._stragglers: dict[Ref, str] = {}
         self._closed = False
         self._death: BaseException | None = None
+        self._silence_s = silence_s
         self._lost: list[str] = []
         """Of whom `_death` tells."""
         try:
@@ -249,7 +254,15 @@ class RayWorkerGroup:
         return self._future(method, refs, collect)
 
     def _future(self, method: str, refs: Mapping[Ref, int], collect: Callable[[list[Any]], Any]) -> WorkerFuture:
-        return WorkerFuture(refs, group=self.name, method=method, collect=collect, on_failure=self._on_failure)
+        return WorkerFuture(
+            refs,
+            group=self.name,
+            method=method,
+            collect=collect,
+            on_failure=self._on_failure,
+            on_silence=self._on_silence,
+            silence_s=self._silence_s,
+        )
 
     def _on_failure(self, method: str, rank: int, error: BaseException, unfinished: Mapping[Ref, int]) -> BaseException:
         """See `FailureHandler`. A rank's exception may only be the echo of another's death (a broken connection)."""
@@ -287,6 +300,19 @@ class RayWorkerGroup:
             self._death = WorkerFailed(message, group=self.name, rank=rank)
         self._destroy(wait=False)
         return self._death
+
+    def _on_silence(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
+        """See `SilenceHandler`. Ranks answer while they compute; what one that died owes fails by itself."""
+        asked: dict[Ref, int] = {self._workers[rank]._verl_ping.remote(): rank for rank in unfinished.values()}
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self._silence_s)
+        if not silent:
+            return None
+        rank = asked[silent[0]]
+        return WorkerTimeout(
+            f"worker group {self.name!r}: {self._where(rank)} does not answer, and others are done with {method}",
+            group=self.name,
+            rank=rank,
+        )
 
     def _where(self, rank: int) -> str:
         process = self._processes.get(rank)

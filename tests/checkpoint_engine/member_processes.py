@@ -35,6 +35,7 @@ from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
 TRAINERS = 2
 ROWS, COLUMNS = 2**14, 256
 """16 MiB in buckets of 1 MiB: more than sockets hold, so that most of it is still to come when the first has landed."""
+BULK_NBYTES = 2**16
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -98,15 +99,29 @@ class Node(_Member, RolloutNode):
         """When a few transfers have landed, send signal `number` to `pid`; None: flip a bit of one."""
         self.spoil.arm(number, pid)
 
+    async def in_stage(self, owner: int, number: int, pid: int) -> None:
+        """Send signal `number` to `pid`, which is `owner`, when it has done some of its part of the next stage.
+
+        Where nodes ask for what they read it falls before it is asked for the second time: what a node notices to have
+        landed may have been all, on a machine that is busy.
+        """
+        if hasattr(self._engine, "open_wire"):
+            self.spoil.arm_before_reading(owner, lambda: send_signal(pid, number))
+        else:
+            self.spoil.arm(number, pid)
+
 
 class Spoil:
-    """Called with every bulk transfer that has landed."""
+    """Called with every bulk transfer that has landed, and before every one that a node asks for."""
 
     LANDINGS = 3
+    READINGS = 2
 
     def __init__(self) -> None:
         self._left = 0
         self._action: Callable[[int], None] = lambda address: None
+        self._owner, self._readings_left = 0, 0
+        self._before_reading: Callable[[], None] = lambda: None
 
     def arm(self, number: int | None, pid: int) -> None:
         def flip(address: int) -> None:
@@ -118,12 +133,23 @@ class Spoil:
         self._left = self.LANDINGS
         self._action = action
 
+    def arm_before_reading(self, owner: int, action: Callable[[], None]) -> None:
+        self._owner, self._readings_left = owner, self.READINGS
+        self._before_reading = action
+
     def landed(self, address: int, nbytes: int) -> None:
-        if nbytes < 2**16 or not self._left:
+        if nbytes < BULK_NBYTES or not self._left:
             return
         self._left -= 1
         if not self._left:
             self._action(address)
+
+    def asks(self, owner: int, nbytes: int) -> None:
+        if nbytes < BULK_NBYTES or owner != self._owner or not self._readings_left:
+            return
+        self._readings_left -= 1
+        if not self._readings_left:
+            self._before_reading()
 
 
 def spoil_transfers(engine: Any, spoil: Spoil) -> None:
@@ -143,6 +169,7 @@ class SpoiledWire:
         return getattr(self._wire, name)
 
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
+        self._spoil.asks(owner, nbytes)
         return self._wire.read(owner, source, target, nbytes), target, nbytes
 
     def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:

@@ -131,7 +131,10 @@ async def prepare(case: Case, fleet: ProcessFleet) -> None:
     if case.backend == "naive" and case.how == FLIP:
         fleet.node.before["verify"] = lambda: flip_bit(spare_slot(fleet.shm_dir))
     elif case.when == "stage":
-        await fleet.node.member.on_landing(number, member.pid)
+        if case.who == "trainer-1":
+            await fleet.node.member.in_stage(1, number, member.pid)
+        else:
+            await fleet.node.member.on_landing(number, member.pid)
     elif case.when == "publish" and case.who.startswith("trainer"):
         await member.fall_in_copy(number)
     else:

@@ -177,7 +177,7 @@ async def test_an_owner_that_dies_while_a_node_joins_is_named_and_the_node_may_t
         await fleet.sync(1)
         late = MemberProcess("node-1", Node, 1, config, tmp_path)
         try:
-            await late.on_landing(signal.SIGKILL, fleet["trainer-1"].member.pid)
+            await late.in_stage(1, signal.SIGKILL, fleet["trainer-1"].member.pid)
             with pytest.raises(TransportError) as raised:
                 await fleet.manager.add_nodes([late])
             assert not isinstance(raised.value, TransportTimeout)  # noticed, not waited for

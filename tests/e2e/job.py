@@ -64,6 +64,7 @@ class Job:
         self._parents = [psutil.Process(), *([psutil.Process(warm.pid)] if warm else [])]
         self._strangers = {child.pid for parent in self._parents for child in parent.children()}
         _adopt_orphans(True)
+        self._began_s = time.monotonic()
         arguments = [f"trainer.default_local_dir={self.output_dir}", *overrides]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.driver: warm_workers.Fork | subprocess.Popen[bytes]
@@ -89,6 +90,11 @@ class Job:
     @property
     def stderr(self) -> str:
         return self._stderr.read_text()
+
+    @property
+    def age_s(self) -> float:
+        """How long ago it was started. What takes a part of that on a machine takes it on a busy one, too."""
+        return time.monotonic() - self._began_s
 
     def processes(self) -> list[psutil.Process]:
         """What is alive of the run: the driver, its descendants, and theirs that outlived their parents."""

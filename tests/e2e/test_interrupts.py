@@ -14,6 +14,7 @@ from verl.utils.tracking import read_metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.cells(6)]
 
 ENDS_WITHIN_S = 20.0
+"""Or as long as it took the run to get there, where that is more: on a machine that is so busy."""
 SHARED = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """So many test processes share the machine; a test that is not `alone` on it is given as many times the seconds."""
 LONG_RESPONSES = (
@@ -51,7 +52,7 @@ def impatient(job):
 
 
 def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
-    before = job.stderr
+    before, seconds = job.stderr, max(seconds, job.age_s)
     with within(seconds, "the end of the run"):
         interrupt(job)
         code = job.wait()
@@ -62,6 +63,12 @@ def assert_ends_in_one_line(job, interrupt, seconds=ENDS_WITHIN_S * SHARED):
     assert len(said) == 1, job.stderr
     assert re.fullmatch(r"stopped(; checkpoints, if any, are in .*/out)?", said[0])
     assert "Traceback" not in job.stdout
+
+
+def assert_no_step_was_completed(job):
+    """What was under way was not waited for."""
+    metrics = job.output_dir / "metrics.jsonl"
+    assert not metrics.exists() or read_metrics(metrics) == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,7 @@ def test_an_interrupt_during_generation_ends_the_run(start, warm):
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(1.0)
     assert_ends_in_one_line(job, sigterm)
+    assert_no_step_was_completed(job)
 
 
 @pytest.mark.alone
@@ -100,6 +108,7 @@ def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, 
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
     assert_ends_in_one_line(job, impatient, ENDS_WITHIN_S)
+    assert_no_step_was_completed(job)
 
 
 @pytest.mark.alone
@@ -111,11 +120,11 @@ def test_trainer_ranks_that_die_more_often_than_is_allowed_end_the_run_and_are_n
     job.wait_for_line("the trainer goes on after step 0, from memory")
     victim = job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the update that is made again")[-1]
     time.sleep(1.0)
-    before = job.stderr
-    with within(ENDS_WITHIN_S, "the end of the run"):
+    before, seconds = job.stderr, max(ENDS_WITHIN_S, job.age_s)
+    with within(seconds, "the end of the run"):
         victim.kill()
         code = job.wait()
-        left = job.left(ENDS_WITHIN_S)
+        left = job.left(seconds)
     assert code == 1
     assert left == []
     assert "Traceback" not in before
@@ -289,6 +298,7 @@ def test_an_interrupt_ends_a_run_whose_engines_generate_while_it_trains(start, m
     job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
     time.sleep(1.0)
     assert_ends_in_one_line(job, ctrl_c)
+    assert_no_step_was_completed(job)
 
 
 def test_a_fully_asynchronous_run_outlives_an_engine_and_its_rollouter(start, warm):
@@ -328,11 +338,11 @@ def test_a_fully_asynchronous_run_whose_queue_may_not_be_started_again_ends_and_
     )
     metrics = job.output_dir / "metrics.jsonl"
     job.wait_for(lambda: metrics.exists() and read_metrics(metrics), "the first step")
-    with within(ENDS_WITHIN_S * SHARED, "the end of the run"):
-        before = job.stderr
+    before, seconds = job.stderr, max(ENDS_WITHIN_S * SHARED, job.age_s)
+    with within(seconds, "the end of the run"):
         job.find("ray::MessageQueue")[0].kill()
         code = job.wait()
-        left = job.left(ENDS_WITHIN_S * SHARED)
+        left = job.left(seconds)
     assert code == 1, job.stderr
     assert left == []
     first = job.stderr.removeprefix(before).splitlines()[0]

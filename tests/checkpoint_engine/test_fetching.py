@@ -200,10 +200,10 @@ def test_a_bounce_buffer_with_several_places_takes_as_many_at_a_time(places: int
 
 def test_a_deadline_names_the_owners_that_were_waited_for_and_ends_every_transfer() -> None:
     plan = plan_of([(3 << 20,)], owners=3, columns=False, block_nbytes=1 << 20)
-    loop, reader, buckets = fetch(plan, stalled={1}, timeout_s=0.3, bucket_nbytes=1 << 20)
+    loop, reader, buckets = fetch(plan, stalled={1}, timeout_s=3.0, bucket_nbytes=1 << 20)
     with pytest.raises(TransportTimeout) as raised:
         loop.run(buckets)
-    assert "bytes of trainer-1 not here within 0.3 s; done: trainer-0, trainer-2" in str(raised.value)
+    assert "bytes of trainer-1 not here within 3.0 s; done: trainer-0, trainer-2" in str(raised.value)
     assert (raised.value.version, raised.value.phase) == (7, "stage")
     assert reader.cancelled
     assert not reader.in_flight
@@ -211,10 +211,10 @@ def test_a_deadline_names_the_owners_that_were_waited_for_and_ends_every_transfe
 
 def test_owners_that_wait_for_the_bounce_buffer_of_a_stalled_one_are_told_apart_from_it() -> None:
     plan = plan_of([(300, 20)], owners=3, columns=False, block_nbytes=512)
-    loop, _, buckets = fetch(plan, stalled={0}, timeout_s=0.1)
+    loop, _, buckets = fetch(plan, stalled={0}, timeout_s=3.0)
     with pytest.raises(TransportTimeout) as raised:
         loop.run(buckets)
-    message = "bytes of trainer-0 not here within 0.1 s; held up behind them: trainer-1, trainer-2; done: none"
+    message = "bytes of trainer-0 not here within 3.0 s; held up behind them: trainer-1, trainer-2; done: none"
     assert message in str(raised.value)
 
 
@@ -306,10 +306,11 @@ def test_a_deadline_is_for_all_that_a_loop_is_given() -> None:
     loop, _, (first, second) = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3.0, stalled={1})
     loop.run([first])
     time.sleep(3.0)
-    start_s = time.monotonic()
+    waits: list[float] = []
+    loop.reader.wait = waits.append
     with pytest.raises(TransportTimeout, match=r"bytes of trainer-1 not here within 3\.0 s"):
         loop.run([second])
-    assert time.monotonic() - start_s < 3.0
+    assert waits == []  # the time was up
 
 
 def test_nothing_to_fetch_is_done_at_once() -> None:

@@ -446,15 +446,15 @@ def test_an_owner_that_waits_for_reads_sleeps():
         owner.close()
 
 
-def wakes_per_second(threads: set[str]) -> int:
+def wakes_per_second(threads: set[str]) -> float:
     def wakes() -> int:
         rows = [f"/proc/self/task/{thread}/status" for thread in threads]
         return sum(int(Path(row).read_text().split("voluntary_ctxt_switches:")[1].split()[0]) for row in rows)
 
-    before = wakes()
+    before, began = wakes(), time.monotonic()
     assert before, "its threads have waited"
     time.sleep(1.0)
-    return wakes() - before
+    return (wakes() - before) / (time.monotonic() - began)
 
 
 class BusyPorts:

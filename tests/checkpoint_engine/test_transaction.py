@@ -30,7 +30,7 @@ from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.plan.types import Shard
 from verl.checkpoint_engine.sync.participants import TrainerRank
 
-SHORT_S = 1.0
+SHORT_S = 2.0
 OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}
 
 
@@ -361,7 +361,7 @@ async def test_a_copy_that_fails_lets_the_trainer_go_on_and_aborts_the_sync(tmp_
 
 
 async def test_a_copy_that_has_not_begun_in_time_never_does_and_the_trainer_goes_on(tmp_path: Path):
-    deadlines = {"publish_s": 2.0}
+    deadlines = {"publish_s": 3.0}
     async with Fleet(weights(1), tmp_path, source=HeldSource, deadlines=deadlines) as fleet:
         rank, may_go_on = fleet.trainers[0].member, threading.Event()
         await fleet.manager.update_weights(1)
@@ -382,7 +382,7 @@ async def test_a_copy_that_has_not_begun_in_time_never_does_and_the_trainer_goes
 
 
 async def test_a_copy_that_stalls_is_an_error_of_the_trainer_that_wants_to_change_its_weights(tmp_path: Path):
-    deadlines = {"publish_s": 0.2}
+    deadlines = {"publish_s": 2.0}
     async with Fleet(weights(1), tmp_path, source=HeldSource, retries=0, deadlines=deadlines) as fleet:
         fleet.sources[0].may_copy.clear()
         failures: list[BaseException] = []

@@ -215,7 +215,7 @@ async def test_what_is_no_call_of_a_node_is_answered_with_an_error(tmp_path: Pat
 
 
 async def test_what_the_manager_gives_up_ends_there(tmp_path: Path):
-    fleet = Fleet(weights(0), tmp_path / "here", backend="tcp", retries=0, deadlines={"stage_s": 0.5})
+    fleet = Fleet(weights(0), tmp_path / "here", backend="tcp", retries=0, deadlines={"stage_s": 5.0})
     async with serving(tmp_path) as place, fleet_with(remote(place.port, fleet.config), fleet) as replica:
         await fleet.manager.update_weights(0)
         wire = fleet.trainers[0].member._engine._wires.first

@@ -111,12 +111,12 @@ def test_a_conversation_ends_with_the_last_message_that_is_allowed_too(config, t
     [
         ("raises: true", r"interaction recorded: generate_response: KeyError: 'no such thing'"),
         ("says: [1]", r"generate_response returns \(over, text, score, metadata\), not \[1\]"),
-        ("blocks: 3", r"interaction recorded: generate_response did not answer within 0.2 s"),
+        ("blocks: 9", r"interaction recorded: generate_response did not answer within 3.0 s"),
     ],
 )
 def test_what_goes_wrong_in_it_ends_the_sample_by_its_name_and_the_conversation(config, tokenizer, options, message):
     entry = f"[{{class_name: tests.experimental.agent_loop.test_interactions.Recorded, config: {{{options}}}}}]"
-    configured = config(entry, tool_timeout_s=0.2 if "blocks" in options else 20.0)
+    configured = config(entry, tool_timeout_s=3.0 if "blocks" in options else 60.0)
     with pytest.raises(AgentLoopError, match=message):
         run(configured, tokenizer, "hello", interaction_kwargs={"name": "recorded"})
     path = configured.actor_rollout_ref.rollout.multi_turn.interaction_config_path

@@ -114,7 +114,7 @@ class Job:
 
 async def until(condition):
     """Wait until what the awaitable of `condition` returns is true; return it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (found := await condition()):  # noqa: ASYNC110 - what is polled has no event
             await asyncio.sleep(0.005)
     return found

@@ -121,10 +121,12 @@ def test_every_rank_tells_of_a_disk_that_is_full_in_the_background_and_can_save_
 
 
 def wait_for_a_copy(directory):
-    writer = BackgroundWriter(local_ranks=1, timeout_s=0.2, free_nbytes=lambda: threading.Event().wait(2.0))
+    told = threading.Event()
+    writer = BackgroundWriter(local_ranks=1, timeout_s=0.2, free_nbytes=lambda: int(told.wait(60)))
     writer.write(directory, {"a": torch.ones(3)})
     with pytest.raises(TransportTimeout, match=r"still needs the training state after 0\.2 s"):
         writer.await_copied()
+    told.set()
     asyncio.run(writer.written())
 
 

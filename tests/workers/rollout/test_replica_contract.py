@@ -166,7 +166,7 @@ async def test_wait_lets_requests_finish_before_it_returns(served: Served):
 async def test_kept_requests_go_on_with_the_new_version_and_say_where_it_begins(served: Served):
     for _ in range(ATTEMPTS):
         running = [served.submit(max_tokens=LONG, ignore_eos=True) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await served.submit(max_tokens=1, ignore_eos=True)  # the two before it are in the engine, too
         await served.replica.pause("keep")
         served.trainer.commit(2)
         await served.replica.activate(served.trainer.arena_path, 2)
@@ -188,7 +188,7 @@ async def test_kept_requests_go_on_with_the_new_version_and_say_where_it_begins(
 async def test_kept_requests_can_be_aborted(served: Served):
     for _ in range(ATTEMPTS):
         running = [served.submit(max_tokens=LONG, ignore_eos=True) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await served.submit(max_tokens=1, ignore_eos=True)  # the two before it are in the engine, too
         await served.replica.pause("keep")
         await served.replica.pause("abort")
         outputs = await asyncio.wait_for(asyncio.gather(*running), 120)

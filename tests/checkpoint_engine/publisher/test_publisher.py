@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,11 @@ def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
             process.terminate()
 
 
+def test_a_push_of_trls_that_would_end_what_is_in_flight_is_refused():
+    with pytest.raises(ConfigError, match="pause_mode=abort: TRL takes what was aborted as whole"):
+        TRLWeightTransfer(["http://127.0.0.1:8000"], config={"pause_mode": "abort"})
+
+
 @pytest.mark.vllm
 class TestAgainstVLLM:
     def test_trl_pushes_through_the_adapter(self, server: ServedVLLM, directory: Path, shm: Path):
@@ -83,7 +91,7 @@ class TestAgainstVLLM:
                 yield name, whole
                 whole.fill_(torch.nan)
 
-        transfer = TRLWeightTransfer([server.url], config={"pause_mode": "keep"})
+        transfer = TRLWeightTransfer([server.url])
         transfer.init_weight_transfer()
         try:
             for version in range(2):
@@ -105,6 +113,27 @@ class TestAgainstVLLM:
             transfer.destroy()
         transfer.destroy()
         assert arenas_in(shm) == []
+
+    def test_what_trl_has_asked_for_comes_whole_though_a_push_finds_it_without_a_token(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        """TRL asks once, and takes what comes: of an aborted request without a token it cannot even read the answer."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        body = {"model": str(directory), "prompt": [3, 4, 5], "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+        transfer = TRLWeightTransfer([server.url])
+        server.call("/pause?mode=keep")
+        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=300)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            server.version()  # of what is asked after it, the answer is there
+            time.sleep(0.5)
+            transfer.send_weights(model.named_parameters())
+            (choice,) = json.loads(connection.getresponse().read())["choices"]
+        finally:
+            connection.close()
+            transfer.destroy()
+        assert choice["finish_reason"] == "length"
+        assert len(choice["logprobs"]["token_logprobs"]) == 8
 
     def test_every_push_is_what_the_server_then_computes_with(self, server: ServedVLLM, directory: Path, shm: Path):
         model = AutoModelForCausalLM.from_pretrained(directory)

@@ -40,7 +40,11 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> list[
     with served_vllm(model, base, warm) as server:
         program = "tests.checkpoint_engine.publisher.trl_process"
         command = [sys.executable, "-m", program, str(model), server.url, str(base / "served"), str(base / "out")]
-        done = subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, timeout=900)
+        try:
+            done = subprocess.run(command, cwd=base, env=environment, capture_output=True, timeout=900, text=True)
+        except subprocess.TimeoutExpired as exc:  # which cuts what it tells
+            said = b"\n".join(part or b"" for part in (exc.stdout, exc.stderr))
+            raise AssertionError(f"not done within {exc.timeout} s:\n{said.decode()}") from None
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(base.glob("verl-*")) == []
     return [Pushed(**one) for one in json.loads(done.stdout.splitlines()[-1])]

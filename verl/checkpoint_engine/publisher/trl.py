@@ -19,13 +19,17 @@ from .publisher import WeightPublisher, urls_of
 
 LOOK_S = 0.5
 ANSWERS_WITHIN_S = 5.0
+KEEPS = {"pause_mode": "keep"}
+"""As TRL's own client pauses. It would train on what an aborted request had, as if it were whole, and its rollouts end
+with an error where that is nothing."""
 
 
 class TRLWeightTransfer:
     """TRL's `WeightTransferProtocol`. Used by one process, from one thread.
 
     A push is a transaction that pauses the servers itself, and only while they load; so `pause` and `resume` do
-    nothing, and servers generate while weights are gathered. Versions count from 0, that with which training begins.
+    nothing, and servers generate while weights are gathered. Requests in flight go on with the new version. Versions
+    count from 0, that with which training begins.
     """
 
     def __init__(
@@ -41,13 +45,16 @@ class TRLWeightTransfer:
     ) -> None:
         """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers that still start.
 
-        Raises ConfigError if no endpoint is named.
+        Raises ConfigError if no endpoint is named, and for a `pause_mode` that ends requests.
         """
         urls_of(endpoints)
+        settings = KEEPS | dict(config or {})
+        if settings["pause_mode"] == "abort":
+            raise ConfigError("checkpoint_engine.pause_mode=abort: TRL takes what was aborted as whole: keep, or wait")
         self._endpoints, self._server_timeout_s = endpoints, server_timeout_s
         self._options: dict[str, Any] = {
             "dtype": dtype,
-            "config": config,
+            "config": settings,
             "report_path": report_path,
             "nodes": nodes,
             "node_key": node_key,

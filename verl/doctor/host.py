@@ -21,6 +21,7 @@ from verl.checkpoint_engine.links.rdma import get_rdma_devices, list_ib_devices
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.doctor.finding import Finding
+from verl.utils.torch_companions import remedy, unloadable
 
 DISTRIBUTION = "verl-sync"
 PYTHONS = ((3, 11), (3, 13))
@@ -67,6 +68,10 @@ def _packages(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
             problems.append(f"{one.name} is {version}, not {one.specifier}")
     if problems:
         yield _wrong("packages", host, "; ".join(problems), f"pip install --upgrade {DISTRIBUTION}")
+        return
+    if broken := unloadable():
+        told = ", ".join(f"{name} {metadata.version(name)}" for name in broken)
+        yield _wrong("packages", host, f"not built for torch {_version('torch')}: {told}", remedy(broken))
         return
     shown = [f"{name} {_version(name)}" for name in ("torch", "ray", "vllm", "transformers", "numpy")]
     yield Finding(check="packages", where=host, state="ok", found=f"{', '.join(shown)} and {len(core)} requirements")

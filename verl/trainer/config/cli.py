@@ -20,6 +20,7 @@ from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config, 
 from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
+from verl.utils.torch_companions import require_loadable
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger("verl")
@@ -65,6 +66,7 @@ def run_hydra(
         if arguments.cfg:
             _print_configuration(arguments, where)
             return
+        require_loadable()
         if arguments.check:
             _check(arguments.overrides, where, adapt, check)
             return

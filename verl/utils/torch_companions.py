@@ -1,0 +1,74 @@
+"""Packages whose compiled parts are for CUDA, beside a torch for CPUs.
+
+vLLM for CPUs asks for them all. On x86_64 those of PyPI are built for CUDA, and do not load beside a torch for CPUs.
+Nothing of this project uses them, and each ends a job by being there, elsewhere: transformers imports torchvision with
+its model classes and torchaudio when it builds a model, vLLM imports torchcodec.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+
+from packaging.version import Version
+
+from verl.utils.config import ConfigError
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+CPU = "cpu"
+LOADED_WITHIN_S = 300.0
+_LOAD = """
+import importlib, json, sys
+unloadable = []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as exc:
+        if name != "torchcodec" or not isinstance(exc, (ImportError, RuntimeError)):  # which vLLM goes on after
+            unloadable.append(name)
+print(json.dumps(unloadable))
+"""
+
+
+def unloadable() -> list[str]:
+    """Those that are installed here and end what imports them, where torch is one for CPUs.
+
+    Looks at versions alone where those are for CPUs, too; else imports them, in another process.
+    """
+    doubtful = [name for name in COMPANIONS if _build(name) not in (None, CPU)]
+    if _build("torch") != CPU or not doubtful:
+        return []
+    asked = subprocess.run(
+        [sys.executable, "-c", _LOAD, *doubtful], capture_output=True, text=True, timeout=LOADED_WITHIN_S, check=False
+    )
+    if asked.returncode:  # a library that ends its process is one that cannot be imported
+        return doubtful
+    found: list[str] = json.loads(asked.stdout.splitlines()[-1])
+    return found
+
+
+def remedy(names: list[str]) -> str:
+    """What takes them out of this environment, also where uv made it without pip."""
+    pip = f"{sys.executable} -m pip uninstall -y" if find_spec("pip") else f"uv pip uninstall --python {sys.executable}"
+    return f"{pip} {' '.join(names)}"
+
+
+def require_loadable() -> None:
+    """Raises ConfigError where a job would end by one of them, with what helps. Called before anything imports them."""
+    if names := unloadable():
+        told = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+        raise ConfigError(
+            f"not built for torch {metadata.version('torch')}, and break transformers or vLLM beside it: {told}. "
+            f"Nothing needs them: {remedy(names)}"
+        )
+
+
+def _build(name: str) -> str | None:
+    """`cpu` of 2.13.0+cpu; an empty string where the version does not say; None where it is not installed."""
+    try:
+        return Version(metadata.version(name)).local or ""
+    except metadata.PackageNotFoundError:
+        return None

@@ -64,27 +64,27 @@ class _Attempt:
     this machine."""
 
     def __init__(self, checked: Checked) -> None:
-        self.checked_job = checked
+        self._checked = checked
 
     def warns(self, lines: Sequence[str] | None) -> None:
         self._checked.warnings.extend(lines or ())
 
     def lacks(self, what: str) -> None:
         """Of this machine."""
-        self.checked_job.lacking.append(what)
+        self._checked.lacking.append(what)
 
     def __call__(self, call: Callable[[], T], *, stands_in: bool = False) -> T | None:
         try:
             return call()
         except BackendUnavailable as exc:
-            self.checked_job.lacking.append(str(exc))
+            self._checked.lacking.append(str(exc))
             return None
         except ConfigError as exc:
             for line in str(exc).splitlines():
                 if stands_in and OF_STAND_IN.search(line):
-                    self.checked_job.stand_ins.append(f"stand-in: {line}")
+                    self._checked.stand_ins.append(f"stand-in: {line}")
                 else:
-                    self.checked_job.problems.append(line)
+                    self._checked.problems.append(line)
             return None
 
 

@@ -11,7 +11,6 @@ broadcasts, as many bytes between two processes.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -27,6 +26,7 @@ import torch
 
 from benchmarks import parameter_server_report
 from benchmarks.command import make_parser, run
+from benchmarks.free_ports import free_port
 from benchmarks.machine import available_nbytes, describe_machine
 from benchmarks.processes import end_processes, fresh_processes
 from benchmarks.raw_gloo import GlooPair
@@ -133,9 +133,7 @@ class Job:
     """Two ranks. Close it."""
 
     def __init__(self, specs: list[TensorSpec], bucket_megabytes: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            master = f"127.0.0.1:{probe.getsockname()[1]}"
+        master = f"127.0.0.1:{free_port()}"
         context = fresh_processes()
         self._pipes, self._processes = [], []
         for rank in range(2):

@@ -316,14 +316,14 @@ class MemberProcess:
     @property
     def is_alive(self) -> bool:
         if self._pipe.closed:  # which the kernel does a moment before the process counts as ended
-            self._process.join(5)
+            self._process.join(60)
         return self._process.is_alive()
 
     def signal(self, number: int) -> None:
         """Returns when a process that is killed is gone, and one that is stopped stands still."""
         send_signal(self.pid, number)
         if number == signal.SIGKILL:
-            self._process.join(10)
+            self._process.join(60)
 
     async def end(self) -> None:
         self._hang_up()

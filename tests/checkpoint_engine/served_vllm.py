@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.free_ports import free_port
+from benchmarks.free_ports import free_port
 from tests.warm_workers import Fork, WarmWorkers
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS
 from tests.weight_sync.replicas import served_weights_file

@@ -415,12 +415,12 @@ def test_a_read_that_comes_again_needs_nothing_new_until_an_address_changes():
 
     try:
         node.register(target)
-        node.connect(0, owner.address(), 10)
+        node.connect(0, owner.address(), 60)
         first = read(2**20 + 1)
         assert read(2**21) is not first
         source[5] ^= 1
         assert read(2**20 + 1) is first
-        node.connect(0, owner.address(), 10)
+        node.connect(0, owner.address(), 60)
         second = read(2**20 + 1)
         assert second is not first
         node.deregister(target)

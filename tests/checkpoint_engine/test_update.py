@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
-from tests.free_ports import free_port
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.member_processes import resources
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
-from tests.free_ports import free_port
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.server import ParameterServer

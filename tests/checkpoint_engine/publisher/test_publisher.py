@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
-from tests.free_ports import free_port
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in
 from tests.checkpoint_engine.publisher.test_publisher import nudge
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
-from tests.free_ports import free_port
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig

@@ -16,7 +16,7 @@ HELD: list[IO[str]] = []
 
 
 def free_port() -> int:
-    """Free until it is bound, however late: the kernel gives it to nobody, and other tests find its file locked."""
+    """Free until it is bound, however late: the kernel gives it to nobody, and others who ask find its file locked."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     directory = Path(tempfile.gettempdir(), "verl-test-ports")
     directory.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ...errors import ActivationError, IntegrityError, TransportError
+from ...errors import ActivationError, ConfigError, IntegrityError, TransportError
 from ...memory.committed import PinnedSlots, open_to_activate
 from ...memory.digest import Manifest
 from ...parameter_server.checkpoint_directory import checkpoint_files
@@ -342,3 +342,11 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def shutdown(self) -> None:
         if self._slots is not None:
             self._slots.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """What vLLM 0.25 to 0.27 ask of an engine, which they would not make without: how a trainer of theirs sends.
+
+        Raises ConfigError: what is loaded here was published, and verified, before vLLM is told of it.
+        """
+        raise ConfigError("this vLLM engine is not sent weights by vLLM's trainers: push them with a WeightPublisher")

@@ -53,7 +53,7 @@ def test_errors_survive_pickling():
 
 def test_an_unknown_engine_is_an_error_with_the_nearest_name_and_all_names():
     with pytest.raises(
-        ConfigError, match=r"rollout.name='vlm' is not registered. Did you mean 'vllm'. Known: hf, .*vllm"
+        ConfigError, match=r"rollout.name='vlm' is not registered. Did you mean 'vllm'. Known: .*hf, .*vllm"
     ):
         RolloutReplicaRegistry.get("vlm")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from verl.trainer.config.cli import run_hydra
 from verl.utils.config import ConfigError
-from verl.utils.torch_companions import COMPANIONS, require_loadable, unloadable
+from verl.utils.torch_companions import COMPANIONS, remedy, require_loadable, unloadable
 
 BREAKS = "raise OSError('Could not load this library')"
 LACKS_FFMPEG = "raise RuntimeError('Could not load libtorchcodec')"
@@ -52,6 +53,13 @@ def test_those_that_do_not_load_are_named_with_what_takes_them_out(installed):
     assert unloadable() == list(COMPANIONS)
     with pytest.raises(ConfigError, match=r"torchvision 0\.28\.0, .* pip uninstall .*torchaudio torchcodec$"):
         require_loadable()
+
+
+def test_saying_what_takes_them_out_leaves_this_process_as_it_was(installed):
+    """setuptools gives up its distutils, which it asserts to be there, in a process that looks for the module pip."""
+    hooks = [vars(finder).copy() for finder in sys.meta_path if hasattr(finder, "__dict__")]
+    assert "torchvision" in remedy(["torchvision"])
+    assert [vars(finder) for finder in sys.meta_path if hasattr(finder, "__dict__")] == hooks
 
 
 def test_one_that_ends_its_process_does_not_end_this_one(installed):

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -52,8 +51,9 @@ def unloadable() -> list[str]:
 
 def remedy(names: list[str]) -> str:
     """What takes them out of this environment, also where uv made it without pip."""
-    pip = f"{sys.executable} -m pip uninstall -y" if find_spec("pip") else f"uv pip uninstall --python {sys.executable}"
-    return f"{pip} {' '.join(names)}"
+    by_pip, by_uv = f"{sys.executable} -m pip uninstall -y", f"uv pip uninstall --python {sys.executable}"
+    # Not find_spec: setuptools takes whoever looks for the module pip for pip, and leaves distutils to the library.
+    return f"{by_uv if _build('pip') is None else by_pip} {' '.join(names)}"
 
 
 def require_loadable() -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -182,7 +183,10 @@ def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_pat
 
 def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agents(ray_cluster):
     own = ray._private.worker._global_node.get_session_dir_path()
-    commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    commands = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # one of another test, which has ended
+            commands.append(" ".join(child.cmdline()))
     commands = [command for command in commands if own in command]  # other tests have processes, too
     assert any("raylet" in command for command in commands)
     assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]

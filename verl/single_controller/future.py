@@ -12,6 +12,8 @@ import ray
 from verl.single_controller.errors import WorkerTimeout
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
+ASKS_AFTER_S = 20.0
+"""So long after the last answer of a rank the others are asked whether they live."""
 
 
 class FailureHandler(Protocol):
@@ -49,7 +51,7 @@ class WorkerFuture:
     ) -> None:
         """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks.
 
-        `silence_s`: so long after the last answer of a rank the others are asked, and may say nothing.
+        `silence_s`: how long ranks that are later than others may leave `on_silence` without an answer.
         """
         self._pending = dict(refs)
         self._ranks = sorted(refs.values())
@@ -61,6 +63,7 @@ class WorkerFuture:
         self._on_failure = on_failure
         self._on_silence = on_silence
         self._silence_s = silence_s
+        self._asks_after_s = min(ASKS_AFTER_S, silence_s)
 
     def get(self, timeout: float | None = None) -> Any:
         """The result. Raises what the first failing rank raised, WorkerDied, or WorkerTimeout after `timeout` s."""
@@ -68,8 +71,8 @@ class WorkerFuture:
         self._raise_error()
         while self._pending:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            asks = bool(self._results) and (remaining is None or remaining > 2 * self._silence_s)
-            ready, _ = ray.wait(list(self._pending), timeout=self._silence_s if asks else remaining)
+            asks = bool(self._results) and (remaining is None or remaining > self._asks_after_s + self._silence_s)
+            ready, _ = ray.wait(list(self._pending), timeout=self._asks_after_s if asks else remaining)
             if ready:
                 self._receive(ready[0])
             elif asks:

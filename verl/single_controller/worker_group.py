@@ -36,8 +36,8 @@ LIVENESS_TIMEOUT_S = 2.0
 STRAGGLER_TIMEOUT_S = 5.0
 """How long the next call waits for ranks that are still busy with a call that failed on another rank."""
 KILL_TIMEOUT_S = 10.0
-SILENCE_S = 20.0
-"""So long after others are done with a call a rank is asked, and so long may it take to answer."""
+SILENCE_S = 600.0
+"""Much: a rank that writes a large tensor to a slow disk may answer nothing until that is done."""
 
 
 class RayWorkerGroup:
@@ -68,8 +68,8 @@ class RayWorkerGroup:
         each of them.
 
         `startup_timeout_s` is for starting the processes and for their `__init__`s together; placement has the pool's
-        own deadline. `silence_s`: after that time a rank that is later than others with a call is asked whether it
-        lives, and fails the call if it has not answered after that time again.
+        own deadline. `silence_s`: a rank that is later than others with a call is asked whether it lives, and fails
+        the call if it has not answered after that time.
         Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves nothing behind.
         """
         self._cls = ray_cls_with_init.cls

@@ -219,6 +219,7 @@ class TrainerRanks:
                 name_prefix="trainer",
                 env_vars={**thread_limits(), **publisher_environment(), "VERL_FILES_FOR": trainer.files_for},
                 nsight=config.global_profiler.nsight(config.profile_directory),
+                silence_s=policy.nccl_timeout,
             )
 
     def _require_shared_files(self) -> None:

@@ -14,7 +14,14 @@ from tests.distributions.environments import BESIDE, ROOT, copy_with_verl, name_
 from tests.distributions.with_verl.main_ppo import ENVIRONMENT, REPLICAS, STEPS, overrides
 from verl.utils.builtin.tiny import make_tiny_model
 
-CHECKS = ("check_published.py", "check_held.py", "check_registration.py", "check_rollout.py", "check_manager.py")
+CHECKS = (
+    "check_published.py",
+    "check_held.py",
+    "check_registration.py",
+    "check_rollout.py",
+    "check_pausing.py",
+    "check_manager.py",
+)
 FORGOTTEN = 3
 """The version that no server is told of, and the step whose rollouts should have come from it: the first is from 1."""
 

@@ -401,6 +401,25 @@ class TestDeath:
             (tmp_path / "0").touch()
             assert waiting.get() == [0, 1]
 
+    def test_a_death_is_told_while_another_worker_that_is_late_does_not_answer(
+        self, ray_cluster, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr("verl.single_controller.future.ASKS_AFTER_S", 0.2)
+        with make_group(ranks=3) as group:
+            waiting = group.submit("wait_for_own", tmp_path)
+            pids = [process.pid for process in group.processes.values()]
+            ask = waiting._on_silence
+
+            def ask_while_one_dies(method, unfinished):
+                threading.Timer(1.0, os.kill, (pids[2], signal.SIGKILL)).start()
+                return ask(method, unfinished)
+
+            monkeypatch.setattr(waiting, "_on_silence", ask_while_one_dies)
+            os.kill(pids[1], signal.SIGSTOP)
+            (tmp_path / "0").touch()
+            with pytest.raises(WorkerDied, match=rf"rank 2 \(pid {pids[2]} "):
+                waiting.get()
+
     async def test_a_rank_stuck_in_a_collective_neither_hides_the_failure_nor_hangs_the_next_call(
         self, ray_cluster, monkeypatch
     ):

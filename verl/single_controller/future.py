@@ -27,7 +27,7 @@ class SilenceHandler(Protocol):
     """Asks ranks that are late whether they live. May block for as long as they may be silent."""
 
     def __call__(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
-        """The exception that the caller of `method` gets; None if all of them answer."""
+        """The exception that the caller of `method` gets; None if all of them answer, or one is done, or has failed."""
 
 
 class WorkerFuture:

@@ -304,10 +304,12 @@ class RayWorkerGroup:
     def _on_silence(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
         """See `SilenceHandler`. Ranks answer while they compute; what one that died owes fails by itself."""
         asked: dict[Ref, int] = {self._workers[rank]._verl_ping.remote(): rank for rank in unfinished.values()}
-        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self._silence_s)
-        if not silent:
-            return None
-        rank = asked[silent[0]]
+        deadline = time.monotonic() + self._silence_s
+        while ready := ray.wait([*asked, *unfinished], timeout=max(0.0, deadline - time.monotonic()))[0]:
+            asked = {ping: rank for ping, rank in asked.items() if ping not in ready}
+            if not asked or ready[0] in unfinished:
+                return None
+        rank = next(iter(asked.values()))
         return WorkerTimeout(
             f"worker group {self.name!r}: {self._where(rank)} does not answer, and others are done with {method}",
             group=self.name,

@@ -205,6 +205,37 @@ def test_a_worker_that_dies_fails_the_batch_at_once(server, tokenizer_path):
         manager.generate_sequences(prompts("hang!", "b", agent_name=["single_turn_agent", "suicidal"]))
 
 
+class DiesAsItStarts(AgentLoopManager):
+    """Workers that are started again are put on a host that is gone, as often as `deaths` says."""
+
+    deaths = 0
+
+    def _start(self, rank):
+        worker = super()._start(rank)
+        if self.deaths:
+            self.deaths -= 1
+            ray.kill(worker, no_restart=True)
+        return worker
+
+
+def test_a_worker_whose_place_is_lost_as_it_starts_again_is_started_elsewhere(server, tokenizer_path, tokenizer):
+    with DiesAsItStarts(load_config([f"{AGENT}.num_workers=2"]), [server], tokenizer_path) as manager:
+        ray.kill(manager.workers[1], no_restart=True)
+        manager.deaths = 2
+        assert manager.set_servers([server]) == 1
+        data = manager.generate_sequences(prompts("a", "b"))
+        assert tokenizer.batch_decode(data.batch["responses"][:, :1]) == ["a", "b"]
+
+
+def test_a_worker_that_dies_at_every_start_ends_the_run(server, tokenizer_path):
+    with DiesAsItStarts(load_config([]), [server], tokenizer_path) as manager:
+        ray.kill(manager.workers[0], no_restart=True)
+        manager.deaths = 100
+        with pytest.raises(RayActorError):
+            manager.set_servers([server])
+        assert manager.deaths > 90
+
+
 def test_a_batch_that_takes_too_long_names_the_workers(server, tokenizer_path, monkeypatch):
     with AgentLoopManager(load_config([]), [server], tokenizer_path) as manager:
         monkeypatch.setattr(manager, "_deadline_s", lambda _num_samples: 2.0)  # before that of a request

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.interaction import interactions_of
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COUNTS = ("retries", "continuations")
+STARTED_AGAIN = 3
+"""So often a worker that takes the place of another may die as it starts: a host that is gone is offered by Ray until
+Ray has noticed."""
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +136,7 @@ class AgentLoopManager:
             logger.warning("agent-loop-worker-%d died or does not answer; starting it again", rank)
             ray.kill(self._workers[rank], no_restart=True)
             self._workers[rank] = self._start(rank)
-        self._await_started(lost)
+        self._await_started(lost, restarts=STARTED_AGAIN * len(lost))
         return len(lost)
 
     def close(self) -> None:
@@ -158,15 +161,27 @@ class AgentLoopManager:
             rank=rank,
         )
 
-    def _await_started(self, ranks: Sequence[int]) -> None:
-        started = {self._workers[rank].ready.remote(): rank for rank in ranks}
+    def _await_started(self, ranks: Sequence[int], restarts: int = 0) -> None:
+        """Raises AgentLoopTimeout, and RayActorError when more than `restarts` of them died instead."""
         timeout_s = self._config.actor_rollout_ref.rollout.startup_timeout_s
-        try:
-            ray.get(list(started), timeout=timeout_s)
-        except GetTimeoutError as exc:
-            _, silent = ray.wait(list(started), num_returns=len(started), timeout=0)
-            late = ", ".join(f"agent-loop-worker-{started[one]}" for one in silent)
-            raise AgentLoopTimeout(f"ready: no answer within {timeout_s} s from {late}") from exc
+        deadline = time.monotonic() + timeout_s
+        starting = {self._workers[rank].ready.remote(): rank for rank in ranks}
+        while starting:
+            started, _ = ray.wait(list(starting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not started:
+                late = ", ".join(f"agent-loop-worker-{rank}" for rank in starting.values())
+                raise AgentLoopTimeout(f"ready: no answer within {timeout_s} s from {late}")
+            rank = starting.pop(started[0])
+            try:
+                ray.get(started[0])
+            except RayActorError as exc:
+                if restarts == 0:
+                    raise
+                restarts -= 1
+                why = " ".join(str(exc).split())
+                logger.warning("agent-loop-worker-%d died as it started; starting it again: %s", rank, why)
+                self._workers[rank] = self._start(rank)
+                starting[self._workers[rank].ready.remote()] = rank
 
     def _check_loops(self, names: set[str]) -> None:
         for name in sorted(names):

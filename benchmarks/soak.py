@@ -74,6 +74,7 @@ QUICK = (
     "data.val_max_samples=4",
     "data.max_response_length=32",
     "checkpoint_engine.backend=gloo",
+    "checkpoint_engine.deadlines.prepare_s=30",
     "checkpoint_engine.deadlines.publish_s=10",
     "checkpoint_engine.deadlines.stage_s=10",
     "checkpoint_engine.deadlines.commit_s=10",

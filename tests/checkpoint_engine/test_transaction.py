@@ -227,6 +227,26 @@ async def test_a_failure_that_stays_is_retried_as_often_as_configured(tmp_path: 
         assert fleet.trainers[0].calls.count("publish") == 3
 
 
+@pytest.mark.parametrize("kind", ["trainers", "nodes"])
+async def test_a_member_that_does_not_answer_is_not_waited_for_in_another_attempt(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("verl.checkpoint_engine.sync.manager.ANSWERS_WITHIN_S", SHORT_S)
+    async with Fleet(weights(0), tmp_path, deadlines={"prepare_s": 3600}) as fleet:
+        await sync(fleet, 1)
+        fleet.nodes[0].before["stage"] = raising(TransportError("nothing comes"))
+        silent = getattr(fleet, kind)[0]
+        silent.before |= dict.fromkeys(("ping", "prepare", "connect"), stalling)
+        error = await aborted(fleet, 2)
+        assert error.message == "the previous version stays in service: TransportError: nothing comes"
+        assert f"cannot connect again: [prepare] {silent.name} not done within {SHORT_S} s" in caplog.text
+        assert_serves(fleet.replicas[0], 1)
+        silent.before.clear()
+        fleet.nodes[0].before.clear()
+        await sync(fleet, 3)
+        assert_serves(fleet.replicas[0], 3)
+
+
 async def test_what_cannot_get_better_is_not_retried(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, retries=5) as fleet:
         fleet.nodes[0].before["begin"] = raising(ConfigError("no memory"))

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ANSWERS_WITHIN_S = 20.0
+"""A member that says nothing for so long, after an attempt has failed, is not waited for in another one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
@@ -144,7 +147,7 @@ class CheckpointEngineManager:
                 plan,
                 same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
-                reconnect=lambda: self._connect(plan, clock),
+                reconnect=lambda: self._reconnect(plan, clock),
             )
             transaction = SyncTransaction(
                 global_steps,
@@ -355,6 +358,13 @@ class CheckpointEngineManager:
             await self._connect(plan, clock)
             self._plan = plan
         return self._plan
+
+    async def _reconnect(self, plan: SyncPlan, clock: Stopwatch) -> None:
+        """For another attempt. Raises before it has begun if a member does not answer, as one that is stopped."""
+        timeout_s = min(ANSWERS_WITHIN_S, self._config.deadlines.prepare_s)
+        pings = clock.timed("prepare", {member.name: member.ping() for member in self._members})
+        await all_within(timeout_s, pings, version=None, phase="prepare")
+        await self._connect(plan, clock)
 
     async def _connect(self, plan: SyncPlan, clock: Stopwatch) -> None:
         encoded = plan.encode()

@@ -78,6 +78,7 @@ class MemberPort(Protocol):
 
     @property
     def name(self) -> str: ...
+    async def ping(self) -> None: ...
     async def connect(self, topology: Topology) -> None: ...
     async def close(self) -> None: ...
 
@@ -133,6 +134,9 @@ class _Participant:
     @property
     def name(self) -> str:
         return self._member.name
+
+    async def ping(self) -> None:
+        """Answers whatever the member is doing."""
 
     async def connect(self, topology: Topology) -> None:
         await self._run_interruptibly(lambda: self._engine.init_process_group(topology))

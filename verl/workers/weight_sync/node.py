@@ -46,7 +46,7 @@ def _delegating(method: str) -> Callable[..., Awaitable[Any]]:
     return call
 
 
-for name in methods_of(NodePort):
+for name in methods_of(NodePort) - vars(CheckpointEngineWorker).keys():
     setattr(CheckpointEngineWorker, name, _delegating(name))
 
 

@@ -69,6 +69,7 @@ def remote(port: type, names: Mapping[str, str] | None = None) -> Callable[[type
 @remote(
     TrainerPort,
     {
+        "ping": "_verl_ping",
         "prepare": "prepare_weight_sync",
         "connect": "connect_weight_sync",
         "publish": "sync_rollout_weights_by_checkpoint",
@@ -110,7 +111,7 @@ class RayRolloutNode(_RayMember, NodePort):
     async def answers(self, timeout_s: float) -> bool:
         """Whether the process is there and answers, which it does while it works."""
         try:
-            await asyncio.wait_for(self._call("ping"), timeout_s)
+            await asyncio.wait_for(self.ping(), timeout_s)
         except (TransportError, TimeoutError):
             return False
         return True

@@ -140,6 +140,9 @@ class RankProcess:
                 if answer.set_running_or_notify_cancel():
                     answer.set_exception(TransportError("its process is gone", member=self.name))
 
+    async def ping(self) -> None:
+        await self.call("ping")
+
     async def describe(self) -> Holding:
         holding: Holding = await self.call("describe")
         return holding

@@ -10,7 +10,10 @@ import sys
 import pytest
 
 NOBODY = 65534
-PATIENCE_S = 1.5
+HEARS_NOTHING_S = 1.5
+"""How long one listens who is to hear nothing."""
+PATIENCE_S = 60.0
+"""With an answer that is to come."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -34,16 +37,16 @@ for place in places:
 """
 
 
-def talk(places: list[tuple[str, int]], user: int) -> list[str]:
+def talk(places: list[tuple[str, int]], user: int, patience_s: float = PATIENCE_S) -> list[str]:
     """What `user` gets for 64 bytes at each of `places`: `heard N bytes`, `shut out`, or `nothing`."""
-    command = [sys.executable, "-c", _TALK, str(user), str(PATIENCE_S), *(f"{host}:{port}" for host, port in places)]
+    command = [sys.executable, "-c", _TALK, str(user), str(patience_s), *(f"{host}:{port}" for host, port in places)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
 
 
-def can_connect(host: str, port: int) -> bool:
+def can_connect(host: str, port: int, patience_s: float = PATIENCE_S) -> bool:
     try:
-        socket.create_connection((host, port), timeout=PATIENCE_S).close()
+        socket.create_connection((host, port), timeout=patience_s).close()
     except OSError:
         return False
     return True

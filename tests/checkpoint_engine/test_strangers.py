@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, using
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.member_processes import ProcessFleet
-from tests.strangers import NOBODY, needs_root, talk
+from tests.strangers import HEARS_NOTHING_S, NOBODY, needs_root, talk
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.links.wire import OwnerAddress
 from verl.checkpoint_engine.memory.committed import open_committed
@@ -69,7 +69,7 @@ async def test_another_user_of_the_host_gets_no_answer_wherever_a_member_listens
         await fleet.sync(1)
         found = sorted(listeners(pids_of(fleet)))
         assert backend == "naive" or found
-        answers = await asyncio.to_thread(talk, [reachable(place) for place in found], NOBODY)
+        answers = await asyncio.to_thread(talk, [reachable(place) for place in found], NOBODY, HEARS_NOTHING_S)
         heard = dict(zip(found, answers, strict=True))
         assert {place: answer for place, answer in heard.items() if answer not in ("shut out", "nothing")} == {}
         await fleet.sync(2)

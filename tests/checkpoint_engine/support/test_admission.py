@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from benchmarks.namespaces import NotPermitted, joined_hosts
+from tests.strangers import HEARS_NOTHING_S, PATIENCE_S, can_connect, needs_root, talk
 from tests.strangers import NOBODY as STRANGER
-from tests.strangers import can_connect, needs_root, talk
 from verl.checkpoint_engine.support.admission import (
     ANY_HOST,
     MOST_NETWORKS,
@@ -66,9 +66,10 @@ def echo(keeper=None, host="127.0.0.1"):
     ],
 )
 def test_of_this_host_the_same_user_is_let_in_and_others_hear_nothing(host, admission, own, others):
+    patience_s = HEARS_NOTHING_S if own == "nothing" else PATIENCE_S
     with echo(Doorkeeper(admission) if admission else None, host) as port:
-        assert talk([("127.0.0.1", port)] * 3, os.geteuid()) == [own] * 3
-        assert talk([("127.0.0.1", port)] * 2, STRANGER) == [others] * 2
+        assert talk([("127.0.0.1", port)] * 3, os.geteuid(), patience_s) == [own] * 3
+        assert talk([("127.0.0.1", port)] * 2, STRANGER, patience_s) == [others] * 2
 
 
 def test_a_conversation_goes_on_after_its_first_words_were_thrown_away():
@@ -76,6 +77,22 @@ def test_a_conversation_goes_on_after_its_first_words_were_thrown_away():
         for words in (b"one", b"two", b"three"):
             talking.sendall(words)
             assert talking.recv(64) == words
+
+
+def test_one_of_this_host_that_has_left_before_it_was_known_is_shut_out_and_holds_nobody_up():
+    keeper = Doorkeeper()
+    with keeper.guarding():
+        listener = socket.create_server(("127.0.0.1", 0))
+    try:
+        with socket.create_connection(listener.getsockname()) as talking:
+            talking.sendall(b"hello")
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.settimeout(60)
+            assert accepted.recv(64) == b""  # a library that answers one after the other would wait here
+    finally:
+        keeper.close()
+        listener.close()
 
 
 def test_many_that_come_at_once_are_all_let_in():
@@ -98,12 +115,13 @@ def test_other_hosts_are_let_in_by_their_addresses(admitted, reached):
                 with echo(keeper, "0.0.0.0") as port:
                     answer.append(port)
                     ready.set()
-                    done.wait(60)
+                    done.wait(300)
 
             def connect(ready):
                 two.enter()
-                ready.wait(60)
-                answer.append(can_connect(one.address, answer[0]))
+                ready.wait(300)
+                patience_s = PATIENCE_S if admitted else HEARS_NOTHING_S
+                answer.append(can_connect(one.address, answer[0], patience_s))
 
             ready, done = threading.Event(), threading.Event()
             server = threading.Thread(target=listen, args=(ready, done))
@@ -124,7 +142,8 @@ def test_a_stranger_who_connected_before_there_was_a_guard_is_found():
         stack.callback(keeper.close)
         with keeper.guarding():
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            stranger = threading.Thread(target=talk, args=([listener.getsockname()], STRANGER))
+            arguments = ([listener.getsockname()], STRANGER, HEARS_NOTHING_S)
+            stranger = threading.Thread(target=talk, args=arguments)
             stranger.start()
             stack.callback(stranger.join)
             stack.enter_context(listener.accept()[0])
@@ -133,7 +152,7 @@ def test_a_stranger_who_connected_before_there_was_a_guard_is_found():
 def test_whoever_is_admitted_later_gets_in_then():
     keeper = Doorkeeper(NOBODY)
     with echo(keeper) as port:
-        assert not can_connect("127.0.0.1", port)
+        assert not can_connect("127.0.0.1", port, HEARS_NOTHING_S)
         keeper.admit(OWN_USER)
         assert talk([("127.0.0.1", port)], os.geteuid()) == ["heard 64 bytes"]
 

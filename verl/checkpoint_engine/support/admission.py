@@ -132,7 +132,7 @@ class Connection:
     """0: nobody has accepted it yet, or its process has closed it."""
 
 
-ESTABLISHED, SYN_RECEIVED, TIME_WAIT, LISTENING = 1, 3, 6, 10
+ESTABLISHED, SYN_RECEIVED, FIN_WAIT_1, TIME_WAIT, LISTENING = 1, 3, 4, 6, 10
 
 
 def connections(ports: Collection[int]) -> list[Connection]:
@@ -318,10 +318,15 @@ class Doorkeeper:
             seen = here
 
     def _judge(self) -> bool:
-        """Let those of the same user in and shut others out; whether some are not accepted yet."""
+        """Let those of the same user in and shut others out; whether some are not accepted yet.
+
+        Of one that has left before it was known nobody can say who it was. What it has sent never arrives, nor does its
+        end: a library that reads from it would wait.
+        """
         ports = set(self._guarded.values())
         rows = connections(ports)
         other_end = {(row.local, row.remote): row for row in rows if row.inode}
+        left = {(row.local, row.remote) for row in rows if not row.inode and row.state == FIN_WAIT_1}
         self._judged &= {(row.local, row.remote, row.inode) for row in rows}
         later = False
         for row in rows:
@@ -329,7 +334,7 @@ class Doorkeeper:
             if row.local[1] not in ports or row.state != ESTABLISHED or known in self._judged:
                 continue
             peer = other_end.get((row.remote, row.local))
-            if peer is None:
+            if peer is None and (row.remote, row.local) not in left:
                 # Of another host; or the kernel left it out of the table, which it does not write at one moment.
                 later = later or row.remote[0] == row.local[0]
                 continue
@@ -337,7 +342,7 @@ class Doorkeeper:
                 later = True  # it is accepted first, and then gets a descriptor
             else:
                 with sock, contextlib.suppress(OSError):  # it was just closed
-                    if peer.uid == os.geteuid():
+                    if peer is not None and peer.uid == os.geteuid():
                         sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
                     else:
                         sock.shutdown(socket.SHUT_RDWR)

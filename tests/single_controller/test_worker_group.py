@@ -376,7 +376,8 @@ class TestDeath:
             assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
 
     def test_a_worker_that_is_stopped_when_others_are_done_ends_the_call(self, ray_cluster, tmp_path):
-        with make_group(silence_s=1.0) as group:
+        with make_group() as group:
+            group._silence_s = 1.0  # from here on: a start may take longer
             waiting = group.submit("wait_for_own", tmp_path)
             pids = [process.pid for process in group.processes.values()]
             os.kill(pids[1], signal.SIGSTOP)

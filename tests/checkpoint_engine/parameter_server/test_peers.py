@@ -152,3 +152,4 @@ def test_a_read_can_be_given_up_from_another_thread(reader: PeerReader, peer: Pe
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(TransportError, match=f"P2P store at {peer.address}: given up"):
             peer.read(reader, target, 60.0, stop)
+    peer.send_signal(signal.SIGCONT)

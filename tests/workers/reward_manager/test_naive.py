@@ -181,11 +181,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, h
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("sleeps", "longer than reward_model.timeout_s=2"),
-        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=2"),
-        ("ignores_signals", "longer than reward_model.timeout_s=2"),
-        ("awaits_for_ever", "longer than reward_model.timeout_s=2"),
-        ("waits_for_a_process", "longer than reward_model.timeout_s=2"),
+        ("sleeps", "longer than reward_model.timeout_s=5"),
+        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=5"),
+        ("ignores_signals", "longer than reward_model.timeout_s=5"),
+        ("awaits_for_ever", "longer than reward_model.timeout_s=5"),
+        ("waits_for_a_process", "longer than reward_model.timeout_s=5"),
         ("dies", "its process was killed by signal 9"),
         ("exits", "its process ended with exit code 3"),
     ],
@@ -193,7 +193,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, h
 def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, caplog, num_workers, how, why):
     (tmp_path / "reward.py").write_text(HANGING)
     config = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs={"how": how})
-    with NaiveRewardManager(TOKENIZER, load_reward_function(config), num_workers, timeout_s=2) as manager:
+    with NaiveRewardManager(TOKENIZER, load_reward_function(config), num_workers, timeout_s=5) as manager:
         output = manager(make_batch(["1", "22", "333", "4"]))
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert output.abandoned == [1]
@@ -210,7 +210,7 @@ def test_what_a_hanging_function_has_started_ends_with_it(tmp_path):
         file.write_text(str(child.pid))
         child.wait()
 
-    with NaiveRewardManager(TOKENIZER, compute_score, timeout_s=1) as manager:
+    with NaiveRewardManager(TOKENIZER, compute_score, timeout_s=5) as manager:
         assert manager(make_batch(["1"])).abandoned == [0]
     deadline = time.monotonic() + 60
     while (runs := _runs(int(file.read_text()))) and time.monotonic() < deadline:

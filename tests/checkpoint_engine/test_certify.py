@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests.checkpoint_engine.check_process import FORGETFUL
+from tests.checkpoint_engine.fakes import soon
+from tests.processes import wait_until_gone
 from tests.warm_workers import Fork, WarmWorkers
 from verl.checkpoint_engine.certify import Certificate, Step, _changed, main, table
 from verl.utils.builtin import make_tiny_model
@@ -58,6 +63,45 @@ def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, 
     assert all(step["tensors"] > 10 and step["tokens"] == 36 for step in found["steps"])
     assert all(step["different"] == {} and step["wrong_tokens"] == [] for step in found["steps"])
     assert "certified: the engine computes with what the files say" in printed.read_text()
+
+
+STAGES = {
+    "import": lambda temporary, _: any(temporary.glob("verl-certify-*/other")),
+    "engine process": lambda temporary, _: any(temporary.glob("verl-engine-*/*-*-*")),
+    "engine": lambda _, printed: "Initializing a V1 LLM engine" in printed,
+    "weights": lambda temporary, _: any(temporary.glob("shm/verl-*")),
+    "compare": lambda _, printed: "Loading safetensors checkpoint shards" in printed,
+}
+"""What shows that `certify` is there."""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("stopped", STAGES)
+def test_sigterm_ends_it_at_every_stage_and_nothing_is_left(stopped, tmp_path, temporary: Path, warm: WarmWorkers):
+    model, printed = make_tiny_model(tmp_path / "model", "llama"), tmp_path / "printed"
+    (temporary / "shm").mkdir()
+    with printed.open("w") as output:
+        process = Fork(
+            warm,
+            "verl.checkpoint_engine.certify",
+            ["--model", str(model)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "VERL_SHM_DIR": str(temporary / "shm")},
+            stdout=output,
+            stderr=output,
+            spawns=True,
+        )
+    while not STAGES[stopped](temporary, printed.read_text()):
+        assert process.poll() is None, printed.read_text()
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    if stopped in ("weights", "compare"):
+        for child in children:  # the engine answers nothing any more
+            child.suspend()
+    process.send_signal(signal.SIGTERM)
+    assert process.end(printed) == 130, printed.read_text()
+    assert printed.read_text().splitlines()[-1] == "interrupted"
+    assert wait_until_gone(children) == []
+    assert soon(lambda: [path.name for path in temporary.rglob("*") if path.name != "shm"] == [])
 
 
 @pytest.mark.vllm

@@ -6,7 +6,7 @@ A real engine starts from dummy weights and gets three versions through the chec
 and the model's again. After each, every tensor that vLLM computes with is compared, bit for bit, with what vLLM loads
 from disk, and greedy tokens with Hugging Face's. Needs vLLM, memory for the model about six times (two of Hugging
 Face's, two of vLLM's, two slots of the arena) and room for it in the temporary directory ($TMPDIR). Exit code 0: all is
-equal; 1: something differs; 2: it could not be tried.
+equal; 1: something differs; 2: it could not be tried; 130: ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import CheckpointEngineConfig
 from .errors import BackendUnavailable, CheckpointEngineError, ConfigError
+from .memory.janitor import Janitor
 from .parameter_server.checkpoint_directory import checkpoint_files
 from .parameter_server.safetensors_files import read_checkpoint
 from .registry import resolve_backend
 from .support.console import log_to_console
+from .support.lifetime import kill_children
 from .support.package import PACKAGE
-from .support.signals import end_when_told
+from .support.signals import end_when_told, ending_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -229,6 +233,17 @@ class HuggingFace:
         return []
 
 
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory that is removed also if this process is killed."""
+    directory = Path(tempfile.mkdtemp(prefix="verl-certify-"))
+    janitor = Janitor(directory)
+    try:
+        yield directory
+    finally:
+        janitor.close()
+
+
 def _write_other(model: Path, directory: Path) -> None:
     """A second version: the rows of every tensor in another order."""
     from safetensors.torch import load_file, save_file
@@ -302,21 +317,36 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 PROGRAM = f"python -m {PACKAGE}.certify"
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """The exit code. `program`: what help calls it. The table is printed; what cannot be tried is said on stderr."""
-    options = _parser(program).parse_args(arguments)
+    """The exit code. `program`: what help calls it. The table is printed; what cannot be tried is said on stderr.
+
+    Ctrl-C and SIGTERM end the process and vLLM's. What they leave in memory and on disk its janitors remove, as they do
+    if it is killed: vLLM goes on, or waits for ever, after a KeyboardInterrupt in its constructor.
+    """
+    with ending_at_once(_interrupted):
+        return _main(_parser(program).parse_args(arguments))
+
+
+def _interrupted() -> NoReturn:
+    kill_children()
+    os.write(sys.stderr.fileno(), b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _main(options: argparse.Namespace) -> int:
     try:
         if options.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {options.tensor_parallel_size}")
-        with tempfile.TemporaryDirectory(prefix="verl-certify-") as scratch:
+        with _scratch() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
                 dtype=options.dtype,
                 ranks=options.tensor_parallel_size,
                 backend=options.backend,
-                scratch=Path(scratch),
+                scratch=scratch,
             )
     except (CheckpointEngineError, OSError) as exc:  # a full disk among them
         sys.stderr.write(f"error: {exc}\n")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.checkpoint_engine.support.signals import end_when_told, uninterrupted
+from verl.checkpoint_engine.support.signals import end_when_told, ending_at_once, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +87,27 @@ def test_whatever_else_python_ignores_is_reported_as_ever(capfd):
     held = [Finalized()]
     held.clear()
     assert "ValueError: of a finalizer" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_library_that_goes_on_after_an_interrupt_is_ended_at_once(number):
+    program = f"""
+import os, signal, time
+from verl.checkpoint_engine.support.signals import end_when_told, ending_at_once
+end_when_told()
+with ending_at_once(lambda: os._exit(7)):
+    try:
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "", "")
+
+
+def test_a_script_in_the_background_does_not_hear_ctrl_c_there_either():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with ending_at_once(lambda: pytest.fail("ended")):
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
 import threading
+
+import psutil
+
+KILLED_WITHIN_S = 5.0
 
 
 def end_with(pid: int) -> None:
@@ -25,3 +30,19 @@ def _watch(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(pid)], [], [])  # readable once the process has ended
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_children() -> None:
+    """Kill what multiprocessing has started in this process, with all that those have started, and wait for it.
+
+    A parent is killed before its children, so that it starts no others.
+    """
+    killed: list[psutil.Process] = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(child.pid)
+            killed += [parent, *parent.children(recursive=True)]
+    for process in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(killed, timeout=KILLED_WITHIN_S)

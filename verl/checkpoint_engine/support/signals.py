@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,16 +47,35 @@ def uninterrupted() -> Iterator[None]:
 
     Does nothing outside the main thread.
     """
-    with _handling(signal.SIG_IGN):
+    with _handling(signal.SIG_IGN, ENDING):
         yield
 
 
 @contextmanager
-def _handling(handler: Any) -> Iterator[None]:
+def ending_at_once(end: Callable[[], NoReturn]) -> Iterator[None]:
+    """Both call `end` in the block, wherever the main thread is, and raise nothing: for libraries that go on after a
+    KeyboardInterrupt. An ignored SIGINT stays ignored.
+
+    `end` is called between any two instructions, also in the middle of a write to stderr. Does nothing outside the main
+    thread.
+    """
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        end()
+
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    with _handling(handle, ENDING[1:] if ignored else ENDING):
+        yield
+
+
+@contextmanager
+def _handling(handler: Any, numbers: Iterable[signal.Signals]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, handler) for number in ENDING}
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

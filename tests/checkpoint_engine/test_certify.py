@@ -70,7 +70,7 @@ STAGES = {
     "import": lambda temporary, _: any(temporary.glob("verl-certify-*/other")),
     "engine process": lambda temporary, _: any(temporary.glob("verl-engine-*/*-*-*")),
     "engine": lambda _, printed: "Initializing a V1 LLM engine" in printed,
-    "weights": lambda temporary, _: any(temporary.glob("shm/verl-*")),
+    "weights": lambda temporary, _: any(temporary.glob("shm/verl-*/slot*")),
     "compare": lambda _, printed: "Loading safetensors checkpoint shards" in printed,
 }
 """What shows that `certify` is there."""

@@ -39,13 +39,14 @@ REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
 """How vLLM's loaders refuse a tensor."""
 
 
-def _born_as(layer: torch.nn.Module, parameter: torch.Tensor) -> torch.dtype:
+def _born_as(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.dtype:
     """The dtype that a parameter has in a model that has just been built.
 
     Kernels for AMX widen biases afterwards, which the reload takes for what they were: a wider value would then not be
-    rounded as it is from disk.
+    rounded as it is from disk. Other wide parameters of a layer are meant so, as the bias that chooses experts.
     """
-    if isinstance(layer, LinearBase) and parameter.dtype == torch.float32 and layer.quant_config is None:
+    is_wide_bias = name == "bias" and parameter.dtype == torch.float32
+    if is_wide_bias and isinstance(layer, LinearBase) and layer.quant_config is None:
         dtype: torch.dtype = layer.params_dtype
         return dtype
     return parameter.dtype
@@ -79,7 +80,7 @@ class Reload:
         initialize_layerwise_reload(model)
         for prefix, layer in model.named_modules():
             for name, parameter in _parameters(layer).items():
-                self._note_loading(prefix, name, parameter, _born_as(layer, parameter))
+                self._note_loading(prefix, name, parameter, _born_as(layer, name, parameter))
 
     def _note_loading(self, layer: str, own_name: str, parameter: Any, born_as: torch.dtype) -> None:
         name = f"{layer}.{own_name}" if layer else own_name

@@ -5,7 +5,7 @@ import pytest
 from tests.workers.engine.rank_pool import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
     """`ranks.run(function, world_size, *arguments)`: up to four trainer ranks."""
     pool = RankPool(4)

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 400.0
+RUNS = 8
+"""So many functions the same processes are given. Caches of models and meshes keep the groups of what is over, and each
+group's threads look a hundred times a second whether there is something to do: 900 groups take a core."""
 
 
 class RankPool:
@@ -22,13 +25,17 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
+        self._size, self._runs = size, 0
+        self._start()
+
+    def _start(self) -> None:
         # The processes are forked from one that has done the imports, once.
         context = multiprocessing.get_context("forkserver")
         engines = ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")
         context.set_forkserver_preload([f"verl.workers.engine.{engine}" for engine in engines])
         self._connections: list[Connection] = []
         self._processes = []
-        for _ in range(size):
+        for _ in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -37,6 +44,10 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        self._runs += 1
+        if self._runs % RUNS == 0:
+            self.close()
+            self._start()
         connections = self._connections[:world_size]
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory) / "store"

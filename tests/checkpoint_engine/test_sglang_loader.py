@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.checkpoint_engine.engines.sglang import loader
-from verl.checkpoint_engine.engines.sglang.orders import Order, Report, checked, take_reports, write_report
+from verl.checkpoint_engine.engines.sglang.orders import Order, Report, checked, read_reports, reports_of, write_report
 from verl.checkpoint_engine.errors import ActivationError
 
 VERSION = {"q": torch.randn(4, 3), "k": torch.randn(2, 3), "norm": torch.randn(3), "head": torch.randn(5, 3)}
@@ -124,20 +124,20 @@ def test_names_that_are_kept_wide_are_found_in_the_checkpoint(tmp_path: Path, ra
     model.norm.data = model.norm.data.float()
     for expected, one in ((["norm"], model), ([], Model().bfloat16())):
         carry_out(one, Order(reports=str(reports), directory=str(directory)))
-        assert take_reports(reports, 1)[0].widened == expected
+        assert reports_of(read_reports(reports), 1)[0].widened == expected
 
 
 def test_a_failure_is_told_and_leaves_the_engine_alive(tmp_path: Path, rank_0: None):
     carry_out(Model(), Order(reports=str(tmp_path), arena_path=str(tmp_path / "gone"), version=3))
     with pytest.raises(ActivationError, match="rank 0: "):
-        take_reports(tmp_path, 1)
+        reports_of(read_reports(tmp_path), 1)
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):
     write_report(tmp_path, 0, Report())
     with pytest.raises(ActivationError, match="rank 1 of SGLang did not load it"):
-        take_reports(tmp_path, 2)
+        reports_of(read_reports(tmp_path), 2)
 
 
 def test_an_order_is_json_that_names_what_it_is_for():

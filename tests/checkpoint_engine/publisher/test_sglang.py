@@ -20,8 +20,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in
-from tests.checkpoint_engine.publisher.test_publisher import nudge
+from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, soon
+from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
@@ -32,6 +32,7 @@ from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
 from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
 from verl.checkpoint_engine.publisher.hosts import HERE
+from verl.checkpoint_engine.publisher.reports import PREFIX, ReportsHere
 from verl.checkpoint_engine.publisher.sglang_endpoint import FLAG, LOADER
 from verl.utils.builtin import make_tiny_model
 
@@ -217,6 +218,37 @@ class TestAgainstSGLang:
                 assert after != before
                 assert (server.version(), server.greedy_tokens(), other.version) == ("4", after, 4)
 
+    def test_a_server_loads_from_the_memory_of_a_process_beside_it_and_answers_there(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        """As where it is on another host than the loop that trains."""
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        key, place = shm / "key", f"127.0.0.1:{free_port()}"
+        across: dict[str, Any] = {"nodes": [place], "node_key": key}
+        across["config"] = {"check_engine": "always", "retries": 0}
+        with node_process(key, place) as node, WeightPublisher(model, [server.url], **across) as publisher:
+            for version in (31, 32):
+                nudge(model, version)
+                assert publisher.push(version).replicas_updated == (server.url,)
+                before = server.greedy_tokens()
+                assert (server.version(), before) == (str(version), hugging_face_tokens(model))
+            assert [path.name for path in shm.glob(f"{PREFIX}*/*")] == []
+            node.kill()
+            node.wait()
+            nudge(model, 33)
+            with pytest.raises(SyncAborted, match=place):
+                publisher.push(33)
+            assert (server.version(), server.greedy_tokens()) == ("32", before)
+            with node_process(key, place):
+                publisher.push(34)
+                assert (server.version(), server.greedy_tokens()) == ("34", hugging_face_tokens(model))
+                lacking = dict([*model.named_parameters()][:-1])
+                with WeightPublisher(lacking, [server.url], **across) as other, pytest.raises(SyncAborted) as caught:
+                    other.push(35)
+                assert "no tensor fills" in str(caught.value.__cause__)
+                publisher.push(36)
+        assert soon(lambda: [path.name for path in shm.iterdir()] == [key.name])
+
 
 class CheckedReplica(RecordingReplica):
     async def check(self, tensors: Any) -> None: ...
@@ -254,31 +286,32 @@ ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size"
 
 
 @pytest.mark.parametrize(
-    ("about", "config", "node", "message"),
+    ("about", "config", "message"),
     [
-        ({"custom_weight_loader": []}, {}, HERE, f"cannot take our weights: start it with {FLAG}"),
-        ({"tp_size": None}, {}, HERE, "does not say how many ranks it has"),
-        ({"dp_size": 2}, {}, HERE, "runs with dp_size=2, and needs 1"),
-        ({}, {"pause_mode": "wait"}, HERE, "pause_mode=wait: .* needs keep or abort"),
-        ({}, {}, 1, "is SGLang on another host: .* a publisher on its own host has to push to it"),
+        ({"custom_weight_loader": []}, {}, f"cannot take our weights: start it with {FLAG}"),
+        ({"tp_size": None}, {}, "does not say how many ranks it has"),
+        ({"dp_size": 2}, {}, "runs with dp_size=2, and needs 1"),
+        ({}, {"pause_mode": "wait"}, "pause_mode=wait: .* needs keep or abort"),
     ],
 )
 def test_what_sglang_has_not_is_refused_before_anything_is_paused(
     answering: Callable[..., str],  # noqa: F811
     about: dict[str, Any],
     config: dict[str, Any],
-    node: int,
     message: str,
+    tmp_path: Path,
 ):
     url = answering({"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, ABOUT | about)})
-    replica = EndpointReplica(url, node, CheckpointEngineConfig.from_mapping(config), timeout_s=20)
+    settings = CheckpointEngineConfig.from_mapping(config)
+    replica = EndpointReplica(url, HERE, settings, timeout_s=20, reports=ReportsHere(tmp_path))
     with pytest.raises(ConfigError, match=message):
         asyncio.run(replica.check({"a": ("float32", (1,))}))
 
 
-def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before():
+def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before(tmp_path: Path):
     def replica(url: str) -> EndpointReplica:
-        return EndpointReplica(url, HERE, CheckpointEngineConfig(), timeout_s=20)
+        reports = ReportsHere(tmp_path)
+        return EndpointReplica(url, HERE, CheckpointEngineConfig(), timeout_s=20, reports=reports)
 
     tensors = {"a": ("float32", (1,))}
     url = f"http://127.0.0.1:{free_port()}"

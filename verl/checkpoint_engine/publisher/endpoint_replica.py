@@ -4,13 +4,13 @@ there."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from ..config import CheckpointEngineConfig
-from ..errors import ConfigError, TransportError
+from ..errors import TransportError
 from ..parameter_server.endpoints import Endpoint
-from .hosts import HERE
+from .reports import Reports
 from .sglang_endpoint import SGLangEndpoint, is_sglang
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -18,13 +18,13 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Server(Protocol):
-    """What a push needs of one. Every method blocks."""
+    """What a push needs of one. Every method but `activate` blocks."""
 
     engine: str
 
     def check(self, tensors: Tensors) -> None: ...
     def pause(self, mode: str) -> None: ...
-    def activate(self, arena_path: str, version: int) -> None: ...
+    async def activate(self, arena_path: str, version: int) -> None: ...
     def resume(self) -> None: ...
     def version(self) -> str: ...
 
@@ -39,18 +39,22 @@ class VLLMServer:
     def check(self, tensors: Tensors) -> None:
         self._endpoint.check(None, tensors)
 
-    def activate(self, arena_path: str, version: int) -> None:
-        self._endpoint.load({"arena_path": arena_path, "version": version}, str(version))
+    async def activate(self, arena_path: str, version: int) -> None:
+        update = {"arena_path": arena_path, "version": version}
+        await asyncio.to_thread(self._endpoint.load, update, str(version))
 
 
 class EndpointReplica:
     """Implements `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
 
-    def __init__(self, url: str, node_index: int, config: CheckpointEngineConfig, *, timeout_s: float) -> None:
-        """`node_index`: of its host's node. `timeout_s`: for each request. Raises ConfigError for what is no URL."""
+    def __init__(
+        self, url: str, node_index: int, config: CheckpointEngineConfig, *, timeout_s: float, reports: Reports
+    ) -> None:
+        """`node_index`: of its host's node. `timeout_s`: for each request. `reports`: of its host. Raises ConfigError
+        for what is no URL."""
         self.name = url
         self.node_index = node_index
-        self._config, self._timeout_s = config, timeout_s
+        self._config, self._timeout_s, self._reports = config, timeout_s, reports
         self._server: Server = VLLMServer(url, timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> None:
@@ -67,19 +71,19 @@ class EndpointReplica:
             ) from exc
 
     def _sglang(self) -> SGLangEndpoint:
-        if self.node_index != HERE:
-            raise ConfigError(
-                f"{self.name} is SGLang on another host: its ranks answer in files, so a publisher on its own host "
-                "has to push to it"
-            )
-        check, mode = self._config.check_engine, self._config.pause_mode
-        return SGLangEndpoint(self.name, timeout_s=self._timeout_s, check_engine=check, pause_mode=mode)
+        return SGLangEndpoint(
+            self.name,
+            timeout_s=self._timeout_s,
+            check_engine=self._config.check_engine,
+            pause_mode=self._config.pause_mode,
+            reports=self._reports,
+        )
 
     async def pause(self, mode: str) -> None:
         await self._ask(self._server.pause, mode)
 
     async def activate(self, arena_path: str, version: int) -> None:
-        await self._ask(self._server.activate, arena_path, version)
+        await self._told(self._server.activate(arena_path, version))
 
     async def resume(self) -> None:
         await self._ask(self._server.resume)
@@ -88,8 +92,11 @@ class EndpointReplica:
         await self._ask(self._server.version)
 
     async def _ask(self, question: Callable[..., object], *arguments: object) -> None:
+        await self._told(asyncio.to_thread(question, *arguments))
+
+    async def _told(self, answer: Awaitable[object]) -> None:
         try:
-            await asyncio.to_thread(question, *arguments)
+            await answer
         except TransportError as exc:
             raise type(exc)(f"{self._server.engine} does not answer: {exc.message}", member=self.name) from exc
 

@@ -17,6 +17,7 @@ from ..support.network import host_addresses
 from ..sync.participants import NodePort, RolloutNode
 from .node_key import key_in
 from .remote_node import COMMAND, remote_node
+from .reports import Reports, ReportsHere, ReportsThere
 
 HERE = 0
 """Index of the node in this process."""
@@ -35,6 +36,7 @@ class Hosts:
         self._places = [_place_of(node) for node in nodes]
         self._addresses = [_addresses_of(host) for host, _ in self._places]
         self._job = f"publisher-{os.getpid()}-{secrets.token_hex(4)}"
+        self._reports = ReportsHere(envs.shm_dir())
         self.nodes: dict[int, NodePort] = {}
         """Those that are in use, by their index."""
 
@@ -62,6 +64,14 @@ class Hosts:
                 else remote_node(index, self._places[index - 1], self._key, self._config, job=self._job)
             )
         return self.nodes[index]
+
+    def reports(self, index: int) -> Reports:
+        """Where ranks of servers on the host of that node answer."""
+        return self._reports if index == HERE else ReportsThere(lambda: self.nodes[index])
+
+    def close(self) -> None:
+        """Remove what ranks on this host have answered to nobody. Idempotent."""
+        self._reports.close()
 
 
 def _place_of(node: str) -> tuple[str, int]:

@@ -28,6 +28,7 @@ from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, TransportError
 from ..plan.encoded import unpacked
 from ..sync.participants import NodePort, methods_of
+from .reports import MAKE, TAKE
 
 NONCE_NBYTES: Final = 32
 PROOF_NBYTES: Final = 32
@@ -100,6 +101,8 @@ def _signature_of(method: Callable[..., Any]) -> Signature:
 
 METHODS: dict[str, Signature] = {
     OPEN: Signature([int, CheckpointEngineConfig, str], type(None)),
+    MAKE: Signature([], str),
+    TAKE: Signature([str], dict[int, bytes]),
     **{name: _signature_of(getattr(NodePort, name)) for name in sorted(methods_of(NodePort))},
 }
 """All that may be called, by name."""

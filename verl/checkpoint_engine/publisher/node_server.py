@@ -15,6 +15,7 @@ from ..errors import TransportError
 from ..plan.encoded import unpacked
 from ..sync.participants import RolloutNode
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, let_in
+from .reports import MAKE, TAKE, ReportsHere
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class HeldNode:
     def __init__(self, link: Link, shm_dir: Path) -> None:
         self._link, self._shm_dir = link, shm_dir
         self._node: RolloutNode | None = None
+        self._reports = ReportsHere(shm_dir)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def answer(self) -> None:
@@ -104,6 +106,10 @@ class HeldNode:
             return self._open(*arguments)
         if call.method == "close":
             return await self._close_node()
+        if call.method == MAKE:
+            return await self._reports.make()
+        if call.method == TAKE:
+            return await self._reports.take(*arguments)
         if self._node is None:
             raise TransportError("nothing has been opened")
         return await getattr(self._node, call.method)(*arguments)
@@ -112,7 +118,7 @@ class HeldNode:
         self._node = RolloutNode(index, config, job=job, shm_dir=self._shm_dir)
 
     async def close(self) -> None:
-        """End what is under way, and remove the arena."""
+        """End what is under way, and remove the arena and what ranks have answered."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -120,6 +126,7 @@ class HeldNode:
         await self._close_node()
 
     async def _close_node(self) -> None:
+        self._reports.close()
         if self._node is not None:
             node, self._node = self._node, None
             await node.close()

@@ -147,6 +147,7 @@ class WeightPublisher:
         self._await_pending()
         if self._manager is not None:
             self._loop.run(self._manager.close())
+            self._hosts.close()
             self._ranks.end(Ended())
         else:
             self._ranks.serve()
@@ -231,7 +232,10 @@ class WeightPublisher:
         return self._hosts.index_of(name)
 
     def _replica(self, name: str) -> CheckedReplica:
-        return EndpointReplica(name, self._node_of(name), self._settings, timeout_s=self._timeout_s)
+        index = self._node_of(name)
+        return EndpointReplica(
+            name, index, self._settings, timeout_s=self._timeout_s, reports=self._hosts.reports(index)
+        )
 
     def _await_pending(self) -> None:
         if self._pending is not None:

@@ -3,27 +3,27 @@
     python -m sglang.launch_server --model-path MODEL \\
         --custom-weight-loader verl.checkpoint_engine.engines.sglang.loader.load
 
-An order to the loader travels as the name of an empty tensor; ranks answer in files of this host: see
+An order to the loader travels as the name of an empty tensor; ranks answer in files of their host: see
 `engines.sglang.orders`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-import tempfile
 import time
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing
 
-from ..engines.sglang.orders import LOADER, Order, checked, take_reports
+from ..engines.sglang.orders import LOADER, Order, checked, reports_of
 from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from .reports import Reports
 
 MODES = {"abort": "abort", "keep": "retract"}
 """SGLang's words. `retract`: requests go back to the queue, and are computed again from their tokens."""
@@ -33,13 +33,13 @@ AGAIN_S = 0.05
 
 
 class SGLangEndpoint(HttpServer):
-    """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+    """Every method but `activate` blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
 
     engine = "SGLang"
 
-    def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str) -> None:
-        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. Raises
-        ConfigError for what SGLang has not."""
+    def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str, reports: Reports) -> None:
+        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. `reports`: of
+        its host. Raises ConfigError for what SGLang has not."""
         super().__init__(url, timeout_s=timeout_s)
         if pause_mode not in MODES:
             raise ConfigError(
@@ -49,7 +49,7 @@ class SGLangEndpoint(HttpServer):
         self._check_engine = check_engine
         self._has_checked = False
         self._ranks = 1
-        self._reports = tempfile.TemporaryDirectory(prefix="verl-sglang-")
+        self._reports = reports
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Make sure that it can be told to load a version. Whether that fits its model is found out when it does.
@@ -71,15 +71,17 @@ class SGLangEndpoint(HttpServer):
         """Stop generating. Idempotent."""
         self.call("POST", "/pause_generation", {"mode": MODES[mode]})
 
-    def activate(self, arena_path: str, version: int) -> None:
+    async def activate(self, arena_path: str, version: int) -> None:
         """Have every rank load `version`, while it is paused. Raises ActivationError; its weights may be torn then."""
         check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
-        # One for each order: a rank that answers late does not answer the next one.
-        reports = Path(tempfile.mkdtemp(dir=self._reports.name))
-        order = Order(reports=str(reports), arena_path=arena_path, version=version, check=check)
-        self._carry_out(order)
-        checked(take_reports(reports, self._ranks), order)
+        directory = await self._reports.make()
+        order = Order(reports=directory, arena_path=arena_path, version=version, check=check)
+        await asyncio.to_thread(self._carry_out, order)
+        checked(reports_of(await self._reports.take(directory), self._ranks), order)
         self._has_checked |= check
+        await asyncio.to_thread(self._serve, version)
+
+    def _serve(self, version: int) -> None:
         # Not with the order: SGLang would say that it serves a version that its ranks could not load.
         self.call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._flush()

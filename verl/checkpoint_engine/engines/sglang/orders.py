@@ -6,6 +6,7 @@ the name of an empty tensor, and answers are files in a directory that the order
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -51,13 +52,21 @@ def write_report(directory: Path, rank: int, report: Report) -> None:
     (directory / f"{rank}.json").write_bytes(msgspec.json.encode(report))
 
 
-def take_reports(directory: Path, ranks: int) -> dict[int, Report]:
-    """What all ranks wrote since it was called last. Raises ActivationError with what failed on any, and for a rank
-    that wrote nothing."""
-    reports = {}
+def read_reports(directory: Path) -> dict[int, bytes]:
+    """What each rank wrote since it was called last."""
+    written = {}
     for file in sorted(directory.glob("*.json")):
-        reports[int(file.stem)] = msgspec.json.decode(file.read_bytes(), type=Report)
+        written[int(file.stem)] = file.read_bytes()
         file.unlink()
+    return written
+
+
+def reports_of(written: Mapping[int, bytes], ranks: int) -> dict[int, Report]:
+    """What all ranks say. Raises ActivationError with what failed on any, and for a rank that wrote nothing."""
+    try:
+        reports = {rank: msgspec.json.decode(text, type=Report) for rank, text in written.items()}
+    except msgspec.DecodeError as exc:
+        raise ActivationError(f"a rank of SGLang wrote what is no report: {exc}") from exc
     if failed := [f"rank {rank}: {report.failed}" for rank, report in reports.items() if report.failed]:
         raise ActivationError("; ".join(failed))
     if silent := sorted(set(range(ranks)) - reports.keys()):

@@ -27,7 +27,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
-from verl.checkpoint_engine.engines.sglang.orders import LOADER, Order, Report, checked, take_reports
+from verl.checkpoint_engine.engines.sglang.orders import LOADER, Order, Report, checked, read_reports, reports_of
 from verl.checkpoint_engine.errors import ActivationError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
@@ -292,7 +292,7 @@ class SGLangEngine:
             await self._told(self._manager.update_weights_from_tensor(update))
         finally:
             await self._told(self._manager.end_weight_update(EndWeightUpdateReqInput()))
-        return take_reports(self._reports, ranks)
+        return reports_of(read_reports(self._reports), ranks)
 
     async def _told(self, call: Coroutine[Any, Any, tuple[bool, str]]) -> None:
         success, message = (await self._alive(call))[:2]

@@ -1,0 +1,91 @@
+"""Directories in which the ranks of an SGLang server answer, on its host: see `engines.sglang.orders`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ..engines.sglang.orders import read_reports
+from ..errors import ActivationError, TransportError
+from ..memory.janitor import Janitor
+
+if TYPE_CHECKING:
+    from .remote_node import RemoteNode
+
+PREFIX = "sglang-reports-"
+MAKE, TAKE = "make_reports", "take_reports"
+"""What a process that holds nodes is asked for."""
+
+
+class Reports(Protocol):
+    """Of one host. Every method raises ActivationError."""
+
+    async def make(self) -> str:
+        """A new directory there, for the answers to one order: a rank that answers late does not answer the next."""
+        ...
+
+    async def take(self, directory: str) -> dict[int, bytes]:
+        """What each rank has written into `directory`, which is removed."""
+        ...
+
+
+class ReportsHere:
+    """Of this host, beside its arenas: whoever maps those sees them. Removed with this process, however it ends."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        self._shm_dir = shm_dir
+        self._root: Path | None = None
+        self._janitor: Janitor | None = None
+        self._made: set[str] = set()
+
+    async def make(self) -> str:
+        try:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._shm_dir))
+                self._janitor = Janitor(self._root)
+            directory = tempfile.mkdtemp(dir=self._root)
+        except OSError as exc:
+            raise ActivationError(f"there is no directory for what SGLang's ranks answer: {exc}") from exc
+        self._made.add(directory)
+        return directory
+
+    async def take(self, directory: str) -> dict[int, bytes]:
+        if directory not in self._made:
+            raise ActivationError(f"no answers of SGLang's ranks were asked for in {directory}")
+        self._made.remove(directory)
+        try:
+            return read_reports(Path(directory))
+        except (OSError, ValueError) as exc:
+            raise ActivationError(f"what SGLang's ranks answered cannot be read: {exc}") from exc
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove what was not taken. Idempotent."""
+        if self._janitor is not None:
+            self._janitor.close()
+        self._root = self._janitor = None
+        self._made.clear()
+
+
+class ReportsThere:
+    """Of another host, where a process holds a node."""
+
+    def __init__(self, node: Callable[[], object]) -> None:
+        """`node()`: the RemoteNode that is in use."""
+        self._node = cast("Callable[[], RemoteNode]", node)
+
+    async def make(self) -> str:
+        return cast(str, await self._asked(MAKE))
+
+    async def take(self, directory: str) -> dict[int, bytes]:
+        return cast("dict[int, bytes]", await self._asked(TAKE, directory))
+
+    async def _asked(self, method: str, *arguments: str) -> object:
+        try:
+            return await self._node().ask(method, arguments)
+        except TransportError as exc:
+            raise ActivationError(f"what SGLang's ranks answer cannot be had: {exc.message}") from exc

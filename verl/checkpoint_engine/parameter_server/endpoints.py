@@ -103,13 +103,13 @@ class Endpoint(HttpServer):
 
     def _start(self) -> None:
         try:
-            self.call("POST", "/start_weight_update")
+            self.call("POST", "/start_weight_update", {})
         except Refused as exc:
             if "already active" not in exc.message:
                 raise
             # Whoever began it was killed in the middle. Of several workers one has given up, the others wait.
             self.call("POST", "/finish_weight_update")
-            self.call("POST", "/start_weight_update")
+            self.call("POST", "/start_weight_update", {})
 
     def version(self) -> str:
         """What the engine says that it serves; `default` for the weights that it started with."""

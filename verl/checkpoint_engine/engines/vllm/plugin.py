@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from ...compat.vllm import knows_weight_transfer_engine
+from ...compat.vllm_0_24 import adapt_workers, makes_engines_of_less
 from ...parameter_server.endpoints import ENGINE_NAME
 from ...support.lifetime import end_with
 from .deaths import tell_deaths
@@ -16,8 +17,12 @@ def register() -> None:
 
     from ...compat.torch import allow_amx
 
+    name = "ArenaWeightTransferEngine"
+    if makes_engines_of_less():
+        adapt_workers(ENGINE_NAME)
+        name = "ArenaEngineOfLess"
     if not knows_weight_transfer_engine(ENGINE_NAME):
-        WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", "ArenaWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", name)
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
     tell_deaths()

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ...compat.vllm_0_24 import configuration
 from ...errors import ActivationError, ConfigError, IntegrityError, TransportError
 from ...memory.committed import PinnedSlots, open_to_activate
 from ...memory.digest import Manifest
@@ -350,3 +351,16 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         Raises ConfigError: what is loaded here was published, and verified, before vLLM is told of it.
         """
         raise ConfigError("this vLLM engine is not sent weights by vLLM's trainers: push them with a WeightPublisher")
+
+
+class ArenaEngineOfLess(ArenaWeightTransferEngine):
+    """For vLLM 0.24: see `compat.vllm_0_24`."""
+
+    def __init__(self, config: Any, parallel_config: Any, model: torch.nn.Module) -> None:
+        self.vllm_config = configuration()
+        self.device = next(model.parameters()).device
+        super().__init__(config, parallel_config, model)
+
+    def receive_weights(self, update_info: ArenaUpdateInfo, load_weights: Any = None) -> None:
+        """`load_weights`: how that vLLM would load; what comes from an arena is loaded as in every version."""
+        super().receive_weights(update_info)

@@ -15,7 +15,7 @@ from typing import Any
 TIMEOUT_S = 400.0
 RUNS = 8
 """So many functions the same processes are given. Caches of models and meshes keep the groups of what is over, and each
-group's threads look a hundred times a second whether there is something to do: 900 groups take a core."""
+group's threads look a hundred times a second whether there is something to do: some 1,800 slowed a whole run down."""
 
 
 class RankPool:

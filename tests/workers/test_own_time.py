@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
+import time
 
 import pytest
 import torch
@@ -17,36 +14,17 @@ from verl.trainer.ppo.slow_ranks import STEPS, SlowRanks
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.own_time import EventClock, HostClock, Own, OwnTime
 
-PULSES = """
-import os, signal, sys, time
-while os.path.exists(sys.argv[1]):
-    for what, seconds in ((signal.SIGSTOP, 0.004), (signal.SIGCONT, 0.001)):
-        os.kill(int(sys.argv[2]), what)
-        time.sleep(seconds)
-"""
-DEADLINE_S = 60.0
-MANY, FEW = 3000, 20
-"""Sequences: many take a rank tens of milliseconds of its own."""
+SEQUENCES = 20
+LONGER_S = 0.1
+"""In each of its blocks."""
 PHASE = "old_log_prob"
 
 
-@contextmanager
-def stopped_now_and_then(while_there):
-    """This process, four fifths of the time."""
-    while_there.touch()
-    pulses = subprocess.Popen([sys.executable, "-S", "-c", PULSES, while_there, str(os.getpid())])
-    try:
-        yield
-    finally:
-        while_there.unlink()
-        pulses.wait(DEADLINE_S)
-
-
-def computed(engine, sequences, steps):
+def computed(engine, steps):
     """What each step takes of this rank by itself."""
     own = OwnTime(HostClock())
     own.watch(engine.own_blocks())
-    rows = batch(sequences, 1).chunk(2)[dist.get_rank()]
+    rows = batch(SEQUENCES, 1).chunk(2)[dist.get_rank()]
     found = []
     for _ in range(steps):
         with own.during(PHASE):
@@ -55,16 +33,16 @@ def computed(engine, sequences, steps):
     return found
 
 
-def compute_beside_a_slow_rank(path, directory):
+def compute_beside_a_slow_rank(path):
     engine = make_engine(path)
-    if dist.get_rank() == 0:
-        return computed(engine, MANY, 3 * STEPS)
-    with stopped_now_and_then(directory / "stopped"):
-        return computed(engine, MANY, 3 * STEPS)
+    if dist.get_rank() == 1:
+        for block in engine.own_blocks():
+            next(block.children()).register_forward_pre_hook(lambda *_: time.sleep(LONGER_S))
+    return computed(engine, 3 * STEPS)
 
 
-def test_a_rank_that_is_stopped_now_and_then_is_named_though_the_others_wait_for_it(ranks, models, caplog, tmp_path):
-    both = ranks.run(compute_beside_a_slow_rank, 2, models("qwen2", True), tmp_path)
+def test_a_rank_that_takes_longer_is_named_though_the_others_wait_for_it(ranks, models, caplog):
+    both = ranks.run(compute_beside_a_slow_rank, 2, models("qwen2", True))
     slow_ranks = SlowRanks(lambda rank: f"number {rank} of two")
     slowest = [slow_ranks.look(step)[f"trainer/slowest_rank/{PHASE}"] for step in zip(*both, strict=True)]
     assert sum(slowest) > len(slowest) / 2
@@ -73,7 +51,7 @@ def test_a_rank_that_is_stopped_now_and_then_is_named_though_the_others_wait_for
 
 
 def compute_with(make, path, options):
-    (own,) = computed(make(path, **options), FEW, 1)
+    (own,) = computed(make(path, **options), 1)
     return own
 
 
@@ -97,7 +75,7 @@ def compute_outside_of_phases(path):
     engine = make_engine(path)
     own = OwnTime(HostClock())
     own.watch(engine.own_blocks())
-    engine.compute_log_prob(batch(FEW, 1), temperature=1.0, limits=MicroBatchLimits(max_sequences=100))
+    engine.compute_log_prob(batch(SEQUENCES, 1), temperature=1.0, limits=MicroBatchLimits(max_sequences=100))
     return own.take()
 
 

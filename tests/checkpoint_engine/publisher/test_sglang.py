@@ -51,24 +51,29 @@ class ServedSGLang(HttpServer):
         return [self.call("POST", "/generate", body)["output_ids"] for body in bodies]
 
     @contextmanager
-    def begins_with(self, prompt: Sequence[int], count: int) -> Iterator[Callable[[], list[int]]]:
-        """Yields, once there is a token, what waits for all of them."""
+    def begins_unlike(
+        self, other: Sequence[int], prompt: Sequence[int], count: int
+    ) -> Iterator[Callable[[], list[int]]]:
+        """Yields, once its tokens are not those of `other`, what waits for all of them."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
         data = json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/generate", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            assert answer.readline().startswith(b"data: {")
-            yield lambda: _last_of(answer)["output_ids"]
+            answers = _output_ids(answer)
+            next(ids for ids in answers if ids != [*other[: len(ids)]])
+            yield lambda: [*answers][-1]
 
     def version(self) -> str:
         found: str = self.call("GET", "/model_info")["weight_version"]
         return found
 
 
-def _last_of(answer: Iterable[bytes]) -> Any:
-    chunks = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
-    return json.loads(chunks[-1])
+def _output_ids(answer: Iterable[bytes]) -> Iterator[list[int]]:
+    """So far, in each part of a stream."""
+    for line in answer:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))["output_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +151,20 @@ class TestAgainstSGLang:
 
     def test_requests_that_are_kept_end_with_the_new_weights(self, server: ServedSGLang, directory: Path, shm: Path):
         model = AutoModelForCausalLM.from_pretrained(directory)
+        old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        nudge(model, 3)
+        new = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         count, prompt = 400, PROMPTS[0]
         with WeightPublisher(model, [server.url], config={"pause_mode": "keep"}) as publisher:
             publisher.push(1)
-            (before,) = server.greedy_tokens([prompt], count)
-            with server.begins_with(prompt, count) as rest:  # the first token is there
-                nudge(model, 3)
-                publisher.push(2)
-                kept = rest()
             (after,) = server.greedy_tokens([prompt], count)
+            model.load_state_dict(old)
+            publisher.push(2)
+            (before,) = server.greedy_tokens([prompt], count)
+            with server.begins_unlike(after, prompt, count) as rest:
+                model.load_state_dict(new)
+                publisher.push(3)
+                kept = rest()
         assert len(kept) == count
         assert kept not in (before, after)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import TransportError
-from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 
 
 def serve(

@@ -22,7 +22,8 @@ from verl.checkpoint_engine.memory.publishing import publisher_environment
 from verl.checkpoint_engine.plan.delta_choice import DeltaRequest
 from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.ports import WeightSource
-from verl.checkpoint_engine.sync.participants import Holding, Published, TrainerRank
+from verl.checkpoint_engine.sync.members import Holding, Published
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 
 class SteppingSource(WeightSource, Protocol):

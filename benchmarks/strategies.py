@@ -43,7 +43,7 @@ from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint

@@ -17,7 +17,8 @@ from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 
 class RowShardedSource:

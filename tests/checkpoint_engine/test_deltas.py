@@ -22,7 +22,7 @@ from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS, DeltaReport
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 
 QUICK = ("tcp", "nixl", EXAMPLE)
 OPTIONS = {"delta": "always", "block_kilobytes": 4, "update_weights_bucket_megabytes": 1, "retries": 0}

@@ -19,7 +19,7 @@ from tests.checkpoint_engine.test_one_sided import engine_of, fleet_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.memory.committed import committed_version
-from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 
 LATE = [*CHAINS, using("kimi_ckpt_engine")]
 

@@ -20,7 +20,8 @@ from verl.checkpoint_engine.plan.member_report import SLOWEST, Link, MemberTime,
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.outliers import LEAST_KNOWN, TIMES, outlier, slowest_of
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 NBYTES = 4 * 1000 * 64
 

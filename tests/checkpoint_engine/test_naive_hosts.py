@@ -25,7 +25,8 @@ from verl.checkpoint_engine.errors import (
     TransportTimeout,
 )
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 FAR_S, NEAR_S = 60.0, 5.0
 """A death is noticed long before, a stall at the deadline."""

@@ -18,7 +18,7 @@ from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource, ar
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import IntegrityError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import TrainerRank
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode, RayTrainerRank
 

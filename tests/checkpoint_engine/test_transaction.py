@@ -28,7 +28,7 @@ from verl.checkpoint_engine.errors import (
 )
 from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.plan.types import Shard
-from verl.checkpoint_engine.sync.participants import TrainerRank
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 SHORT_S = 2.0
 OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}, "retries": 0}

@@ -15,7 +15,8 @@ from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSou
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.experimental.agent_loop.registry import constructor_arguments, known_loops, loop_factory
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.e2e.faults import DIRECTORY, LOG_PROBS, PUBLISH, REMEMBER, SAVE, UPDATE, WRITE
-from verl.checkpoint_engine.sync.participants import TrainerRank
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.workers.engine import background
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.megatron.engine import MegatronEngine

@@ -19,7 +19,7 @@ from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
 from verl.checkpoint_engine.parameter_server.metas import load_metas
 from verl.checkpoint_engine.parameter_server.safetensors_files import read_checkpoint
 from verl.checkpoint_engine.plan.shards import ShardTable
-from verl.checkpoint_engine.sync.participants import RolloutNode
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
 
 

@@ -24,7 +24,8 @@ from tests.weight_sync.trainers import CONFIG, NUM_RANKS, Trainer
 from tests.workers.rollout.test_death import assert_dead_soon, server_process
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.utils.builtin import make_tiny_model
 from verl.workers.rollout import SamplingOptions, TokenOutput
 from verl.workers.rollout.errors import ReplicaDied

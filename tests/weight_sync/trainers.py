@@ -20,7 +20,8 @@ from tests.workers.engine.engine_cases import batch
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import RolloutNode, TrainerRank
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.protocol import DataProto
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import from_mapping

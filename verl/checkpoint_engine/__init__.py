@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from .publisher import TRLWeightTransfer, WeightPublisher
     from .registry import CheckpointEngineRegistry
     from .sync.manager import CheckpointEngineManager
-    from .sync.participants import RolloutNode, TrainerRank
+    from .sync.rollout_node import RolloutNode
+    from .sync.trainer_rank import TrainerRank
 
 _MODULES = {
     "base": ("CheckpointEngine", "CheckpointEngineWithCache"),
@@ -56,7 +57,8 @@ _MODULES = {
         "TransportTimeout",
     ),
     "sync.manager": ("CheckpointEngineManager",),
-    "sync.participants": ("RolloutNode", "TrainerRank"),
+    "sync.rollout_node": ("RolloutNode",),
+    "sync.trainer_rank": ("TrainerRank",),
     "publisher": ("TRLWeightTransfer", "WeightPublisher"),
     "registry": ("CheckpointEngineRegistry",),
     "plan.types": ("SyncReport", "TensorMeta"),

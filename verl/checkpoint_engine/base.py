@@ -1,6 +1,6 @@
 """What a backend is: the way in which bytes get from trainer ranks into the spare slots of rollout nodes.
 
-One instance lives on every member. The manager (through `participants.py`) drives them like this:
+One instance lives on every member. The manager (through `sync/participant.py`) drives them like this:
 
     every trainer rank and node     prepare                 register memory, say how to be reached
     driver                          build_topology          who sends to whom

@@ -164,7 +164,8 @@ async def _run(
 ) -> None:
     from .support import envs
     from .sync.manager import CheckpointEngineManager
-    from .sync.participants import RolloutNode, TrainerRank
+    from .sync.rollout_node import RolloutNode
+    from .sync.trainer_rank import TrainerRank
 
     for version, (before, name) in enumerate(VERSIONS):
         source = FileSource(checkpoint_files(directories[name]))

@@ -16,7 +16,9 @@ from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import Box, Shard, SyncReport, TensorSpec
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import NodePort, RolloutNode, TrainerPort, TrainerRank
+from verl.checkpoint_engine.sync.members import NodePort, TrainerPort
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 from verl.doctor.finding import Finding
 
 MIB = 32

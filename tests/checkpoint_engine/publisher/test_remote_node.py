@@ -33,7 +33,7 @@ from verl.checkpoint_engine.publisher.node_server import serve
 from verl.checkpoint_engine.publisher.remote_node import RemoteNode
 from verl.checkpoint_engine.publisher.reports import MAKE, TAKE
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.participants import NodePort, methods_of
+from verl.checkpoint_engine.sync.members import NodePort, methods_of
 
 KEY = b"k" * 64
 

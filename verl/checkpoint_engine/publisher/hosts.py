@@ -14,7 +14,8 @@ from ..config import CheckpointEngineConfig
 from ..errors import ConfigError
 from ..support import envs
 from ..support.network import host_addresses
-from ..sync.participants import NodePort, RolloutNode
+from ..sync.members import NodePort
+from ..sync.rollout_node import RolloutNode
 from .node_key import key_in
 from .remote_node import COMMAND, remote_node
 from .reports import Reports, ReportsHere, ReportsThere

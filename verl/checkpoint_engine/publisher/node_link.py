@@ -27,7 +27,7 @@ from .. import errors
 from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, TransportError
 from ..plan.encoded import unpacked
-from ..sync.participants import NodePort, methods_of
+from ..sync.members import NodePort, methods_of
 from .reports import MAKE, TAKE
 
 NONCE_NBYTES: Final = 32

@@ -13,7 +13,7 @@ import msgspec
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..plan.encoded import unpacked
-from ..sync.participants import RolloutNode
+from ..sync.rollout_node import RolloutNode
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, let_in
 from .reports import MAKE, TAKE, ReportsHere
 

@@ -27,7 +27,7 @@ from ..plan.types import SyncReport
 from ..ports import Replica
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
-from ..sync.participants import TrainerRank
+from ..sync.trainer_rank import TrainerRank
 from .endpoint_replica import EndpointReplica
 from .hosts import Hosts
 from .model_source import ModelSource

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ..errors import CheckpointEngineError, TransportError
 from ..plan.types import SyncReport
 from ..support.loop_thread import LoopThread
-from ..sync.participants import TrainerPort, TrainerRank, methods_of
+from ..sync.members import TrainerPort, methods_of
+from ..sync.trainer_rank import TrainerRank
 
 
 @dataclass(frozen=True)

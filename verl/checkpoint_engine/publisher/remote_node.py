@@ -13,7 +13,7 @@ from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..plan.encoded import unpacked
 from ..support.package import PACKAGE
-from ..sync.participants import NodePort, methods_of
+from ..sync.members import NodePort, methods_of
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, ask_in
 
 GONE = (OSError, EOFError, TransportError)

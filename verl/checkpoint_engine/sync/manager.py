@@ -38,8 +38,8 @@ from ..registry import resolve_backend
 from ..support.records import append
 from .deadline import all_within, each_within
 from .delta_policy import DeltaPolicy
+from .members import Holding, MemberPort, NodePort, TrainerPort
 from .outliers import COMPARED, outlier
-from .participants import Holding, MemberPort, NodePort, TrainerPort
 from .transaction import Boundary, Fleet, Stopwatch, SyncTransaction
 
 logger = logging.getLogger(__name__)

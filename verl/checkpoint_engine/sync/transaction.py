@@ -45,7 +45,7 @@ from ..ports import Replica
 from ..support.memory import MemoryUse
 from .deadline import all_within, each_within
 from .delta_policy import delta_report
-from .participants import NodePort, TrainerPort
+from .members import NodePort, TrainerPort
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ import ray
 from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.sync.participants import NodePort, RolloutNode, methods_of
+from verl.checkpoint_engine.sync.members import NodePort, methods_of
+from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.utils.lifetime import begin_actor
 
 NODE_CPUS = 0.05

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
-from verl.checkpoint_engine.sync.participants import Holding, NodePort, TrainerPort, methods_of
+from verl.checkpoint_engine.sync.members import Holding, NodePort, TrainerPort, methods_of
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ WEIGHTS = {"w": torch.arange(64, dtype=torch.bfloat16)}
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
             await asyncio.sleep(0.01)
 

@@ -203,7 +203,7 @@ async def test_a_relay_that_fails_is_named_within_the_deadline_and_the_next_sync
         fleet.assert_serves(1)
         if number == signal.SIGKILL:
             await fleet.trainers[1].end()
-            fleet.manager._trainers[1] = fleet.trainers[1] = fleet.start_trainer(1)
+            fleet.manager._membership.trainers[1] = fleet.trainers[1] = fleet.start_trainer(1)
         elif number is not None:
             fleet.trainers[1].signal(signal.SIGCONT)
         await fleet.sync(3)

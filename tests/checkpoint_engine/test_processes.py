@@ -164,14 +164,14 @@ class TestProcesses:
     async def test_errors_arrive_whole_from_another_process_and_the_next_sync_works(self, tmp_path: Path):
         async with Processes(tmp_path) as processes:
             await processes.sync(1)
-            verify = processes.manager._nodes[0].verify
+            verify = processes.manager._membership.nodes[0].verify
 
             async def flip_and_verify(version: int, digests: bytes) -> None:
                 with spare_slot(tmp_path).open("r+b") as file:
                     file.write(b"\x01")
                 await verify(version, digests)
 
-            processes.manager._nodes[0].verify = flip_and_verify
+            processes.manager._membership.nodes[0].verify = flip_and_verify
             with pytest.raises(SyncAborted) as raised:
                 await processes.sync(2)
             cause = raised.value.__cause__
@@ -179,6 +179,6 @@ class TestProcesses:
             assert (cause.version, cause.phase, cause.member) == (2, "verify", "node-0")
             assert "w[0:32, 0:32] (bytes 0..4096, from trainer-0)" in str(cause)
             processes.assert_serves(1)
-            processes.manager._nodes[0].verify = verify
+            processes.manager._membership.nodes[0].verify = verify
             await processes.sync(3)
             processes.assert_serves(3)

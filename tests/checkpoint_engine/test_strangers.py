@@ -104,7 +104,7 @@ def stranger(user: int, what: str, peer: str, address: int) -> str:
 async def test_another_user_reads_and_writes_nothing_through_mooncake(backend: str, tmp_path: Path) -> None:
     async with ProcessFleet(config_of(backend), tmp_path) as fleet:
         await fleet.sync(1)
-        owner = msgspec.json.decode(fleet.manager._trainer_members[0].address, type=OwnerAddress)
+        owner = msgspec.json.decode(fleet.manager._membership.trainer_members[0].address, type=OwnerAddress)
         peer, region = owner.wire.decode(), owner.region
 
         async def attempt(user: int, what: str) -> str:

@@ -231,7 +231,7 @@ async def test_a_failure_that_stays_is_retried_as_often_as_configured(tmp_path: 
 async def test_a_member_that_does_not_answer_is_not_waited_for_in_another_attempt(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("verl.checkpoint_engine.sync.manager.ANSWERS_WITHIN_S", SHORT_S)
+    monkeypatch.setattr("verl.checkpoint_engine.sync.membership.ANSWERS_WITHIN_S", SHORT_S)
     async with Fleet(weights(0), tmp_path, deadlines={"prepare_s": 3600}) as fleet:
         await sync(fleet, 1)
         fleet.nodes[0].before["stage"] = raising(TransportError("nothing comes"))

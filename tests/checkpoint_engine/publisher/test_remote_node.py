@@ -112,7 +112,7 @@ async def test_a_byte_that_flips_there_ends_as_it_would_here(tmp_path: Path):
     fleet = Fleet(weights(0), tmp_path / "here", backend="tcp", retries=0, delta="off")
     async with serving(tmp_path) as place, fleet_with(remote(place.port, fleet.config), fleet) as replica:
         await fleet.manager.update_weights(0)
-        node = fleet.manager._nodes[0]
+        node = fleet.manager._membership.nodes[0]
         verify = node.verify
 
         async def spoiled(version: int, digests: bytes) -> int:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -24,40 +22,22 @@ from ..errors import (
     ActivationError,
     CheckpointEngineError,
     ConfigError,
-    PlanError,
     SyncAborted,
-    TransportError,
 )
-from ..plan.layout import Layout
-from ..plan.shards import ShardTable
-from ..plan.sync_plan import SyncPlan, make_plan
-from ..plan.topology import TOPOLOGIES, Topology, direct
-from ..plan.types import Member, SyncReport
+from ..plan.sync_plan import SyncPlan
+from ..plan.types import SyncReport
 from ..ports import Replica
 from ..registry import resolve_backend
 from ..support.records import append
 from .deadline import all_within, each_within
 from .delta_policy import DeltaPolicy
-from .members import Holding, MemberPort, NodePort, TrainerPort
+from .members import NodePort, TrainerPort
+from .membership import Held, Membership
 from .outliers import COMPARED, outlier
-from .transaction import Boundary, Fleet, Stopwatch, SyncTransaction
+from .stopwatch import Stopwatch
+from .transaction import Boundary, Fleet, SyncTransaction
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-ANSWERS_WITHIN_S = 20.0
-"""A member that says nothing for so long, after an attempt has failed, is not waited for in another one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What trainer ranks have held since the last version was committed, until they publish the next one."""
-
-    version: int
-    plan: SyncPlan
-    trainers: Sequence[Member]
-    digests: bytes
 
 
 class CheckpointEngineManager:
@@ -79,31 +59,17 @@ class CheckpointEngineManager:
             raise ConfigError("a sync needs at least one trainer rank and one rollout node")
         self._engine_class = resolve_backend(config)
         self._config = config
-        self._trainers = list(trainers)
-        self._nodes = list(nodes)
+        self._membership = Membership(config, self._engine_class, trainers, nodes)
         self._replicas: dict[str, Replica] = {}
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
         self._on_report = on_report
-        self._plan: SyncPlan | None = None
-        """That everybody is connected for."""
-        self._planned: tuple[list[tuple[str, bytes]], SyncPlan] | None = None
-        """What ranks held when it was planned last, and the plan: it is made anew only if they hold something else."""
-        self._holdings: list[Holding] = []
-        self._arena_paths: dict[int, str] = {}
-        self._node_at: dict[int, NodePort] = {}
-        self._trainer_members: list[Member] = []
-        self._node_members: list[Member] = []
         self._held: Held | None = None
         self._version: int | None = None
         self._deltas = DeltaPolicy(config, possible=self._engine_class.capabilities.deltas)
         self._earlier: deque[SyncReport] = deque(maxlen=COMPARED)
         self._attempt = 0
         self._lock = asyncio.Lock()
-
-    @property
-    def _members(self) -> list[MemberPort]:
-        return [*self._trainers, *self._nodes]
 
     @property
     def version(self) -> int | None:
@@ -133,21 +99,22 @@ class CheckpointEngineManager:
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
         and the next call plans and connects anew, so that members may have been replaced meanwhile.
-        What `_prepared` finds wrong before a sync (ConfigError, PlanError, a dead member) is raised as it is.
+        What `Membership.prepared` finds wrong before a sync (ConfigError, PlanError, a dead member) is raised as it is.
         """
         async with self._lock:
+            members = self._membership
             clock = Stopwatch()
             with clock.phase("prepare"):
-                plan = await self._prepared(clock)
+                plan = await members.prepared(clock)
             fleet = Fleet(
-                self._trainers,
-                self._nodes,
-                self._arena_paths,
+                members.trainers,
+                members.nodes,
+                members.arena_paths,
                 self.replicas,
                 plan,
                 same_host=self._engine_class.capabilities.same_host,
                 senders_serve=not self._engine_class.capabilities.one_sided,
-                reconnect=lambda: self._reconnect(plan, clock),
+                reconnect=lambda: members.reconnect(plan, clock),
             )
             transaction = SyncTransaction(
                 global_steps,
@@ -157,7 +124,7 @@ class CheckpointEngineManager:
                 boundary=boundary,
                 released=released,
                 deltas=self._deltas.request(
-                    self._held.version if self._held else None, plan, across_hosts=self._is_across_hosts
+                    self._held.version if self._held else None, plan, across_hosts=members.is_across_hosts
                 ),
                 attempt=self._attempt,
             )
@@ -168,26 +135,25 @@ class CheckpointEngineManager:
                 if transaction.committed:
                     self._committed(transaction, plan)
                 else:
-                    self._plan = None
+                    members.connect_anew()
                 self._record(transaction.report("committed" if transaction.committed else "aborted", exc))
                 raise
             self._committed(transaction, plan)
             if not report.retries:
                 self._deltas.learn(plan, report.phase_s, report.delta)
             if self._engine_class.capabilities.connects_once:
-                self._plan = None
+                members.connect_anew()
             self._quarantine(transaction.quarantined)
             self._record(report)
             return report
 
-    @property
-    def _is_across_hosts(self) -> bool:
-        return not direct(self._trainer_members, self._node_members).is_on_one_host
-
     def _committed(self, transaction: SyncTransaction, plan: SyncPlan) -> None:
         self._version = transaction.version
         self._held = Held(
-            version=transaction.version, plan=plan, trainers=self._trainer_members, digests=transaction.digests
+            version=transaction.version,
+            plan=plan,
+            trainers=self._membership.trainer_members,
+            digests=transaction.digests,
         )
 
     async def add_nodes(self, nodes: Iterable[NodePort]) -> None:
@@ -211,14 +177,13 @@ class CheckpointEngineManager:
                         "sync, because nodes of this backend cannot fetch a version by themselves. Those of tcp, nixl, "
                         "mooncake and kimi_ckpt_engine can"
                     )
-                calls = {node.name: self._join(node) for node in added}
+                calls = {node.name: self._membership.join(node, self._held) for node in added}
                 failures = await each_within(
                     sum(vars(self._config.deadlines).values()), calls, version=self._version, phase="join"
                 )
             for node in added:
                 if node.name not in failures:
-                    self._nodes = [*(known for known in self._nodes if known.name != node.name), node]
-                    self._plan = None
+                    self._membership.add_node(node)
             if failures:
                 raise next(iter(failures.values()))
 
@@ -229,55 +194,15 @@ class CheckpointEngineManager:
         whose number is not higher: reports say the `attempt`.
         """
         async with self._lock:
-            self._trainers = list(trainers)
-            self._plan = self._held = None
+            self._membership.replace_trainers(trainers)
+            self._held = None
             self._attempt += 1
 
     async def remove_nodes(self, nodes: Iterable[NodePort]) -> None:
         """Leave rollout nodes out of the syncs to come, for instance because their host is gone; nothing is asked of
         them. Remove the replicas on them first. The next sync plans and connects anew."""
         async with self._lock:
-            leaving = {node.name for node in nodes}
-            self._nodes = [node for node in self._nodes if node.name not in leaving]
-            self._plan = None
-
-    async def _join(self, node: NodePort) -> None:
-        """Bring the version in service to `node` alone."""
-        held, deadlines = self._held, self._config.deadlines
-        if held is None:  # a version is in service, but the trainer ranks that published it are not there any more
-            raise TransportError("nobody has the version in service until the next sync", member=node.name)
-        version = held.version
-
-        async def step(phase: str, timeout_s: float, call: Awaitable[T]) -> T:
-            return (await all_within(timeout_s, {node.name: call}, version=version, phase=phase))[node.name]
-
-        try:
-            member = await step("prepare", deadlines.prepare_s, node.prepare(held.plan.encode()))
-            await self._let_in(member, held, version)
-            topology = self._topology(held.trainers, [member])
-            await step("prepare", deadlines.prepare_s, node.connect(topology))
-            await step("stage", deadlines.stage_s, node.begin(version))
-            await step("stage", deadlines.stage_s, node.stage(version))
-            if self._config.verify:
-                await step("verify", deadlines.verify_s, node.verify(version, held.digests))
-            await step("commit", deadlines.commit_s, node.commit(version, held.digests))
-        except BaseException:
-            dropped = {node.name: node.drop()}
-            for error in (await each_within(deadlines.commit_s, dropped, version=version, phase="drop")).values():
-                logger.warning("could not undo: %s", error)
-            raise
-        self._node_at[member.index] = node
-        self._arena_paths[member.index] = member.arena
-
-    async def _let_in(self, node: Member, held: Held, version: int) -> None:
-        """Tell the trainer ranks of a node on a host from which they let nobody in so far."""
-        known = self._topology(held.trainers, self._node_members)
-        if set(node.host_addresses) <= {address for member in known.members for address in member.host_addresses}:
-            return
-        wider = self._topology(held.trainers, [*self._node_members, node])
-        calls = {trainer.name: trainer.connect(wider) for trainer in self._trainers}
-        await all_within(self._config.deadlines.prepare_s, calls, version=version, phase="prepare")
-        self._node_members.append(node)
+            self._membership.remove_nodes(nodes)
 
     async def add_replicas(self, replicas: Iterable[Replica]) -> None:
         """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
@@ -335,77 +260,15 @@ class CheckpointEngineManager:
 
     async def close(self) -> None:
         """Release what members hold: connections, arenas. Idempotent; members that are gone are logged."""
-        members = {member.name: member.close() for member in self._members}
+        members = {member.name: member.close() for member in self._membership.everybody}
         failures = await each_within(self._config.deadlines.commit_s, members, version=self._version, phase="close")
         for error in failures.values():
             logger.info("while closing: %s", error)
 
-    async def _prepared(self, clock: Stopwatch) -> SyncPlan:
-        """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
-        if self._plan is None:
-            timeout_s = self._config.deadlines.prepare_s
-            holdings = await all_within(
-                timeout_s,
-                clock.timed("prepare", {trainer.name: trainer.describe() for trainer in self._trainers}),
-                version=None,
-                phase="prepare",
-            )
-            self._holdings = list(holdings.values())
-            held = [(holding.layout_digest, holding.shards) for holding in self._holdings]
-            if self._planned is None or self._planned[0] != held:
-                self._planned = held, plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
-            plan = self._planned[1]
-            await self._connect(plan, clock)
-            self._plan = plan
-        return self._plan
-
-    async def _reconnect(self, plan: SyncPlan, clock: Stopwatch) -> None:
-        """For another attempt. Raises before it has begun if a member does not answer, as one that is stopped."""
-        timeout_s = min(ANSWERS_WITHIN_S, self._config.deadlines.prepare_s)
-        pings = clock.timed("prepare", {member.name: member.ping() for member in self._members})
-        await all_within(timeout_s, pings, version=None, phase="prepare")
-        await self._connect(plan, clock)
-
-    async def _connect(self, plan: SyncPlan, clock: Stopwatch) -> None:
-        encoded = plan.encode()
-
-        async def everywhere(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
-            timed = clock.timed("prepare", calls)
-            return await all_within(self._config.deadlines.prepare_s, timed, version=None, phase="prepare")
-
-        nodes = await everywhere({node.name: node.prepare(encoded) for node in self._nodes})
-        addresses = await everywhere({trainer.name: trainer.prepare(encoded) for trainer in self._trainers})
-        trainers = [
-            Member(
-                role="trainer",
-                index=index,
-                host=holding.host,
-                address=addresses[trainer.name],
-                host_addresses=holding.host_addresses,
-            )
-            for index, (trainer, holding) in enumerate(zip(self._trainers, self._holdings, strict=True))
-        ]
-        topology = self._topology(trainers, list(nodes.values()))
-        # Those who are read learn first from where they will be.
-        together: list[Sequence[MemberPort]] = [self._members]
-        if self._engine_class.capabilities.one_sided:
-            together = [self._trainers, self._nodes]
-        for members in together:
-            await everywhere({member.name: member.connect(topology) for member in members})
-        # In place: a sync that connects anew has this mapping.
-        self._arena_paths.update({node.index: node.arena for node in nodes.values()})
-        self._node_at = {nodes[node.name].index: node for node in self._nodes}
-        self._trainer_members, self._node_members = trainers, list(nodes.values())
-
-    def _topology(self, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-        if self._config.topology not in ("auto", self._engine_class.capabilities.topologies[0]):
-            return TOPOLOGIES[self._config.topology](trainers, nodes)
-        return self._engine_class.build_topology(trainers, nodes)
-
     async def _catch_up(self, replica: Replica, version: int) -> None:
-        await self._node_at[replica.node_index].reverify(version)
+        await self._membership.node_at(replica.node_index).reverify(version)
         await replica.pause(self._config.pause_mode)
-        await replica.activate(self._arena_paths[replica.node_index], version)
+        await replica.activate(self._membership.arena_paths[replica.node_index], version)
         await replica.resume()
 
     async def _everywhere(self, calls: dict[str, Awaitable[None]]) -> None:
@@ -440,17 +303,3 @@ class CheckpointEngineManager:
             tell(report)
         if self._report_path is not None:
             append(self._report_path, [msgspec.json.encode(report)], f"the report of version {report.version} is")
-
-
-def plan_of(holdings: Sequence[Holding], *, block_nbytes: int) -> SyncPlan:
-    """The plan for these trainer ranks. Raises PlanError naming the ranks that describe another model than rank 0."""
-    strangers = [
-        str(rank) for rank, holding in enumerate(holdings) if holding.layout_digest != holdings[0].layout_digest
-    ]
-    if strangers:
-        raise PlanError(f"trainer ranks {', '.join(strangers)} describe another model than rank 0")
-    layout = Layout.decode(holdings[0].layout)
-    tables = [ShardTable.decode(holding.shards) for holding in holdings]
-    for table in tables:
-        table.require_inside(layout)
-    return make_plan(layout, tables, block_nbytes=block_nbytes)

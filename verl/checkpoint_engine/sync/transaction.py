@@ -20,10 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,14 +36,15 @@ from ..errors import (
 )
 from ..memory.digest import Manifest
 from ..plan.delta_choice import DeltaReport, DeltaRequest
-from ..plan.member_report import Link, MemberTime, PhaseReport, Staged, busiest, largest
+from ..plan.member_report import Link, Staged, busiest, largest
 from ..plan.sync_plan import SyncPlan
-from ..plan.types import PHASES, EngineCheckResult, SyncReport
+from ..plan.types import EngineCheckResult, SyncReport
 from ..ports import Replica
 from ..support.memory import MemoryUse
 from .deadline import all_within, each_within
 from .delta_policy import delta_report
 from .members import NodePort, TrainerPort
+from .stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -71,52 +70,6 @@ class Fleet:
     """Trainer ranks take part in staging: the backend is not one-sided."""
     reconnect: Callable[[], Awaitable[None]] | None = None
     """Connects everybody anew, before another attempt."""
-
-
-class Stopwatch:
-    """Seconds per phase, and of members within. Phases follow each other without gaps: they add up to the total."""
-
-    def __init__(self) -> None:
-        self.began_s = time.time()
-        self._began = self._last = time.perf_counter()
-        self._members: dict[str, dict[str, MemberTime]] = {}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.laps: list[tuple[str, float]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            now = time.perf_counter()
-            self.seconds[name] += now - self._last
-            self.laps.append((name, now - self._last))
-            self._last = now
-
-    def timed(self, phase: str, calls: Mapping[str, Awaitable[T]]) -> dict[str, asyncio.Future[T]]:
-        """`calls` of members, begun. The time of each counts until it is done, fails or is cancelled."""
-        start = time.perf_counter()
-        running: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-        for name, call in running.items():
-            call.add_done_callback(partial(self._ended, phase, name, start))
-        return running
-
-    def _ended(self, phase: str, name: str, start: float, _call: object) -> None:
-        of_phase = self._members.setdefault(phase, {})
-        known = of_phase.get(name) or MemberTime(member=name, began_s=start - self._began, seconds=0.0)
-        of_phase[name] = replace(known, seconds=known.seconds + time.perf_counter() - start)
-
-    def moved(self, phase: str, nbytes: Mapping[str, int]) -> None:
-        """What members whose calls are done have written or fetched."""
-        of_phase = self._members[phase]
-        for name, count in nbytes.items():
-            of_phase[name] = replace(of_phase[name], nbytes=of_phase[name].nbytes + count)
-
-    @property
-    def members(self) -> dict[str, PhaseReport]:
-        return {
-            phase: PhaseReport.of(self._members[phase].values()) for phase in self.seconds if phase in self._members
-        }
 
 
 @dataclass

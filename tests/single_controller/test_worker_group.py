@@ -511,6 +511,19 @@ class TestPlacement:
         assert "{'CPU': 0.4, 'NPU': 1.0} each" in str(caught.value)
         assert "in total [{'CPU': 16.0, 'NPU': 0.0}]" in str(caught.value)
 
+    def test_processes_are_on_the_node_that_was_asked_for_or_nowhere(self, ray_cluster):
+        (node,) = (one["NodeID"] for one in ray.nodes())
+        here = RayResourcePool([2], num_cpus_per_process=0.5, nodes=[node])
+        here.acquire("group")
+        here.release("group")
+        with pytest.raises(PlacementError, match="'pool' got no place"):
+            RayResourcePool([2], num_cpus_per_process=0.5, nodes=["f" * 56], placement_timeout_s=0.3).acquire("group")
+        others = RayResourcePool(
+            [1, 1], num_cpus_per_process=0.5, nodes=[None, node], distinct_nodes=True, placement_timeout_s=0.3
+        )
+        with pytest.raises(PlacementError, match="needed are 1 processes on one node"):
+            others.acquire("group")
+
     def test_groups_can_share_a_pool_up_to_its_limit(self, ray_cluster):
         pool = RayResourcePool([1, 2], num_cpus_per_process=0.5, max_colocate_count=2, name_prefix="shared")
         slots = pool.acquire("actor")
@@ -532,3 +545,7 @@ class TestPlacement:
     def test_a_pool_has_processes_on_every_node(self, nodes):
         with pytest.raises(ValueError, match="process_on_nodes must list"):
             RayResourcePool(nodes)
+
+    def test_a_node_is_asked_for_with_every_entry_or_with_none(self):
+        with pytest.raises(ValueError, match="nodes has 1 entries, and process_on_nodes 2"):
+            RayResourcePool([1, 1], nodes=["a"])

@@ -54,15 +54,19 @@ class RayResourcePool:
         use_gpu: bool = False,
         max_colocate_count: int = 1,
         distinct_nodes: bool = False,
+        nodes: Sequence[str | None] = (),
         name_prefix: str | None = "pool",
         placement_timeout_s: float = 60.0,
     ) -> None:
         """`use_accelerator` is the name of a Ray resource, one of which goes to every bundle: GPU, NPU, or None.
 
-        `use_gpu` is verl's way to ask for the accelerator of this machine.
+        `use_gpu` is verl's way to ask for the accelerator of this machine. `nodes` has, for each entry that shall be on
+        one node and no other, Ray's id of it, None for the rest; empty: all may be anywhere.
         """
         if not process_on_nodes or min(process_on_nodes) < 1:
             raise ValueError(f"process_on_nodes must list at least one node with one process, not {process_on_nodes}")
+        if nodes and len(nodes) != len(process_on_nodes):
+            raise ValueError(f"nodes has {len(nodes)} entries, and process_on_nodes {len(process_on_nodes)}")
         if max_colocate_count < 1:
             raise ValueError(f"max_colocate_count must be 1 or more, not {max_colocate_count}")
         self.process_on_nodes = tuple(process_on_nodes)
@@ -72,6 +76,7 @@ class RayResourcePool:
         self.use_accelerator = use_accelerator
         self.max_colocate_count = max_colocate_count
         self.distinct_nodes = distinct_nodes
+        self.nodes = tuple(nodes) or (None,) * len(process_on_nodes)
         self.name = name_prefix or "pool"
         self.placement_timeout_s = placement_timeout_s
         self._placement_groups: list[PlacementGroup] = []
@@ -127,23 +132,25 @@ class RayResourcePool:
             bundle[self.use_accelerator] = 1.0
         unique = uuid.uuid4().hex[:8]  # Ray wants unique names; two pools may have the same
         deadline = time.monotonic() + self.placement_timeout_s
-        taken: list[str] = []
-        for node, size in enumerate(self.process_on_nodes):
-            elsewhere = {NODE_ID_LABEL: f"!in({','.join(taken)})"} if taken else {}
+
+        def is_placed(group: PlacementGroup) -> bool:
+            return group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
+
+        taken = [wanted for wanted in self.nodes if wanted is not None]
+        for node, (size, wanted) in enumerate(zip(self.process_on_nodes, self.nodes, strict=True)):
+            where = {NODE_ID_LABEL: wanted} if wanted is not None else {}
+            if self.distinct_nodes and wanted is None and taken:
+                where = {NODE_ID_LABEL: f"!in({','.join(taken)})"}
             group = placement_group(
                 [bundle] * size,
                 strategy="STRICT_PACK",
                 name=f"{self.name}-node{node}-{unique}",
-                bundle_label_selector=[elsewhere] * size,
+                bundle_label_selector=[where] * size,
             )
             self._placement_groups.append(group)
-            if self.distinct_nodes and group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            if self.distinct_nodes and wanted is None and is_placed(group):
                 taken.append(_node_of(group))
-        missing = [
-            node
-            for node, group in enumerate(self._placement_groups)
-            if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic()))
-        ]
+        missing = [node for node, group in enumerate(self._placement_groups) if not is_placed(group)]
         if missing:
             raise PlacementError(self._shortage(bundle, missing), group=self.name)
 

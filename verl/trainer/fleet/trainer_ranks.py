@@ -6,6 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.errors import PlacementError, WorkerDied, WorkerGroupError
 from verl.trainer.checkpoints import CheckpointDirectory
+from verl.trainer.fleet.machines import ray_nodes
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.placement import refuse_missing_files
 from verl.trainer.fleet.recovery import RestartLimit
@@ -29,6 +31,8 @@ FEWER_PLACED_WITHIN_S = 10.0
 """Whatever was to come free has come free."""
 PLACED_WITHIN_S = 60.0
 """What they need was there a moment ago, when the run was checked."""
+FREED_WITHIN_S = 5.0
+"""What ranks had is free again, on a machine that is there, so soon after they are ended."""
 ANSWERS_WITHIN_S = 10.0
 """Ranks answer while they compute; one that says nothing for so long, when work has failed, is started again."""
 
@@ -134,12 +138,14 @@ class TrainerRanks:
         if not lost:
             return 0
         what = f"trainer {'; '.join(lost)}"
+        alive = ray_nodes()
+        before = [node if node in alive else None for node in self.nodes]
         while self._limit.take():
             with marked_timer(ENDED, seconds):
                 self.group.shutdown(grace_s=0.0)
                 self.memory.end_copying()
             try:
-                self.group = self._start_again(seconds)
+                self.group = self._start_again(seconds, before)
                 with marked_timer(MODELS, seconds):
                     self.build()
                     self.group.keep_wide(self._kept_wide)
@@ -147,6 +153,7 @@ class TrainerRanks:
                     remembered = self.memory.restore()
             except WorkerDied as exc:  # once more, if that may be
                 logger.warning("%s; started again, they died again: %s", what, _first_line(exc))
+                before = []
                 continue
             except WorkerGroupError as exc:
                 logger.error("%s, and cannot be started again: %s", what, _first_line(exc))  # noqa: TRY400
@@ -161,15 +168,21 @@ class TrainerRanks:
         self.memory.close()
         self.group.shutdown(grace_s=grace_s)
 
-    def _start_again(self, seconds: dict[str, float]) -> RayWorkerGroup:
-        """As many ranks as before, or if there is no room for them, as many as there is room for and may be."""
+    def _start_again(self, seconds: dict[str, float], nodes: Sequence[str | None]) -> RayWorkerGroup:
+        """As many ranks as before, or if there is no room for them, as many as there is room for and may be.
+
+        On these `nodes`, if they have room: rollouts are on others, and the state in memory is there.
+        """
+        if any(nodes):
+            with suppress(PlacementError):
+                return self._start(seconds, wait_s=FREED_WITHIN_S, nodes=nodes)
         try:
             return self._start(seconds, wait_s=self._config.trainer.restart_wait_s)
         except PlacementError as exc:
             shortage = exc
-        before = self._layout
+        layout = self._layout
         for nnodes, each in self._fewer:
-            if nnodes * each >= before[0] * before[1]:
+            if nnodes * each >= layout[0] * layout[1]:
                 continue
             self._layout = nnodes, each
             try:
@@ -184,17 +197,20 @@ class TrainerRanks:
                 _first_line(shortage),
             )
             return group
-        self._layout = before
+        self._layout = layout
         raise shortage
 
-    def _start(self, seconds: dict[str, float], wait_s: float = PLACED_WITHIN_S) -> RayWorkerGroup:
-        """`seconds` gets what its parts took."""
+    def _start(
+        self, seconds: dict[str, float], wait_s: float = PLACED_WITHIN_S, nodes: Sequence[str | None] = ()
+    ) -> RayWorkerGroup:
+        """`seconds` gets what its parts took; `nodes` is that of `RayResourcePool`."""
         config, trainer = self._config, self._config.trainer
         nnodes, each = self._layout
         pool = RayResourcePool(
             process_on_nodes=[each] * nnodes,
             num_cpus_per_process=trainer.num_cpus_per_rank,
             distinct_nodes=True,
+            nodes=nodes,
             use_accelerator=ACCELERATOR_RESOURCE[self._device],
             name_prefix="trainer",
             placement_timeout_s=wait_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import queue
 from pathlib import Path
 
 import torch
@@ -152,7 +153,8 @@ def written_by_megatron(path: Path, options: dict, directory: Path) -> list[tupl
 
     # Its writer starts processes, which those of the pool, as daemons, may not.
     multiprocessing.current_process()._config["daemon"] = False
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
+    # It looks whether the queue is empty right after it has put something in: one between processes may be, by then.
+    filesystem_async._results_queue = queue.Queue()
     engine = make_megatron(path, options)
     train(engine, (0, 1))
     directory.mkdir(exist_ok=True)

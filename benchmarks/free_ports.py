@@ -1,4 +1,7 @@
-"""A port for somebody who is told one and binds it later."""
+"""A port for somebody who is told one and binds it later, in benchmarks and tests.
+
+What `verl` itself starts sets SO_REUSEADDR: `reserve_port` holds the port until then.
+"""
 
 from __future__ import annotations
 

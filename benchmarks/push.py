@@ -27,13 +27,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.command import make_parser, progress, run
+from benchmarks.free_ports import free_port
 from benchmarks.machine import describe_machine
 from benchmarks.processes import end_program
 from benchmarks.random_model import MIN_MIB, make_random_model
 from verl.checkpoint_engine import WeightPublisher
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
-from verl.checkpoint_engine.support.network import reserve_port
 
 START_S = 300.0
 REQUEST_S = 300.0
@@ -51,14 +51,14 @@ class Settings:
 @contextmanager
 def served(model: Path, log: Path) -> Iterator[str]:
     """`vllm serve MODEL` as a user starts it, on one core; its URL. Raises ValueError with the end of its log."""
-    address, port = (held := reserve_port("127.0.0.1")).getsockname()
+    address, port = "127.0.0.1", free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
     command += ["--host", address, "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256"]
     command += ["--kv-cache-memory-bytes", "100000000"]
     command += ["--weight-transfer-config", json.dumps({"backend": ENGINE_NAME})]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     endpoint = Endpoint(f"http://{address}:{port}", timeout_s=REQUEST_S)
-    with held, Leftovers() as kept:
+    with Leftovers() as kept:
         with log.open("w") as file:
             server = subprocess.Popen(
                 command, stdout=file, stderr=file, env=environment | dict(os.environ) | kept.environment

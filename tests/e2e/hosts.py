@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,16 @@ NOTICES_SOON = {f"RAY_health_check_{name}": str(value) for name, value in MISSED
 
 
 @contextlib.contextmanager
-def ray_on(hosts: tuple[Host, ...], environment: dict[str, str]) -> Iterator[str]:
+def ray_on(hosts: tuple[Host, ...], cpus: Sequence[int], environment: dict[str, str]) -> Iterator[str]:
     """A Ray cluster with a node on each of `hosts`; its address. It asks for a token, as Ray does by itself."""
     with contextlib.ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="vsr-"))  # sockets are in it, whose paths must be short
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        for number, host in enumerate(hosts):
+        for number, (host, of_host) in enumerate(zip(hosts, cpus, strict=True)):
             role = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={directory}"]
             if number:
                 role = [f"--address={hosts[0].address}:{PORT}"]
+            role.append(f"--num-cpus={of_host}")
             started = (start_node(host, role, environment, directory, stack) for _ in range(STARTS))
             assert any(started), "\n".join(log.read_text() for log in directory.glob("*.log"))
         yield f"{hosts[0].address}:{PORT}"
@@ -59,7 +60,7 @@ def start_node(
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix="node-", suffix=".log", delete=False) as output:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("ray"), "start", *role, "--block"]
-            + [f"--node-ip-address={host.address}", "--num-cpus=2", f"--object-store-memory={2**27}"],
+            + [f"--node-ip-address={host.address}", f"--object-store-memory={2**27}"],
             env=environment | {"RAY_AUTH_MODE": "token"},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -175,8 +176,11 @@ class HostsWithRay:
 
 
 @contextlib.contextmanager
-def hosts_with_ray(number: int, *, ray: Mapping[str, str] | None = None) -> Iterator[HostsWithRay]:
-    """`ray`: of its environment. Nothing of the runs is left in memory afterwards."""
+def hosts_with_ray(
+    number: int, *, ray: Mapping[str, str] | None = None, cpus: Sequence[int] = ()
+) -> Iterator[HostsWithRay]:
+    """`ray`: of its environment; `cpus`: how many it has on each host, 2 by default. Nothing of the runs is left in
+    memory afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     with contextlib.ExitStack() as stack:
@@ -184,7 +188,7 @@ def hosts_with_ray(number: int, *, ray: Mapping[str, str] | None = None) -> Iter
             hosts = stack.enter_context(joined_hosts(number))
         except NotPermitted as exc:
             pytest.skip(str(exc))
-        address = stack.enter_context(ray_on(hosts, environment | dict(ray or {})))
+        address = stack.enter_context(ray_on(hosts, cpus or (2,) * number, environment | dict(ray or {})))
         cluster = HostsWithRay(hosts, address, environment)
         yield cluster
     for pid in cluster.drivers:  # of a host that was cut off once its part of Ray has ended

@@ -59,3 +59,42 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
     assert len(committed[-1]["replicas_updated"]) == 1
     assert [len(run.metrics), run.metrics[-1]["rollout/replicas"]] == [steps, 1.0]
     assert run.metrics[-1]["training/rollout_probs_diff_max"] < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+def test_rollouts_of_a_host_that_is_cut_off_go_on_on_a_spare_one_and_then_beside_the_trainer(
+    backend: str, tiny_model: Path, tmp_path: Path
+):
+    """There are no others. Nodes of `tcp` fetch the version in service themselves, those of `gloo` wait for a sync."""
+    steps = 6
+    overrides = (
+        f"checkpoint_engine.backend={backend}",
+        "actor_rollout_ref.actor.ppo_epochs=20",
+        "checkpoint_engine.deadlines.publish_s=10",
+        "checkpoint_engine.deadlines.prepare_s=15",
+        "trainer.n_gpus_per_node=2",
+        "trainer.num_cpus_per_rank=1.25",
+        f"trainer.total_training_steps={steps}",
+    )
+    # The trainer has room on the first host alone, which is the driver's and stays.
+    with (
+        hosts_with_ray(3, ray=NOTICES_SOON, cpus=(5, 2, 2)) as cluster,
+        cluster.running(tiny_model, tmp_path, *overrides) as run,
+    ):
+        places = []
+        for step in (1, 3):
+            run.wait_for_step(step)
+            # On one that was cut off, processes end when they miss their cluster.
+            (host,) = (host for host in run.hosts_with("ray::CheckpointEngineWorker") if host not in places)
+            assert host in run.hosts_with("ray::RolloutServer")
+            places.append(host)
+            host.cut_off()
+        output = run.output()
+    first, second = places
+    assert {first, second} == set(run.hosts[1:])
+    assert f"{first.address} is lost; node-0, replica-0 go on on {second.address}" in output
+    assert f"{second.address} is lost; node-0, replica-0 go on on {run.hosts[0].address}" in output
+    committed = [report["version"] for report in run.reports if report["outcome"] == "committed"]
+    assert sorted(set(committed)) == list(range(steps + 1))
+    assert [step["step"] for step in run.metrics] == list(range(1, steps + 1))
+    assert max(step["training/rollout_probs_diff_max"] for step in run.metrics) < 1e-3

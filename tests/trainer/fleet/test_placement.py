@@ -10,6 +10,7 @@ import pytest
 from verl.trainer.fleet.placement import (
     Machine,
     num_replicas,
+    other_machines,
     place_rollouts,
     refuse_missing_files,
     require_machines,
@@ -176,3 +177,30 @@ def test_what_a_host_does_not_see_is_named_with_its_key():
 
 def test_a_rank_tells_which_files_it_does_not_see(tmp_path):
     assert ActorRolloutRefWorker.missing_files(None, [str(tmp_path), str(tmp_path / "no")]) == [str(tmp_path / "no")]
+
+
+HOSTS = {name: Machine(address=name, cpus=4, accelerators=8) for name in "abcd"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "device", "lost", "left", "machines", "expected"),
+    [
+        ("separate", "cuda", {"gone": 2}, "b", HOSTS, {"gone": "c"}),
+        ("separate", "cuda", {"gone": 2, "gone too": 2}, "b", HOSTS, {"gone": "c", "gone too": "d"}),
+        ("separate", "cuda", {"gone": 2, "gone too": 2}, "bc", HOSTS, {"gone": "d"}),  # as far as there are any
+        ("separate", "cuda", {"gone": 9}, "b", HOSTS, {}),  # with as many devices
+        ("separate", "cpu", {"gone": 9}, "b", HOSTS, {}),  # and CPUs
+        ("separate", "cuda", {"gone": 2}, "bcd", HOSTS, {}),
+        ("separate", "cuda", {"gone": 2}, "", {"a": HOSTS["a"]}, {}),  # the trainer has its devices
+        ("separate", "cpu", {"gone": 2}, "", {"a": HOSTS["a"]}, {"gone": "a"}),  # but on cpu rollouts may be beside it
+        ("separate", "cpu", {"gone": 2}, "b", {name: HOSTS[name] for name in "ab"}, {}),  # when there are no others
+        ("colocated", "cuda", {"gone": 2}, "b", HOSTS, {}),
+        ("separate", "cuda", {}, "b", HOSTS, {}),
+    ],
+)
+def test_rollouts_of_a_machine_that_is_gone_go_to_one_that_nobody_uses(
+    placement, device, lost, left, machines, expected
+):
+    config = config_of(placement, num_cpus=1.0)
+    found = other_machines(config, device, lost, rollout_nodes=left, trainer_nodes="a", machines=machines)
+    assert found == expected

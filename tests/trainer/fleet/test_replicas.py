@@ -40,6 +40,10 @@ class Engine(RecordingReplica):
         self.placement, self.node_index = place, place.node_index
         self.log.append("launch")
 
+    async def launch_servers(self):
+        self.fail = lambda step: None
+        self.log.append("launch")
+
     async def shutdown(self):
         self.log.append("shutdown")
 
@@ -197,6 +201,35 @@ def test_replicas_whose_rollout_node_is_gone_leave_at_once(tmp_path):
             assert pool.restarts == 0
             assert (await pool.fleet.manager.update_weights(1)).replicas_updated == ("replica-0", "replica-2")
             assert place_another({0: "host"}, [one.placement for one in pool.replicas]).node_index == 0
+
+    asyncio.run(scenario())
+
+
+def test_replicas_whose_rollout_node_is_elsewhere_now_are_started_there(tmp_path):
+    async def scenario():
+        async with Pool(tmp_path) as pool:
+            await pool.grow_or_shrink_to(2)
+            await pool.settled()
+            pool.prepare = lambda engine: engine.may_start.clear()
+            await pool.grow_or_shrink_to(4)
+            await asyncio.sleep(0)
+            assert await pool.move({1: "another host"}) == ["replica-1"]
+            moved = pool.made[0]
+            assert (moved.log[-1], moved.placement.node_id) == ("kill", "another host")
+            assert pool.made[2].log[-1] == "kill"  # that was only joining
+            pool.made[1].may_start.set()
+            await pool.settled()
+            assert pool.names == ["replica-0", "replica-1", "replica-2"]
+            moved.is_dead = True
+
+            def fail(step):
+                if step == "health":
+                    raise RolloutError("it has not been started")
+
+            moved.fail = fail
+            assert await pool.heal() == 1
+            assert "launch" in moved.log[moved.log.index("kill") :]
+            assert sorted((await pool.fleet.manager.update_weights(1)).replicas_updated) == pool.names
 
     asyncio.run(scenario())
 

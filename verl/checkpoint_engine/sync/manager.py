@@ -86,6 +86,11 @@ class CheckpointEngineManager:
         """Replicas out of service: paused, of unknown version, or dead. `add_replicas` brings one back."""
         return list(self._quarantined.values())
 
+    @property
+    def late_nodes(self) -> bool:
+        """Whether a rollout node can join after the first sync: nodes of this backend fetch a version by themselves."""
+        return self._engine_class.capabilities.late_nodes
+
     async def update_weights(
         self, global_steps: int, *, boundary: Boundary | None = None, released: Callable[[], None] | None = None
     ) -> SyncReport:
@@ -171,7 +176,7 @@ class CheckpointEngineManager:
             added = list(nodes)
             failures: dict[str, CheckpointEngineError] = {}
             if self._version is not None:
-                if not self._engine_class.capabilities.late_nodes:
+                if not self.late_nodes:
                     raise ConfigError(
                         f"checkpoint_engine.backend={self._config.backend}: a rollout node cannot join after the first "
                         "sync, because nodes of this backend cannot fetch a version by themselves. Those of tcp, nixl, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from ray.actor import ActorHandle
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.topology import best_of
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
@@ -23,9 +22,10 @@ from verl.checkpoint_engine.support.memory import MemoryUse
 from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.single_controller import RayWorkerGroup
-from verl.trainer.fleet.machines import machines, ray_nodes
+from verl.trainer.fleet.lost_machines import LostMachines
+from verl.trainer.fleet.machines import addresses_of, machines, ray_nodes
 from verl.trainer.fleet.nodes import RolloutNodes
-from verl.trainer.fleet.placement import RolloutPlacement, place_rollouts, require_machines
+from verl.trainer.fleet.placement import Machine, RolloutPlacement, place_rollouts, require_machines
 from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, TRAINER_RANKS, Recovery, RestartLimit
 from verl.trainer.fleet.replicas import ReplicaPool, make_replica
 from verl.trainer.fleet.reward_models import RewardModels
@@ -84,7 +84,7 @@ class Cluster:
         self.restart_limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
         """Of trainer ranks, and of what else a loop runs."""
         self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
-        self.recovery.watch(MACHINES, lambda: self.run(self._give_up_lost_machines()))
+        self.recovery.watch(MACHINES, lambda: self.run(self._lost_machines.leave()))
         self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
         self.recovery.watch(REPLICAS, lambda: self.run(self._pool.heal()))
         self.recovery.watch(TRAINER_RANKS, self._restart_trainer)
@@ -95,9 +95,18 @@ class Cluster:
             launch=self._launch,
             manager=lambda: self._manager,
         )
+        self._lost_machines = LostMachines(
+            config,
+            device,
+            machines=self._machines,
+            trainer_nodes=lambda: self.trainer_ranks.nodes,
+            nodes=lambda: self.nodes,
+            pool=self._pool,
+            manager=lambda: self._manager,
+        )
         try:
             self._ray.start(config.ray_kwargs.ray_init)
-            require_machines(config, device, machines(ACCELERATOR_RESOURCE[device]))
+            require_machines(config, device, [*self._machines().values()])
             self._trainer = TrainerRanks(
                 config,
                 device=device,
@@ -109,9 +118,9 @@ class Cluster:
                 fewer=fewer_ranks,
             )
             self._placement = self._place_rollouts()
-            self._node_machines = dict(enumerate(self._placement.nodes))
-            engine_config = self._with_topology(config.checkpoint_engine)
-            self._start_nodes(engine_config)  # while the trainer ranks build their model
+            node_machines = dict(enumerate(self._placement.nodes))
+            engine_config = self._with_topology(config.checkpoint_engine, node_machines)
+            self._start_nodes(engine_config, node_machines)  # while the trainer ranks build their model
             if teachers is not None:
                 teachers.begin_start()
             self._trainer.build()
@@ -169,35 +178,15 @@ class Cluster:
         """
         self.run(self._manager.close())
         self.nodes.kill()
-        engine_config = self._with_topology(config)
-        self._start_nodes(engine_config)
+        node_machines = self.nodes.machines
+        engine_config = self._with_topology(config, node_machines)
+        self._start_nodes(engine_config, node_machines)
         self._join(engine_config)
 
     def free_rollout_memory(self) -> None:
         """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
         if any(replica.can_sleep for replica in self.replicas):
             self.run(self._manager.sleep_replicas())
-
-    async def _give_up_lost_machines(self) -> int:
-        """Rollout nodes and replicas on machines that Ray does not have any more leave the run: how many.
-
-        Raises CheckpointEngineError if no rollout node would be left.
-        """
-        alive = ray_nodes()
-        lost = [index for index, machine in self._node_machines.items() if machine not in alive]
-        if not lost:
-            return 0
-        addresses = ", ".join(sorted({self.nodes.hosts[index] for index in lost}))
-        if len(lost) == len(self._node_machines):
-            raise CheckpointEngineError(f"every machine with a rollout node is lost: {addresses}")
-        for index in lost:
-            del self._node_machines[index]
-        replicas = await self._pool.give_up(lost)
-        nodes = self.nodes.give_up(lost)
-        await self._manager.remove_nodes(nodes)
-        names = ", ".join([*(node.name for node in nodes), *replicas])
-        logger.warning("%s is lost; the run goes on without %s", addresses, names)
-        return len(nodes) + len(replicas)
 
     def _restart_trainer(self) -> int:
         """Start trainer ranks again if any is lost; the next sync connects them."""
@@ -215,7 +204,7 @@ class Cluster:
         """
         if self._config.trainer.placement == "colocated" and self._device != "cpu":
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")
-        self.run(self._pool.resize(count, self._node_machines))
+        self.run(self._pool.resize(count, self.nodes.machines))
 
     def profile_rollouts(self, prefix: str | None) -> None:
         """Have all engines begin traces whose names begin with `prefix`, or end them."""
@@ -319,25 +308,25 @@ class Cluster:
         else:
             await replica.init_hybrid(place)
 
-    def _with_topology(self, config: CheckpointEngineConfig) -> CheckpointEngineConfig:
+    def _with_topology(
+        self, config: CheckpointEngineConfig, node_machines: Mapping[int, str]
+    ) -> CheckpointEngineConfig:
         """`config` with `topology=auto` replaced by the one for where everybody is."""
         topologies = resolve_backend(config).capabilities.topologies
         if config.topology != "auto":
             return config
         trainer_hosts = {process.address for process in self.actor.processes.values()}
-        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=list(self._node_hosts().values()))
+        topology = best_of(topologies, trainer_hosts=trainer_hosts, node_hosts=[*addresses_of(node_machines).values()])
         if topology != topologies[0]:
             logger.info("weights go from rollout node to rollout node: checkpoint_engine.topology=%s", topology)
         return replace(config, topology=topology)
 
-    def _node_hosts(self) -> dict[int, str]:
-        """The address of each rollout node's machine."""
-        nodes = ray_nodes()
-        return {index: nodes[machine]["NodeManagerAddress"] for index, machine in self._node_machines.items()}
+    def _machines(self) -> dict[str, Machine]:
+        return machines(ACCELERATOR_RESOURCE[self._device])
 
-    def _start_nodes(self, config: CheckpointEngineConfig) -> None:
+    def _start_nodes(self, config: CheckpointEngineConfig, node_machines: Mapping[int, str]) -> None:
         self._nodes = RolloutNodes(
-            config, machines=self._node_machines, hosts=self._node_hosts(), env_vars=thread_limits()
+            config, machines=node_machines, hosts=addresses_of(node_machines), env_vars=thread_limits()
         )
 
     def _trainer_ports(self, config: CheckpointEngineConfig) -> list[RayTrainerRank]:

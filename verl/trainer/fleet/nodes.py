@@ -15,8 +15,9 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
+from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.support import envs
-from verl.checkpoint_engine.sync.deadline import all_within
+from verl.checkpoint_engine.sync.deadline import all_within, each_within
 from verl.workers.weight_sync.node import start_node
 from verl.workers.weight_sync.ray_ports import RayRolloutNode
 
@@ -41,29 +42,51 @@ class RolloutNodes:
     ) -> None:
         """Starts node i on the Ray node `machines[i]`, which is at the address `hosts[i]`; waits for none of them."""
         self._config = config
-        self.hosts = hosts
+        self.machines, self.hosts = dict(machines), dict(hosts)
+        """Ray's id of each node's machine, and its address; by index."""
         self._env_vars = env_vars
+        self._arena_nbytes = 0
         self._ports = {
-            index: RayRolloutNode(index, partial(self._start, index, machine))  # type: ignore[abstract] # see `remote`
-            for index, machine in machines.items()
+            index: RayRolloutNode(index, partial(self._start, index))  # type: ignore[abstract] # see `remote`
+            for index in machines
         }
 
     @property
     def ports(self) -> list[RayRolloutNode]:
         return list(self._ports.values())
 
-    def _start(self, index: int, machine: str) -> ActorHandle[Any]:
+    def port(self, index: int) -> RayRolloutNode:
+        return self._ports[index]
+
+    def _start(self, index: int) -> ActorHandle[Any]:
         """Its arena has a name of its own: that of a node whose place it takes may be there for a moment yet."""
         job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        there = NodeAffinitySchedulingStrategy(machine, soft=False)
+        there = NodeAffinitySchedulingStrategy(self.machines[index], soft=False)
         options = {"scheduling_strategy": there, "runtime_env": {"env_vars": self._env_vars}}
         return start_node(index, self._config, job=job, shm_dir=envs.shm_dir(), options=options)
 
     async def check(self, arena_nbytes: int) -> None:
         """Raises ConfigError or BackendUnavailable for a machine that cannot do what is asked of its nodes."""
-        arenas = Counter(self.hosts.values())
-        checks = {port.name: port.check(arena_nbytes, arenas[self.hosts[index]]) for index, port in self._ports.items()}
+        self._arena_nbytes = arena_nbytes
+        checks = {port.name: self._check(index) for index, port in self._ports.items()}
         await all_within(self._config.deadlines.prepare_s, checks, version=None, phase="prepare")
+
+    async def _check(self, index: int) -> None:
+        arenas = Counter(self.hosts.values())
+        await self._ports[index].check(self._arena_nbytes, arenas[self.hosts[index]])
+
+    async def move(self, machines: Mapping[int, str], hosts: Mapping[int, str]) -> dict[int, CheckpointEngineError]:
+        """Start those nodes on other machines instead; why some cannot be there. The next sync brings a version.
+
+        Returns when they are up.
+        """
+        self.machines |= machines
+        self.hosts |= hosts
+        for index in machines:
+            self._ports[index].restart()
+        checks = {self._ports[index].name: self._check(index) for index in machines}
+        failures = await each_within(STARTS_WITHIN_S, checks, version=None, phase="prepare")
+        return {index: failures[name] for index, name in zip(machines, checks, strict=True) if name in failures}
 
     async def restart_lost(self) -> int:
         """Start those again that died or do not answer; how many. The next sync connects them and brings a version.
@@ -79,8 +102,12 @@ class RolloutNodes:
         return len(lost)
 
     def give_up(self, indices: Collection[int]) -> list[RayRolloutNode]:
-        """Nodes that are no more, and cannot be started again; their ports."""
-        return [self._ports.pop(index) for index in indices]
+        """Nodes that are no more, or shall not be; their ports."""
+        ports = [self._ports.pop(index) for index in indices]
+        for index, port in zip(indices, ports, strict=True):
+            del self.machines[index], self.hosts[index]
+            port.kill()
+        return ports
 
     def kill(self) -> None:
         """End their processes now; their arenas go with them."""

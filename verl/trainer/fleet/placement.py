@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.utils.config import ConfigError
@@ -149,6 +149,33 @@ def place_another(nodes: Mapping[int, str], present: Sequence[Placement]) -> Pla
         local_count=len(taken) + 1,
         node_id=nodes[index],
     )
+
+
+def other_machines(
+    config: PPOConfig,
+    device: str,
+    lost: Mapping[str, int],
+    *,
+    rollout_nodes: Collection[str],
+    trainer_nodes: Collection[str],
+    machines: Mapping[str, Machine],
+) -> dict[str, str]:
+    """Where the rollouts of machines that are gone go on, by those: as far as there are any; names as above.
+
+    `lost` says how many replicas were on each. Another one is large enough and has neither trainer ranks nor one of
+    `rollout_nodes`, which are left; if none of these is, on cpu it may have trainer ranks, as at the start of a run.
+    With `colocated` rollouts are on the trainer's devices, and nowhere else.
+    """
+    if config.trainer.placement == "colocated" or not lost:
+        return {}
+    rollout, replicas = config.actor_rollout_ref.rollout, max(lost.values())
+    cpus = NODE_CPUS + replicas * rollout.num_cpus
+    accelerators = 0 if device == "cpu" else replicas * rollout.replica_ranks
+    large = [name for name, one in machines.items() if one.cpus >= cpus and one.accelerators >= accelerators]
+    others = [name for name in large if name not in {*trainer_nodes, *rollout_nodes}]
+    if not others and not rollout_nodes and device == "cpu":
+        others = large
+    return dict(zip(lost, others, strict=False))
 
 
 def _deal(nodes: Sequence[str], replicas: int, *, ranks_on_trainer: int = 0) -> tuple[Placement, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -90,10 +91,26 @@ class ReplicaPool:
         self.restarts += healed
         return healed
 
+    async def move(self, machines: Mapping[int, str]) -> list[str]:
+        """Those of these rollout nodes are on other machines when `heal` starts them again; their names.
+
+        Those that are only joining leave the run.
+        """
+        await self._give_up([replica for replica, place in self._joining.items() if place.node_index in machines])
+        moved = [replica for replica in self.replicas if replica.node_index in machines]
+        await self._manager().remove_replicas(moved)
+        for replica in moved:
+            replica.kill()
+            replica.placement = replace(replica.placement, node_id=machines[replica.node_index])
+        return [replica.name for replica in moved]
+
     async def give_up(self, nodes: Collection[int]) -> list[str]:
         """Those of the rollout nodes `nodes` leave the run, whatever they are doing; their names."""
         lost = [replica for replica in self.replicas if replica.node_index in nodes]
         lost += [replica for replica, place in self._joining.items() if place.node_index in nodes]
+        return await self._give_up(lost)
+
+    async def _give_up(self, lost: Sequence[RolloutReplica]) -> list[str]:
         for replica in lost:
             if replica in self._joining:
                 self._tasks[replica].cancel()

@@ -96,7 +96,10 @@ class TrainerConfig:
     )
     restart_window_s: float = option(3600.0, "seconds over which max_restarts counts", above=0)
     restart_wait_s: float = option(
-        300.0, "how long ranks that are started again wait for their CPUs and devices, in s", above=0
+        300.0,
+        "how long ranks that are started again wait for their CPUs and devices, in s; also how long a run waits for a "
+        "machine when the last one with rollouts is lost",
+        above=0,
     )
     min_ranks: int | None = option(
         None,

@@ -14,6 +14,7 @@ from typing import IO
 
 ABOVE_RAY = 20_000
 """Ray's workers have the ports below."""
+DIRECTORY = Path(tempfile.gettempdir(), "verl-test-ports")
 HELD: list[IO[str]] = []
 """Locks on the ports that this process has chosen, while it lives."""
 
@@ -21,10 +22,9 @@ HELD: list[IO[str]] = []
 def free_port() -> int:
     """Free until it is bound, however late: the kernel gives it to nobody, and others who ask find its file locked."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    directory = Path(tempfile.gettempdir(), "verl-test-ports")
-    directory.mkdir(exist_ok=True)
+    DIRECTORY.mkdir(exist_ok=True)
     for port in random.sample(range(ABOVE_RAY, low), 100):
-        file = (directory / str(port)).open("w")
+        file = (DIRECTORY / str(port)).open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as one:

@@ -58,10 +58,10 @@ def overrides_of(command: str) -> list[str]:
 def test_slurm_starts_ray_on_all_nodes_and_the_driver_beside_the_head(cluster: tuple[Path, dict[str, str]]):
     log, environment = cluster
     subprocess.run(["bash", SBATCH, "trainer.seed=7"], env=environment, check=True, timeout=300)
-    workers = {"n2: ray start --address=n1:6379 --block", "n3: ray start --address=n1:6379 --block"}
-    assert soon(lambda: workers <= set(log.read_text().splitlines()))  # in the background, as the driver is not
+    rays = {"n1: ray start --head --port=6379 --block"}
+    rays |= {f"{name}: ray start --address=n1:6379 --block" for name in ("n2", "n3")}
+    assert soon(lambda: rays <= set(log.read_text().splitlines()))  # in the background, as the driver is not
     lines = log.read_text().splitlines()
-    assert "n1: ray start --head --port=6379 --block" in lines
     (driver,) = [line.removeprefix("n1: ") for line in lines if line.startswith("n1: python")]
     with any_device():
         config = load_config(overrides_of(driver))

@@ -241,6 +241,7 @@ class _Listener:
         self._lock = threading.Lock()
         self._change = threading.Condition()
         self._threads: dict[socket.socket, threading.Thread] = {}
+        """Those that have ended are forgotten when the next one begins."""
         self._accepting: dict[socket.socket, threading.Thread] = {}
         self._closed = False
         self._local, self._outer = _bound(LOOPBACK), _bound(host)
@@ -270,8 +271,9 @@ class _Listener:
                 if self._closed:
                     connection.close()
                     return
-                self._threads[connection] = thread
+                self._threads = {known: of for known, of in self._threads.items() if of.is_alive()}
                 thread.start()
+                self._threads[connection] = thread
 
     def _answer(self, connection: socket.socket) -> None:
         key, request = bytearray(KEY_NBYTES), bytearray(REQUEST.size)
@@ -293,8 +295,6 @@ class _Listener:
         except OSError:  # the peer is gone, or this wire is closed
             return
         finally:
-            with self._lock:
-                self._threads.pop(connection, None)
             connection.close()
 
     def _wait_for_change(self, memory: memoryview, known: int) -> None:
@@ -315,14 +315,13 @@ class _Listener:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            threads = dict(self._threads)
-            for connection in threads:
+            for connection in self._threads:
                 _end(connection)
         self.changed()
         for sock in (self._local, self._outer):
             _end(sock)
             sock.close()
-        for thread in (*self._accepting.values(), *threads.values()):
+        for thread in (*self._accepting.values(), *self._threads.values()):
             thread.join()
 
 

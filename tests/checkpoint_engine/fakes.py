@@ -145,21 +145,27 @@ def open_descriptors() -> list[str]:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Returns when a process that is stopped stands still: each thread takes notice in its own time."""
+    """Returns when a process that is stopped stands still, or one that is killed has let go of its memory: each thread
+    takes notice in its own time."""
     if pid == os.getpid():
         signal.raise_signal(number)
         return
     os.kill(pid, number)
     if number == signal.SIGSTOP:
         assert soon(lambda: all(_is_stopped(path) for path in Path(f"/proc/{pid}/task").iterdir()))
+    if number == signal.SIGKILL:
+        assert soon(lambda: _state(Path(f"/proc/{pid}")) in "XZ")
 
 
 def _is_stopped(task: Path) -> bool:
+    return _state(task) in "TX"  # or the thread has ended meanwhile
+
+
+def _state(task: Path) -> str:
     try:
-        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return True  # the thread has ended meanwhile
-    return state == "T"
+        return "X"
 
 
 def spare_slot(shm_dir: Path) -> Path:

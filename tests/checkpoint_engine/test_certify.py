@@ -97,7 +97,8 @@ def test_sigterm_ends_it_at_every_stage_and_nothing_is_left(stopped, tmp_path, t
     children = psutil.Process(process.pid).children(recursive=True)
     if stopped in ("weights", "compare"):
         for child in children:  # the engine answers nothing any more
-            child.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.suspend()
     process.send_signal(signal.SIGTERM)
     assert process.end(printed) == 130, printed.read_text()
     assert "interrupted" in printed.read_text().splitlines()
@@ -105,7 +106,8 @@ def test_sigterm_ends_it_at_every_stage_and_nothing_is_left(stopped, tmp_path, t
         with contextlib.suppress(psutil.NoSuchProcess):
             child.resume()
     assert wait_until_gone(children) == []
-    assert soon(lambda: [path.name for path in temporary.rglob("*") if path.name != "shm"] == [])
+    # Janitors remove what is there meanwhile.
+    assert soon(lambda: {name for _, *names in os.walk(temporary) for name in sum(names, [])} <= {"shm"})
 
 
 @pytest.mark.vllm

@@ -17,6 +17,7 @@ from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
+from verl.checkpoint_engine.backends import one_sided
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.links.cuts import part_nbytes_for
@@ -193,12 +194,15 @@ def test_an_unknown_topology_is_refused_with_those_that_exist():
 
 
 @pytest.mark.parametrize("topology", ["chain", "tree", "p2p_broadcast"])
-async def test_who_holds_everybody_up_is_named_also_by_nodes_that_do_not_read_from_it(topology: str, tmp_path: Path):
+async def test_who_holds_everybody_up_is_named_also_by_nodes_that_do_not_read_from_it(
+    topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(one_sided, "_before", lambda deadline_s: deadline_s / 4)
     tensors = {"w": torch.randn(2000, 900)}
-    options = {"topology": topology, "backend": "memory-wire", "deadlines": {"stage_s": 6.0}}
+    options = {"topology": topology, "backend": "memory-wire", "deadlines": {"stage_s": 20.0}}
     async with chain_of(tensors, tmp_path, nodes=4, **options) as fleet:
         await fleet.manager.update_weights(1)
-        fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(30)
+        fleet.nodes[1].before["stage"] = lambda: asyncio.sleep(300)
         with pytest.raises(SyncAborted) as raised:
             await fleet.manager.update_weights(2)
         assert "bytes of node-1 not here within" in str(raised.value)

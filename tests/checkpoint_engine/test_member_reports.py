@@ -92,7 +92,7 @@ async def test_where_nobody_reads_over_links_there_are_none(tmp_path: Path):
 
 async def test_the_member_that_keeps_others_waiting_is_named(tmp_path: Path):
     slow = RecordingReplica("replica-1", 1)
-    slow.fail = lambda step: asyncio.sleep(2.0) if step == "activate" else None
+    slow.fail = lambda step: asyncio.sleep(5.0) if step == "activate" else None
     report = await synced(manager_of(tmp_path, "tcp"), RecordingReplica(), slow)
     assert report.members["activate"].slowest[0].member == "replica-1"
     assert report.members["activate"].excess_s > 0.1

@@ -178,9 +178,10 @@ async def test_a_stage_that_is_given_up_ends_soon(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
         engine = engine_of(fleet.nodes[0])
-        engine._wires.first.is_done = lambda transfer: False
+        reached = threading.Event()
+        engine._wires.first.is_done = lambda transfer: reached.set()  # which is not that it is
         syncing = asyncio.ensure_future(fleet.manager.update_weights(2))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(reached.wait, 60)
         syncing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(syncing, 60)

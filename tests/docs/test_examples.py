@@ -137,7 +137,7 @@ async def test_a_sender_of_the_backend_that_is_gone_aborts_the_sync_and_is_named
 # ---- custom_rollout_engine.py
 
 
-LONG = 500
+LONG = 5_000
 """Tokens of a response that is still in flight when the test gets to it."""
 
 

@@ -32,6 +32,11 @@ LATER_S = 0.002
 _model: Path | None = None
 _engine: Any = None
 _mini_batches: Counter[int] = Counter()
+_dies_soon = False
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die_if_planned(step: int, what: str, *, later: bool = False) -> None:
@@ -40,11 +45,12 @@ def _die_if_planned(step: int, what: str, *, later: bool = False) -> None:
     fault = _model / DIRECTORY / f"{step}-{dist.get_rank()}-{what}"
     if fault.exists():
         fault.unlink()
-        kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
         if later:
-            threading.Timer(LATER_S, kill).start()
+            global _dies_soon
+            _dies_soon = True
+            threading.Timer(LATER_S, _kill).start()
         else:
-            kill()
+            _kill()
 
 
 def _before(cls: type, method: str, look: Callable[..., None]) -> None:
@@ -80,6 +86,12 @@ def _update(engine: Any, *_: Any) -> None:
             _die_if_planned(engine._lr_step + 1, UPDATE)
 
 
+def _published(*_: Any) -> None:
+    """What was to be in the midst of a copy is over, on a machine that is so busy."""
+    if _dies_soon:
+        _kill()
+
+
 def _remember(*_: Any) -> None:
     if _engine is not None:
         _die_if_planned(_engine._lr_step, REMEMBER, later=True)
@@ -100,4 +112,5 @@ for engine_class in (FSDPEngine, MegatronEngine):
     _before(engine_class, "train_mini_batch", _update)
     _before(engine_class, "save_checkpoint", lambda engine, *_: _die_if_planned(engine._lr_step, SAVE))
 _before(TrainerRank, "publish", lambda _, version, *others: _die_if_planned(version, PUBLISH, later=True))
+_before(TrainerRank, "published", _published)
 _before(RankMemory, "begin_copy", _remember)

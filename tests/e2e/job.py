@@ -105,12 +105,13 @@ class Job:
                     found += [child, *child.children(recursive=True)]
         return [process for process in found if is_alive(process)]
 
-    def find(self, title: str) -> list[psutil.Process]:
-        """Processes whose command line contains `title`; Ray's actors are called `ray::<Class>`."""
+    def find(self, *titles: str) -> list[psutil.Process]:
+        """Processes whose command line contains any of `titles`. Ray calls an actor `ray::<Class>`, or what it does."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if title in " ".join(process.cmdline()):
+                command = " ".join(process.cmdline())
+                if any(title in command for title in titles):
                     found.append(process)
         return found
 

@@ -116,7 +116,7 @@ def test_trainer_ranks_that_die_more_often_than_is_allowed_end_the_run_and_are_n
     job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", "trainer.max_restarts=1", *LONG_UPDATES, warm=warm)
     job.wait_for((tmp_path / "samples/1.jsonl").exists, "the first batch")
     time.sleep(1.0)
-    job.find("ray::trainer.update_actor")[-1].kill()
+    job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the first update")[-1].kill()
     job.wait_for_line("the trainer goes on after step 0, from memory")
     victim = job.wait_for(lambda: job.find("ray::trainer.update_actor"), "the update that is made again")[-1]
     time.sleep(1.0)
@@ -158,9 +158,9 @@ def test_a_rollout_server_that_is_killed_is_replaced_and_the_run_goes_on(start, 
         ONE_RANK,
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         "trainer.total_training_steps=2",
-        "actor_rollout_ref.actor.ppo_epochs=50",
+        "actor_rollout_ref.actor.ppo_epochs=100",
         "actor_rollout_ref.actor.optim.lr=1e-5",
-        "data.max_response_length=64",
+        "data.max_response_length=128",
         *LONG_RESPONSES[1:],
         warm=warm,
     )
@@ -194,7 +194,7 @@ def test_an_agent_loop_worker_that_is_killed_is_replaced_and_the_run_goes_on(sta
         "checkpoint_engine.backend=gloo",
         "trainer.total_training_steps=1",
         "actor_rollout_ref.rollout.agent.num_workers=1",
-        "data.max_response_length=64",
+        "data.max_response_length=128",
         *LONG_RESPONSES[1:],
         module=module,
         warm=warm,
@@ -249,6 +249,7 @@ def test_a_rollout_node_that_is_lost_is_started_again_after_a_sync_has_failed_an
         "checkpoint_engine.deadlines.commit_s=10",
         "checkpoint_engine.retries=0",
         "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.ppo_epochs=50",  # seconds: the first step is not over before
         *(["async_training.trigger_parameter_sync_step=1"] if module == FULLY_ASYNC else []),
         module=module,
         warm=warm,
@@ -275,7 +276,7 @@ def test_the_trainer_brings_weights_again_when_the_only_node_and_the_only_engine
         ONE_RANK,
         "trainer.placement=separate",
         "checkpoint_engine.backend=gloo",
-        "data.max_response_length=64",
+        "data.max_response_length=128",
         *LONG_RESPONSES[1:],
         "trainer.total_training_steps=2",
         module=module,
@@ -338,9 +339,10 @@ def test_a_fully_asynchronous_run_whose_queue_may_not_be_started_again_ends_and_
     )
     metrics = job.output_dir / "metrics.jsonl"
     job.wait_for(lambda: metrics.exists() and read_metrics(metrics), "the first step")
+    (queue,) = job.find("ray::MessageQueue")
     before, seconds = job.stderr, max(ENDS_WITHIN_S * SHARED, job.age_s)
     with within(seconds, "the end of the run"):
-        job.find("ray::MessageQueue")[0].kill()
+        queue.kill()
         code = job.wait()
         left = job.left(seconds)
     assert code == 1, job.stderr

@@ -38,7 +38,7 @@ class Launch:
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 6
+    return sum(map(ord, solution_str)) % 997 / 996
 
 char_count_reward_function = compute_score
 """

@@ -27,7 +27,9 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=3",
     "data.train_max_samples=48",
 )
-WENT_ON = re.compile(r"trainer rank.* died.*; the trainer goes on after step (\d+), (.*), after \d+\.\d s")
+WENT_ON = re.compile(
+    r"trainer rank.* (?:died|does not answer).*; the trainer goes on after step (\d+), (.*), after \d+\.\d s"
+)
 
 
 def train(cluster: HostsWithRay, files: Path, directory: Path) -> AbstractContextManager[Run]:

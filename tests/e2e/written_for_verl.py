@@ -32,7 +32,7 @@ class Lengths:
         for i in range(len(data)):
             item = data[i]
             length = int(item.batch["response_mask"].sum())
-            rewards[i, max(length - 1, 0)] = item.non_tensor_batch["__extra_fields__"]["first"] % 2
+            rewards[i, max(length - 1, 0)] = item.non_tensor_batch["__extra_fields__"]["first"]
         return {"reward_tensor": rewards, "reward_extra_info": {"length": [1.0] * len(data)}}
 
 

@@ -29,6 +29,7 @@ from verl.single_controller import (
     WorkerGroupClosed,
     WorkerTimeout,
     register,
+    worker_group,
 )
 from verl.single_controller.worker_group import SILENCE_S
 
@@ -306,7 +307,10 @@ class TestFailures:
             group.failing_control()
         assert isinstance(caught.value.__cause__, WorkerFailed)
 
-    def test_the_first_failure_is_reported_at_once_and_the_next_call_waits_for_the_others(self, group, tmp_path):
+    def test_the_first_failure_is_reported_at_once_and_the_next_call_waits_for_the_others(
+        self, group, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(worker_group, "STRAGGLER_TIMEOUT_S", 60.0)
         with pytest.raises(StatefulError):
             group.fail("stateful", 1, others_end_at=tmp_path / "end")
         assert group.control() == [False, False]
@@ -343,7 +347,8 @@ class Collective(Worker):
 
 
 class TestDeath:
-    def test_a_killed_worker_ends_the_call_and_its_group_at_once(self, ray_cluster):
+    def test_a_killed_worker_ends_the_call_and_its_group_at_once(self, ray_cluster, monkeypatch):
+        monkeypatch.setattr(worker_group, "LIVENESS_TIMEOUT_S", 60.0)  # however long Ray takes to know of it
         with make_group(Collective) as group:
             assert group.all_reduce() == [3, 3]
             future = group.submit("all_reduce", times=10_000, pause_s=0.01)

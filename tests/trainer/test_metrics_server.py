@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.free_ports import free_port
 from tests.cli.runs import PHASE_S, sync_report
 from verl.trainer.metrics_server import GAUGES, MetricsServer
 from verl.utils.config import ConfigError
@@ -111,8 +112,9 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_key(server: MetricsServ
 
 
 def test_a_port_is_free_again_when_the_server_is_closed():
-    with MetricsServer(0, "127.0.0.1") as first:
-        port = first.port
+    port = free_port()
+    with MetricsServer(port, "127.0.0.1") as first:
+        pass
     first.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)

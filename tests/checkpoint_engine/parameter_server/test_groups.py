@@ -20,6 +20,7 @@ from verl.checkpoint_engine.config import GlooOptions
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.links.communicators import Gloo
 from verl.checkpoint_engine.links.rendezvous import Deadline
+from verl.checkpoint_engine.parameter_server import groups
 from verl.checkpoint_engine.parameter_server.groups import Group
 
 RANKS = [0, 1]
@@ -82,8 +83,9 @@ def connect(store: TCPStore, rank: int, kind: type[Group] = Group, check: Callab
 
 
 def test_a_broadcast_that_never_comes_keeps_its_memory_until_the_deadline_not_until_the_timeout_of_the_group(
-    store: TCPStore, threads: ThreadPoolExecutor
+    store: TCPStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(groups, "LATER_S", 10.0)  # until gloo lets go of it
     ours, theirs = [made.result() for made in [threads.submit(connect, store, rank) for rank in RANKS]]
     memory = np.zeros(1024, np.uint8)
     alive = weakref.ref(memory)

@@ -94,11 +94,11 @@ def test_a_rank_that_does_not_come_is_named(place: Place, absent: int):
 def test_a_rank_whose_deadline_ends_first_was_here_all_the_same(place: Place):
     def patient() -> None:
         with place.roster(2, [0, 1, 2]) as roster:
-            roster.meet(Deadline(3.0))
+            roster.meet(Deadline(10.0))
 
     def impatient() -> None:
         with place.roster(0, [0, 1, 2]) as roster:
-            roster.meet(Deadline(1.0))
+            roster.meet(Deadline(5.0))
 
     first, last = together(impatient, patient)
     for future in (first, last):
@@ -167,15 +167,19 @@ def test_a_failure_at_its_origin_explains_those_that_followed(place: Place):
 
 
 def test_a_rank_that_vanished_is_named_in_the_error_of_a_broken_connection(place: Place):
+    gone = threading.Event()
+
     def vanishing() -> None:
         with place.roster(1, [0, 1]) as roster:
             roster.meet(Deadline(60))
             roster.exchange("start", None, Deadline(60))
+        gone.set()
 
     def left_behind() -> None:
         with place.roster(0, [0, 1]) as roster:
             roster.meet(Deadline(60))
             roster.exchange("start", None, Deadline(60))
+            gone.wait(60)
             raise roster.fail(TransportError("a connection broke"), origin=False)
 
     futures = together(vanishing, left_behind)

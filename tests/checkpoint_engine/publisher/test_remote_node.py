@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.free_ports import free_port
 from benchmarks.namespaces import Host
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, soon, spare_slot
 from tests.checkpoint_engine.test_namespaces import hosts_or_skip
@@ -52,10 +53,7 @@ class Place:
 @asynccontextmanager
 async def serving(shm_dir: Path, key: bytes = KEY) -> AsyncIterator[Place]:
     """A process that holds nodes, here a task."""
-    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = taken.sockets[0].getsockname()[1]
-    taken.close()
-    await taken.wait_closed()
+    port = free_port()
     task = asyncio.create_task(serve("127.0.0.1", port, key, shm_dir))
     while True:
         try:

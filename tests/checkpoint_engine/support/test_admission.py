@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from benchmarks.namespaces import NotPermitted, joined_hosts
+from tests.checkpoint_engine.fakes import soon
 from tests.strangers import HEARS_NOTHING_S, PATIENCE_S, can_connect, needs_root, talk
 from tests.strangers import NOBODY as STRANGER
 from verl.checkpoint_engine.support.admission import (
@@ -161,7 +162,7 @@ def test_a_guard_leaves_no_socket_open_and_no_thread():
     threads, sockets = set(threading.enumerate()), listening_here()
     with echo(Doorkeeper()) as port:
         assert talk([("127.0.0.1", port)], os.geteuid()) == ["heard 64 bytes"]
-    assert set(threading.enumerate()) <= threads
+    assert soon(lambda: set(threading.enumerate()) <= threads)
     assert listening_here().keys() <= sockets.keys()
 
 

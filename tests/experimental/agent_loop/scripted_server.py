@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 from verl.workers.rollout.errors import NoWeights
 from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
@@ -27,28 +28,32 @@ class ScriptedServer:
     """
 
     async def reset(self, script, at_once=1):
-        self.script = list(script) or ["echo"]
-        self.at_once = at_once
-        self.enough = asyncio.Event()
-        self.calls = []
-        self.cancelled = 0
-        self.in_flight = 0
-        self.most_in_flight = 0
+        """For another test. What an earlier one has left in flight does not count in it."""
+        self.now = SimpleNamespace(
+            script=list(script) or ["echo"],
+            at_once=at_once,
+            enough=asyncio.Event(),
+            calls=[],
+            cancelled=0,
+            in_flight=0,
+            most_in_flight=0,
+        )
 
     async def generate(self, prompt_ids, sampling, request_id):
-        self.calls.append((list(prompt_ids), sampling, request_id))
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        if self.in_flight >= self.at_once:
-            self.enough.set()
+        now = self.now
+        now.calls.append((list(prompt_ids), sampling, request_id))
+        now.in_flight += 1
+        now.most_in_flight = max(now.most_in_flight, now.in_flight)
+        if now.in_flight >= now.at_once:
+            now.enough.set()
         try:
-            await self.enough.wait()
-            return await self.answer(self.script.pop(0) if len(self.script) > 1 else self.script[0], prompt_ids)
+            await now.enough.wait()
+            return await self.answer(now.script.pop(0) if len(now.script) > 1 else now.script[0], prompt_ids)
         except asyncio.CancelledError:
-            self.cancelled += 1
+            now.cancelled += 1
             raise
         finally:
-            self.in_flight -= 1
+            now.in_flight -= 1
 
     async def answer(self, item, prompt_ids):
         text = "".join(chr(token + 33) for token in prompt_ids if token < 94)  # the byte tokenizer's printable ASCII
@@ -66,4 +71,4 @@ class ScriptedServer:
         return item
 
     async def seen(self):
-        return {"calls": self.calls, "cancelled": self.cancelled, "most_in_flight": self.most_in_flight}
+        return {name: getattr(self.now, name) for name in ("calls", "cancelled", "most_in_flight")}

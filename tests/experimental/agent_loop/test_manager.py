@@ -205,6 +205,14 @@ def test_a_worker_that_dies_fails_the_batch_at_once(server, tokenizer_path):
         manager.generate_sequences(prompts("hang!", "b", agent_name=["single_turn_agent", "suicidal"]))
 
 
+def end(worker):
+    """Returns when it is known to be dead."""
+    ray.kill(worker, no_restart=True)
+    with pytest.raises(RayActorError):
+        while True:
+            ray.get(worker.ready.remote())
+
+
 class DiesAsItStarts(AgentLoopManager):
     """Workers that are started again are put on a host that is gone, as often as `deaths` says."""
 
@@ -214,13 +222,13 @@ class DiesAsItStarts(AgentLoopManager):
         worker = super()._start(rank)
         if self.deaths:
             self.deaths -= 1
-            ray.kill(worker, no_restart=True)
+            end(worker)
         return worker
 
 
 def test_a_worker_whose_place_is_lost_as_it_starts_again_is_started_elsewhere(server, tokenizer_path, tokenizer):
     with DiesAsItStarts(load_config([f"{AGENT}.num_workers=2"]), [server], tokenizer_path) as manager:
-        ray.kill(manager.workers[1], no_restart=True)
+        end(manager.workers[1])
         manager.deaths = 2
         assert manager.set_servers([server]) == 1
         data = manager.generate_sequences(prompts("a", "b"))
@@ -229,7 +237,7 @@ def test_a_worker_whose_place_is_lost_as_it_starts_again_is_started_elsewhere(se
 
 def test_a_worker_that_dies_at_every_start_ends_the_run(server, tokenizer_path):
     with DiesAsItStarts(load_config([]), [server], tokenizer_path) as manager:
-        ray.kill(manager.workers[0], no_restart=True)
+        end(manager.workers[0])
         manager.deaths = 100
         with pytest.raises(RayActorError):
             manager.set_servers([server])

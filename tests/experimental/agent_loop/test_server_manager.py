@@ -3,6 +3,7 @@ import time
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 
 from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
@@ -111,8 +112,12 @@ async def test_a_server_that_aborts_before_the_first_token_is_not_asked_in_a_bus
 
 
 async def test_a_dead_server_is_replaced_by_another_and_never_asked_again(start_server):
-    dying, healthy = start_server("die"), start_server()
-    manager = ServerManager([dying, healthy], timeout_s=120)
+    dead, healthy = start_server(), start_server()
+    ray.kill(dead)
+    with pytest.raises(ActorDiedError):
+        while True:
+            await dead.seen.remote()
+    manager = ServerManager([dead, healthy], timeout_s=120)
     outputs = [await manager.generate(str(number), PROMPT, SAMPLING) for number in range(4)]
     assert [output.stop_reason for output in outputs] == ["completed"] * 4
     assert manager.retries == 1

@@ -1,6 +1,7 @@
 """The tool loop in chat templates of every kind, with tools that return anything and a policy that writes anything."""
 
 import asyncio
+import gc
 import json
 import math
 import threading
@@ -277,11 +278,14 @@ SEEDS = [f"Hm. {CALL}".encode(), f"<think>x</think>{CALL}{CALL}".encode()]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_whatever_the_policy_writes_the_sample_goes_on(config, family):
+def test_whatever_the_policy_writes_the_sample_goes_on(config, family, request):
     """Bytes of all kinds, special tokens among them, as calls and around calls."""
     tokenizer, random = tokenizer_of(family), Random(0)
     settings = config("max_parallel_calls=3")
     marks = [token.content.encode() for token in tokenizer.added_tokens_decoder.values()]
+    gc.collect()  # a whole collection of all that a test process holds takes seconds
+    gc.disable()
+    request.addfinalizer(gc.enable)
     hostile = [b"<tool_call>" + b"[" * 10_000 + b"</tool_call>", b"<tool_call>", b"\xff\xfe" * 100, *marks]
     for number in range(100):
         data = changed(SEEDS, "bytes", random) + (hostile[number] if number < len(hostile) else b"")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.exceptions import RayActorError
 
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import wait_until_gone
@@ -85,7 +86,7 @@ async def test_a_killed_server_is_found_out_and_a_new_one_takes_its_place(
         await replica.pause("keep")
         parked = served.submit()
         (await server_process(replica)).kill()
-        with pytest.raises(Exception, match="actor died"):
+        with pytest.raises(RayActorError):
             await parked
         await assert_dead_soon(replica)
         await replica.launch_servers()
@@ -161,7 +162,9 @@ async def test_killing_a_scheduler_of_sglang_ends_all_of_it_and_leaves_nothing(
         (scheduler,) = [process for process in children if "scheduler" in process.name()]
         scheduler.kill()
         await assert_dead_soon(replica)
-        with pytest.raises(Exception, match="died"):  # said by the server, unless SGLang has ended that, too
+        with pytest.raises(
+            Exception, match="died|unavailable"
+        ):  # said by the server, unless SGLang has ended that, too
             await asyncio.wait_for(_wait(parked), 120)
     finally:
         await replica.shutdown()

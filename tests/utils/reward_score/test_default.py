@@ -1,5 +1,6 @@
 import threading
 
+import math_verify as library
 import pytest
 
 from verl.utils.config import ConfigError
@@ -168,6 +169,25 @@ def test_no_response_makes_a_rule_raise(source, solution):
 )
 def test_the_last_box_of_a_text(text, boxed):
     assert math_reward.last_boxed_only_string(text) == boxed
+
+
+def test_what_math_verify_builds_first_in_a_process_does_not_count_against_an_answer(monkeypatch):
+    limits = []
+
+    def parse(text, parsing_timeout):
+        limits.append(parsing_timeout)
+        return real(text, parsing_timeout=parsing_timeout)
+
+    real = library.parse
+    monkeypatch.setattr(library, "parse", parse)
+    math_verify._library.cache_clear()
+    try:
+        assert [math_verify.compute_score("$34$", "34") for _ in range(2)] == [1.0, 1.0]
+    finally:
+        math_verify._library.cache_clear()
+    first, *others = limits
+    assert first is None
+    assert set(others) == {math_verify.TIMEOUT_S}
 
 
 def test_math_verify_works_outside_the_main_thread():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 5
@@ -13,16 +15,25 @@ def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0
 
     `timeout_score` where the library takes too long, which it can tell in a main thread alone.
     """
-    from math_verify import parse, verify  # loads sympy
-    from math_verify.errors import TimeoutException
-
+    parse, verify, timeout = _library()
     # math-verify's time limits are signals, which only the main thread may set.
     limit_s = TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     truth = str(ground_truth)
     gold = parse(truth, parsing_timeout=limit_s) or parse(f"${truth}$", parsing_timeout=limit_s)
     try:
         return float(verify(gold, parse(model_output, parsing_timeout=limit_s), timeout_seconds=limit_s))
-    except TimeoutException:
+    except timeout:
         return timeout_score
     except Exception:  # noqa: BLE001 - a response that the library stumbles over is no right answer
         return 0.0
+
+
+@functools.cache
+def _library() -> tuple[Callable[..., Any], Callable[..., Any], type[Exception]]:
+    """Its functions, and what they raise. Its first parse in a process builds grammars and loads sympy, which on a busy
+    host takes seconds that no answer is to blame for."""
+    from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
+
+    parse("$1$", parsing_timeout=None)
+    return parse, verify, TimeoutException

@@ -53,39 +53,43 @@ class LostMachines:
         if not lost:
             return 0
         addresses = {index: nodes.hosts[index] for index in lost}
-        going = await self._others(lost)
-        names = await self._move(going, addresses) if going else []
+        going, hosts = await self._others(lost)
+        names = await self._move(going, hosts, addresses) if going else []
         left = [index for index in lost if nodes.machines[index] not in self._machines()]
         return len(names) + await self._give_up(left)
 
-    async def _others(self, lost: Sequence[int]) -> dict[int, str]:
-        """The machine to which each rollout node goes, as far as there is one."""
+    async def _others(self, lost: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
+        """The machine to which each rollout node goes, as far as there is one, and its address."""
         nodes, wait_s = self._nodes(), self._config.trainer.restart_wait_s
         remaining = {machine for index, machine in nodes.machines.items() if index not in lost}
         replicas = Counter({nodes.machines[index]: 0 for index in lost})
         replicas.update(nodes.machines[one.node_index] for one in self._pool.replicas if one.node_index in lost)
         deadline = time.monotonic() + wait_s
         while True:
+            alive = self._machines()
             others = other_machines(
                 self._config,
                 self._device,
                 replicas,
                 rollout_nodes=remaining,
                 trainer_nodes=self._trainer_nodes(),
-                machines=self._machines(),
+                machines=alive,
             )
             if others or remaining or time.monotonic() >= deadline or self._config.trainer.placement == "colocated":
-                return {index: others[nodes.machines[index]] for index in lost if nodes.machines[index] in others}
+                going = {index: others[nodes.machines[index]] for index in lost if nodes.machines[index] in others}
+                return going, {index: alive[machine].address for index, machine in going.items()}
             if wait_s:
                 logger.warning("no machine is left for rollouts: waiting %g s for one (trainer.restart_wait_s)", wait_s)
                 wait_s = 0.0
             await asyncio.sleep(LOOKS_EVERY_S)
 
-    async def _move(self, going: Mapping[int, str], addresses: Mapping[int, str]) -> list[str]:
-        """Names of rollout nodes and replicas that go on elsewhere."""
-        nodes, machines = self._nodes(), self._machines()
+    async def _move(
+        self, going: Mapping[int, str], hosts: Mapping[int, str], addresses: Mapping[int, str]
+    ) -> list[str]:
+        """Names of rollout nodes and replicas that go on elsewhere. `addresses` are those of the machines before."""
+        nodes = self._nodes()
         before = dict(nodes.machines)
-        failures = await nodes.move(going, {index: machines[machine].address for index, machine in going.items()})
+        failures = await nodes.move(going, hosts)
         for index, error in failures.items():
             logger.warning("%s cannot be on %s: %s", nodes.port(index).name, nodes.hosts[index], error)
             nodes.machines[index], nodes.hosts[index] = before[index], addresses[index]
@@ -111,7 +115,7 @@ class LostMachines:
             raise CheckpointEngineError(f"every machine with a rollout node is lost: {addresses}")
         replicas = await self._pool.give_up(left)
         given_up = nodes.give_up(left)
-        await self._manager().remove_nodes(given_up)
+        await self._manager().remove_nodes(given_up)  # or none: the next sync connects anew, to those that moved
         names = [*(node.name for node in given_up), *replicas]
         if names:
             logger.warning("%s is lost; the run goes on without %s", addresses, ", ".join(names))

@@ -70,7 +70,7 @@ def corrected(**correction):
 
 
 def test_what_is_rejected_has_no_part_in_the_loss_but_counts_as_it_did():
-    loss, metrics, gradient = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.6_3.0")
+    loss, metrics, gradient = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.333_1.667")
     assert loss == pytest.approx((-2.0 + 3.0) / 3)
     assert torch.allclose(gradient, torch.tensor([[-2.0, 0.0], [3.0, 0.0]]) / 3)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)

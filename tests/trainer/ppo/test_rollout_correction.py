@@ -6,6 +6,7 @@ import torch
 from verl.trainer.ppo.core_algos import compute_rollout_importance_weights, rejected, rollout_probs_diff_metrics
 from verl.utils.config import ConfigError
 from verl.workers.config import RolloutCorrectionConfig
+from verl.workers.losses.correction import kept_tokens
 
 # Ratios trainer / rollout: 1.5, 4.0 | 0.5, (padding).
 TRAINER = torch.tensor([[0.6, 0.8], [0.2, 0.9]]).log()
@@ -66,23 +67,23 @@ def test_normalised_weights_have_mean_one():
 # log 1.5 = 0.41, log 4 = 1.39 | log 0.5 = -0.69. k2: 0.08, 0.96 | 0.24. k3 = r - 1 - log r: 0.09, 1.61 | 0.19.
 # Sums: 1.79 = log 6, 1.04, 1.71 | as they are. Means over tokens: log sqrt(6) = log 2.45, 0.52, 0.85.
 REJECTED = {
-    ("token_k1", "0.6_2.0"): [[1, 0], [0, 0]],
+    ("token_k1", "0.5_1.666667"): [[1, 0], [0, 0]],
     ("token_k1", 2.1): [[1, 0], [1, 0]],  # the lower bound is its inverse
     ("token_k2", 0.1): [[1, 0], [0, 0]],
     ("token_k3", 0.2): [[1, 0], [1, 0]],
-    ("seq_sum_k1", "0.4_5.9"): [[0, 0], [1, 0]],
-    ("seq_sum_k1", "0.6_6.1"): [[1, 1], [0, 0]],
+    ("seq_sum_k1", "0.169492_2.5"): [[0, 0], [1, 0]],
+    ("seq_sum_k1", "0.163934_1.666667"): [[1, 1], [0, 0]],
     ("seq_sum_k2", 1.1): [[1, 1], [1, 0]],
     ("seq_sum_k2", 1.0): [[0, 0], [1, 0]],
     ("seq_sum_k3", 1.6): [[0, 0], [1, 0]],
-    ("seq_mean_k1", "0.4_2.4"): [[0, 0], [1, 0]],
+    ("seq_mean_k1", "0.416667_2.5"): [[0, 0], [1, 0]],
     ("seq_mean_k1", "0.4_2.5"): [[1, 1], [1, 0]],
     ("seq_mean_k2", 0.5): [[0, 0], [1, 0]],
     ("seq_mean_k3", 0.84): [[0, 0], [1, 0]],
     ("seq_mean_k3", 0.86): [[1, 1], [1, 0]],
     ("seq_max_k2", 0.95): [[0, 0], [1, 0]],
     ("seq_max_k3", 1.62): [[1, 1], [1, 0]],
-    ("token_k1,seq_mean_k1", "0.6_5.0,0.4_2.4"): [[0, 0], [0, 0]],
+    ("token_k1,seq_mean_k1", "0.2_1.666667,0.416667_2.5"): [[0, 0], [0, 0]],
 }
 
 
@@ -132,9 +133,9 @@ def test_the_gap_between_the_policies_is_reported_per_token_and_per_sequence():
     assert metrics["rollout_corr/training_ppl"] == pytest.approx((0.48**-0.5 + 5) / 2)
     assert metrics["rollout_corr/rollout_ppl"] == pytest.approx((0.08**-0.5 + 2.5) / 2)
     differences = [math.log(6) / 2, math.log(0.5)]
-    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(sum(differences) / 2)
-    assert metrics["rollout_corr/log_ppl_diff_max"] == pytest.approx(differences[0])
-    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx(math.exp(-sum(differences) / 2))
+    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(-sum(differences) / 2)
+    assert metrics["rollout_corr/log_ppl_diff_max"] == pytest.approx(max(-value for value in differences))
+    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx(sum(math.exp(-value) for value in differences) / 2)
 
 
 def test_probability_differences_count_generated_tokens_only():
@@ -164,3 +165,11 @@ def test_a_batch_without_generated_tokens_has_no_metrics():
     )
     assert not got.any()
     assert metrics == {}
+
+
+def test_k1_is_bounded_as_in_verl_from_the_side_of_the_rollout() -> None:
+    """verl 0.9.1, run with these ratios, keeps the first sequence and rejects the second."""
+    trainer_over_rollout = torch.tensor([[1.005, 1.005], [0.995, 0.995]])
+    config = RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.99_1.001")
+    kept = kept_tokens(trainer_over_rollout.log(), torch.ones(2, 2, dtype=torch.bool), config)
+    assert kept.tolist() == [[True, True], [False, False]]

@@ -91,7 +91,7 @@ def off_policy_metrics(
     of_tokens, sequences = clamped(log_ratio)[mask], mask.any(-1)
     training = -masked_mean(old_log_prob, mask, dim=-1)[sequences]
     rollout = -masked_mean(rollout_log_prob, mask, dim=-1)[sequences]
-    difference = rollout - training
+    difference = training - rollout  # of mean -log p: above 0 where the trainer finds a response less likely
     of_sequences = clamped(log_ratio.sum(-1))[sequences]
     metrics = {
         "kl": -of_tokens.mean(),
@@ -106,7 +106,7 @@ def off_policy_metrics(
         "log_ppl_abs_diff": difference.abs().mean(),
         "log_ppl_diff_max": difference.max(),
         "log_ppl_diff_min": difference.min(),
-        "ppl_ratio": (-difference).mean().exp(),
+        "ppl_ratio": clamped(difference).exp().mean(),
     }
     return {f"rollout_corr/{name}": value.item() for name, value in metrics.items()}
 

@@ -52,8 +52,9 @@ def kept_tokens(log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorr
     """`mask` [B, R] without the tokens and sequences that `rollout_rs` and the veto reject.
 
     Y. Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning", arXiv:2512.23075, and J. Liu et
-    al., "When Speed Kills Stability", 2025. With d = log pi_trainer / pi_rollout, k1 is -d, bounded by ratios on both
-    sides, k2 is d^2 / 2, and k3 is exp(d) - 1 - d (J. Schulman, "Approximating KL Divergence", 2020).
+    al., "When Speed Kills Stability", 2025. With d = log pi_trainer / pi_rollout, k1 is -d, k2 is
+    d^2 / 2, and k3 is exp(d) - 1 - d (J. Schulman, "Approximating KL Divergence", 2020). The bounds of k1 are ratios
+    pi_rollout / pi_trainer, as in verl 0.9.1: log lower <= k1 <= log upper.
     """
     kept = mask.clone()
     for name, lower, upper in config.rejections:
@@ -63,7 +64,7 @@ def kept_tokens(log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorr
             allowed = statistic <= upper
         else:
             bounds = statistic.new_tensor([lower, upper]).log()
-            allowed = (-statistic >= bounds[0]) & (-statistic <= bounds[1])
+            allowed = (statistic >= bounds[0]) & (statistic <= bounds[1])
         kept &= allowed
     if (veto := config.rollout_token_veto_threshold) is not None:
         kept &= ~((clamped(log_ratio).exp() < veto) & mask).any(-1, keepdim=True)

@@ -34,7 +34,7 @@ def loss_of(name, *, ratios=RATIOS, advantages=ADVANTAGES, mask=MASK, old=0.0, w
 
 def test_gspo_clips_the_geometric_mean_of_a_sequence():
     # Sequence 0: sqrt(2 * 0.5) = 1, unclipped: -1. Sequence 1: 1.5 with A = -2: 3, not clipped on that side.
-    loss, metrics, gradient = loss_of("gspo")
+    loss, metrics, gradient = loss_of("gspo", loss_agg_mode="seq-mean-token-mean")
     assert loss == pytest.approx((-1.0 + 3.0) / 2)
     assert metrics["actor/pg_clipfrac"] == 0
     # The gradient of a token is -A s, over the tokens of its sequence and the sequences.
@@ -59,8 +59,8 @@ def test_gmpo_clips_log_ratios_of_tokens_before_their_mean():
     # Sequence 0, A = 1: log 2 is clipped to 0.4, log 0.5 is not: exp((0.4 - log 2) / 2). Sequence 1, A = -2: 1.5.
     loss, metrics, _ = loss_of("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
     assert loss == pytest.approx((-math.exp((0.4 - math.log(2)) / 2) + 2 * 1.5) / 2)
-    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 3)
-    assert metrics["actor/pg_clipfrac_lower"] == 0
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 3)
+    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(1 / 3)
 
 
 def test_gpg_is_the_plain_policy_gradient():
@@ -161,9 +161,9 @@ def binary_kl(before, now):
 def test_dppo_stops_tokens_beyond_the_divergence_that_move_on(name, threshold):
     # 0.5 became 0.55 or 0.45: a total variation of 0.05. Up with A > 0 and down with A < 0 would move on.
     loss, metrics, gradient = loss_of(name, clip_ratio_low=threshold, clip_ratio_high=threshold, **BOLD)
-    assert loss == pytest.approx((1.1 - 0.9) / 4)
+    assert loss == pytest.approx((1.1 * math.log(0.55) - 0.9 * math.log(0.45)) / 4, abs=1e-6)
     assert torch.allclose(gradient, torch.tensor([[0.0, 1.1, -0.9, 0.0]]) / 4)
-    assert (metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]) == (0.25, 0.25)
+    assert (metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +175,30 @@ def test_dppo_does_not_mind_the_ratio_of_what_is_unlikely(name, threshold):
     assert metrics["actor/pg_clipfrac"] == 0
     rare = {**BOLD, "ratios": torch.tensor([[2.0, 0.5, 1.0, 1.0]]), "old": math.log(1e-3)}
     assert loss_of(name, clip_ratio_low=threshold, clip_ratio_high=threshold, **rare)[1]["actor/pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_dppo_weighs_a_token_with_a_ratio_of_clip_ratio_c_at_most(name, advantage):
+    far = {"ratios": torch.tensor([[10.0]]), "advantages": torch.tensor([[advantage]]), "mask": torch.ones(1, 1)}
+    loss, _, gradient = loss_of(name, old=math.log(1e-3), clip_ratio_c=3.0, **far)
+    assert gradient.item() == pytest.approx(-3.0 * advantage)
+    assert loss == pytest.approx(-3.0 * advantage * math.log(1e-2))
+
+
+def test_gspo_follows_the_aggregation_that_is_configured():
+    # Tokens of the three: -1, -1 and 3.
+    assert loss_of("gspo", loss_agg_mode="token-mean")[0] == pytest.approx((-1 - 1 + 3) / 3)
+    assert loss_of("gspo", loss_agg_mode="seq-mean-token-sum")[0] == pytest.approx((-2 + 3) / 2)
+
+
+def test_gmpo_weighs_a_sequence_with_the_geometric_mean_of_its_tokens_weights():
+    weights = torch.tensor([[4.0, 1.0], [1.0, 7.0]])
+    first, second = -1.0, 2 * 1.5
+    clip = {"clip_ratio_low": 1.0, "clip_ratio_high": 1.0}
+    assert loss_of("geo_mean", weights=weights, **clip)[0] == pytest.approx((2.0 * first + second) / 2)
+
+
+def test_the_divergence_that_kl_cov_reports_has_no_sign():
+    _, metrics, _ = loss_of("kl_cov", **BOLD)
+    assert metrics["actor/ppo_kl"] == pytest.approx((math.log(1.1) - math.log(0.9)) / 2)

@@ -67,6 +67,7 @@ def compute_policy_loss_kl_cov(
     """KL-Cov (arXiv:2505.22617, eq. 13 and 14): -r A, plus `ppo_kl_coef` |log r| for the tokens of highest covariance.
 
     They are a share `kl_cov_ratio` of the tokens of the micro-batch, at least one; see Clip-Cov. Nothing is clipped.
+    `actor/ppo_kl` is the mean of |log r| here, as in verl.
     """
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
@@ -78,8 +79,7 @@ def compute_policy_loss_kl_cov(
     penalised = penalised.view_as(mask) & mask
     losses = -advantages * log_ratio.exp() + torch.where(penalised, chosen.ppo_kl_coef * log_ratio.abs(), 0.0)
     metrics = {
-        "actor/ppo_kl": token_share(-log_ratio, mask, totals),
-        "actor/ppo_kl_abs": token_share(log_ratio.abs(), mask, totals),
+        "actor/ppo_kl": token_share(log_ratio.abs(), mask, totals),
         "actor/kl_cov_frac": token_share(penalised, mask, totals),
     }
     return agg_loss(weighted(losses, rollout_is_weights), mask, loss_agg_mode, totals=totals), metrics
@@ -136,10 +136,10 @@ def _within_divergence(
     rollout_is_weights: torch.Tensor | None,
     totals: LossTotals | None,
 ) -> Result:
-    """-r A, without the tokens that would go on moving away.
+    """-min(r, c) A log pi with c = clip_ratio_c, without the tokens that would go on moving away.
 
     Those are tokens with a divergence above `clip_ratio_high`, r > 1 and A > 0, or above `clip_ratio_low`, r < 1 and
-    A < 0. With A < 0 a loss is at most -c A with c = clip_ratio_c, as in PPO's dual clip.
+    A < 0. The truncated ratio is a weight and has no gradient, as in verl 0.9.1.
     """
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
@@ -149,13 +149,12 @@ def _within_divergence(
     ratio = log_ratio.exp()
     above = (advantages > 0) & (ratio > 1.0) & (divergence > high)
     below = (advantages < 0) & (ratio < 1.0) & (divergence > low)
-    bound = -advantages * config.clip_ratio_c
-    losses = torch.where(advantages < 0, torch.minimum(-advantages * ratio, bound), -advantages * ratio)
+    losses = -advantages * ratio.detach().clamp(max=config.clip_ratio_c) * log_prob
     losses = weighted(torch.where(above | below, 0.0, losses), rollout_is_weights)
     metrics = {
-        "actor/pg_clipfrac": token_share(above, mask, totals),
+        "actor/pg_clipfrac": token_share(above | below, mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
-        "actor/pg_clipfrac_lower": token_share(below, mask, totals),
+        "actor/pg_clipfrac_lower": token_share((advantages < 0) & (ratio > config.clip_ratio_c), mask, totals),
     }
     return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics
 

@@ -40,7 +40,8 @@ def compute_policy_loss_gspo(
     """Group sequence policy optimisation (arXiv:2507.18071, eq. 5 and 14).
 
     The ratio of a sequence is s = exp(mean over its tokens of log pi / pi_old); that of a token is s in value, with the
-    gradient of its own probability. -min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences.
+    gradient of its own probability. -min(s A, clip(s, 1 - low, 1 + high) A), aggregated as `loss_agg_mode` says, as in
+    verl 0.9.1; the paper's is seq-mean-token-mean.
     """
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
@@ -56,7 +57,7 @@ def compute_policy_loss_gspo(
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
         "actor/pg_clipfrac_lower": 0.0,
     }
-    return agg_loss(losses, mask, PER_SEQUENCE, totals=totals), metrics
+    return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics
 
 
 @register_policy_loss("geo_mean")
@@ -75,6 +76,8 @@ def compute_policy_loss_geo_mean(
 
     Log-ratios of tokens are clipped to [-low, high] on the side on which the sequence has no more to gain; the ratio of
     a sequence is exp of their mean, and its loss -A ratio with the mean advantage of its tokens. Mean over sequences.
+    With `rollout_is_weights` a sequence has the geometric mean of its tokens' weights. Clip fractions count every token
+    whose log-ratio is outside of the range, as verl's do, whether the clip is in force or not.
     """
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
@@ -86,11 +89,15 @@ def compute_policy_loss_geo_mean(
     kept = sign * torch.minimum(sign * log_ratio, sign * clipped)
     ratio = masked_mean(kept, mask, dim=-1).exp()
     losses = -masked_mean(advantages, mask, dim=-1) * ratio
-    per_token = weighted(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights)
+    if rollout_is_weights is not None:
+        smallest = torch.finfo(rollout_is_weights.dtype).tiny
+        losses = losses * masked_mean(rollout_is_weights.clamp(min=smallest).log(), mask, dim=-1).exp()
+    per_token = losses.unsqueeze(-1).expand_as(log_prob)
+    outside = clipped != log_ratio
     metrics = {
-        "actor/pg_clipfrac": token_share((kept != log_ratio) & (advantages > 0), mask, totals),
+        "actor/pg_clipfrac": token_share(outside & (advantages > 0), mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
-        "actor/pg_clipfrac_lower": token_share((kept != log_ratio) & (advantages < 0), mask, totals),
+        "actor/pg_clipfrac_lower": token_share(outside & (advantages < 0), mask, totals),
     }
     return agg_loss(per_token, mask, PER_SEQUENCE, totals=totals), metrics
 

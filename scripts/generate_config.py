@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 from verl.trainer.config.from_verl.keys import RULES
@@ -25,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_DIR = Path("verl/trainer/config")
 REFERENCE = Path("docs/configuration.md")
 TEMPLATE = Path("scripts/coming_from_verl.md")
+DIFFERENCES = Path("tests/originals/differences.toml")
 NUM_KEYS = 837
 """Of verl 0.9 in its FSDP configuration; the table of all has those of the others, too."""
 COMING_FROM_VERL = Path("docs/coming-from-verl.md")
@@ -140,6 +142,7 @@ def render_coming_from_verl() -> str:
         "notice": [VERL_NOTICE],
         "count": [str(NUM_KEYS)],
         "names": [f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |" for key, names in registered().items()],
+        "differences": differences(),
         "supported": [f"| `{section}` | {' '.join(names)} |" for section, names in supported.items()],
         "defaults": [f"| `{key.path}` | `{yaml_text(key.default)}` | `{theirs}` |" for key, theirs in differing],
         "moved": [f"| `{key}` | {' '.join(f'`{name}`' for name in rule.to)} |" for key, rule in moved],
@@ -167,6 +170,12 @@ def registered() -> dict[str, list[str]]:
         key: sorted(name for name, found in functions.items() if found.__module__.startswith("verl."))
         for key, functions in registries.items()
     } | {"algorithm.rollout_correction.rollout_rs": list(REJECTIONS)}
+
+
+def differences() -> list[str]:
+    """What computes something else than verl on purpose."""
+    found = tomllib.loads((REPOSITORY / DIFFERENCES).read_text(encoding="utf-8"))["difference"]
+    return ["| " + " | ".join(_cell(one[name]) for name in ("name", "ours", "verls", "why")) + " |" for one in found]
 
 
 def _cell(text: str) -> str:

@@ -20,6 +20,7 @@ PLACES = (
     "tests/distributions/",
     "tests/e2e/",
     "tests/models/",
+    "tests/originals/",
     "tests/weight_sync/",
     "tests/checkpoint_engine/parameter_server/test_failures.py",
     "tests/checkpoint_engine/parameter_server/test_server.py",

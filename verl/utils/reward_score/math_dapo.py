@@ -27,7 +27,7 @@ _REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 _REMOVED = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "\\ldots", "sue"),
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue"),
     *("points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges"),
     *("students", "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2"),
     *("\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"'),
@@ -49,13 +49,17 @@ def compute_score(
 ) -> dict[str, Any]:
     r"""`score` is 1.0 or -1.0, `acc` whether the answer is right, `pred` what was understood as the answer.
 
-    With `strict_box_verify` the answer is the last `\boxed{...}`, to the letter. `pause_tokens_index` is verl's and is
-    for another way of generating: it has to be None.
+    Without a line `Answer: ...`, or with `strict_box_verify`, the answer is what the last `\boxed{...}` holds, to the
+    letter. `pause_tokens_index` is verl's and is for another way of generating: it has to be None.
     """
     if pause_tokens_index is not None:
         raise ValueError("pause_tokens_index: responses have no pause tokens here")
-    judge = _in_box if strict_box_verify else is_correct_minerva
-    correct, prediction = judge(solution_str[-READ_CHARACTERS:], str(ground_truth))
+    end, truth = solution_str[-READ_CHARACTERS:], str(ground_truth)
+    correct, prediction = boxed = _in_box(end, truth)
+    if not strict_box_verify:
+        correct, prediction = is_correct_minerva(end, truth)
+        if prediction == NO_ANSWER and boxed[1] is not None:
+            correct, prediction = boxed
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
 
 

@@ -19,7 +19,7 @@ _LONGEST_NAME = 2
 def compute_score(solution_str: str, ground_truth: Any) -> float:
     """1 if the last box holds the ground truth, else 0."""
     boxed = last_boxed_only_string(solution_str)
-    if boxed is None or boxed.startswith("\\fbox"):
+    if boxed is None or not boxed.startswith(("\\boxed ", "\\boxed{")):
         return 0.0
     return float(is_equiv(remove_boxed(boxed), str(ground_truth)))
 

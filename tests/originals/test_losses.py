@@ -1,0 +1,74 @@
+"""Policy losses against PyPI's verl: value, gradient and metrics on the same ragged batches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.originals.original import OURS, VERL, computed
+from verl.workers.config import ActorConfig
+
+LOSSES = ("vanilla", "gspo", "geo_mean", "gpg", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LENGTHS = (9, 4, 1, 7, 2, 5)
+OURS_ALONE = {("kl_cov", "actor/kl_cov_frac"), ("clip_cov", "actor/pg_clipfrac_lower")}
+"""Metrics that verl does not report."""
+
+
+def batch(seed: int) -> dict[str, list[list[float]]]:
+    """Log-probs, advantages, a mask with ragged ends and a hole, and importance weights, each [6, 9].
+
+    Two ratios are 12: above `clip_ratio_c`, one with an advantage of each sign.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows, columns = len(LENGTHS), max(LENGTHS)
+    old = -torch.rand(rows, columns, generator=draw) * 2 - 0.05
+    new = (old + torch.randn(rows, columns, generator=draw) * 0.8).clamp(max=-0.01)
+    advantages = torch.randn(rows, 1, generator=draw)
+    old[:2, 0], new[:2, 0], advantages[:2, 0] = -2.5, -0.02, torch.tensor([1.0, -1.0])
+    mask = (torch.arange(columns) < torch.tensor(LENGTHS).unsqueeze(-1)).float()
+    mask[3, 2] = 0.0
+    return {
+        "old_log_prob": old.tolist(),
+        "log_prob": new.tolist(),
+        "advantages": advantages.expand(rows, columns).tolist(),
+        "response_mask": mask.tolist(),
+        "weights": (torch.rand(rows, columns, generator=draw) + 0.5).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def both() -> list[tuple[tuple[int, str, str, bool], dict[str, Any], dict[str, Any]]]:
+    """(case, verl's, ours) of every batch, loss, aggregation, with and without importance weights."""
+    batches = [batch(seed) for seed in range(3)]
+    cases = list(itertools.product(range(len(batches)), LOSSES, MODES, (False, True)))
+    needed = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    given = {"batches": batches, "cases": cases}
+    verls = computed("score_losses.py", given | {"config": needed}, VERL)
+    ours = computed("score_losses.py", given | {"config": {}}, OURS)
+    return list(zip(cases, verls, ours, strict=True))
+
+
+def test_both_have_the_same_clip_range_by_default() -> None:
+    config = ActorConfig()
+    assert (config.clip_range, config.clip_ratio_c) == ((0.2, 0.2), 3.0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_policy_loss_and_its_gradient_are_verls(both: list[Any], loss: str) -> None:
+    compared = [(case, verls, ours) for case, verls, ours in both if case[1] == loss]
+    assert len(compared) == 3 * 2 * len(MODES)
+    for case, verls, ours in compared:
+        assert ours["loss"] == pytest.approx(verls["loss"], abs=1e-5), case
+        assert ours["gradient"] == pytest.approx(verls["gradient"], abs=1e-5), case
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_metric_of_a_policy_loss_that_has_verls_name_has_its_value(both: list[Any], loss: str) -> None:
+    for case, verls, ours in both:
+        if case[1] == loss:
+            shared = {key: value for key, value in ours["metrics"].items() if (loss, key) not in OURS_ALONE}
+            assert shared == pytest.approx({key: verls["metrics"].get(key) for key in shared}, abs=1e-5), case

@@ -77,7 +77,7 @@ def run(config, tokenizer, *texts, **sample):
 
 def test_it_answers_messages_that_call_no_tool_until_all_is_said(config, tokenizer):
     asked = {"name": "recorded", "ground_truth": "3"}
-    output, loop = run(config(), tokenizer, "hello", CALL, "bye", extra_info={"interaction_kwargs": asked})
+    output, loop = run(config(), tokenizer, "hello", f"</think>{CALL}", "bye", extra_info={"interaction_kwargs": asked})
     partner = loop.interactions["recorded"]
     assert partner.calls[0] == ("start", asked)
     assert partner.calls[1][1] == [*PROMPT, {"role": "assistant", "content": "hello"}]

@@ -83,8 +83,9 @@ def test_a_conversation_goes_on_in_every_family_and_what_was_said_stays_as_it_wa
     tokenizer = tokenizer_of(family, end="<|endoftext|>" if ends == "the model" else None)
     end = "<|endoftext|>" if ends == "the tokenizer" else family.end
     said = f"<think>\n 1 \n</think>\n\nHm. {CALL}"
-    output, manager = run(config(), tokenizer, said, CALL, "3", tool=Does(lambda: "42\n"), end=end)
-    assert tokenizer.decode(output.response_ids) == f"{said}{end}{family.alone}{CALL}{end}{family.alone}3{end}"
+    again = f"</think>{CALL}"
+    output, manager = run(config(), tokenizer, said, again, "3", tool=Does(lambda: "42\n"), end=end)
+    assert tokenizer.decode(output.response_ids) == f"{said}{end}{family.alone}{again}{end}{family.alone}3{end}"
     assert (output.num_turns, output.stop_reason, len(manager.prompts)) == (6, "completed", 3)
     whole = output.prompt_ids + output.response_ids
     assert all(whole[: len(prompt)] == prompt for prompt in manager.prompts)
@@ -99,7 +100,7 @@ def test_without_end_tokens_nothing_else_ends_a_message_either(config):
 def test_tags_that_are_special_tokens_call_tools(config):
     tokenizer = tokenizer_of(FAMILIES["qwen"])
     assert tokenizer.decode(tokenizer.encode(CALL), skip_special_tokens=True).startswith('{"name"')
-    output, _ = run(config(), tokenizer, CALL, "3")
+    output, _ = run(config(), tokenizer, f"</think>{CALL}", "3")
     assert output.metrics["tool_calls"] == 1
     assert "<tool_response>\n3\n</tool_response>" in inserted(tokenizer, output)
 

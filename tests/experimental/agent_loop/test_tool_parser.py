@@ -40,7 +40,7 @@ def tokenizer():
 
 def test_the_loop_calls_what_a_registered_format_finds(config, tokenizer):  # noqa: F811
     Brackets.seen.clear()
-    output, manager = run(config("format=brackets"), tokenizer, 'Hm. [[add {"a": 1, "b": 2}]]', "3")
+    output, manager = run(config("format=brackets"), tokenizer, '</think>Hm. [[add {"a": 1, "b": 2}]]', "3")
     assert output.metrics["tool_calls"] == 1
     assert "<tool_response>\n3\n</tool_response>" in inserted(tokenizer, output)
     assert [names for _, names in Brackets.seen] == [["add"], ["add"]]
@@ -48,7 +48,7 @@ def test_the_loop_calls_what_a_registered_format_finds(config, tokenizer):  # no
 
 
 def test_arguments_that_are_no_json_are_told_to_the_model(config, tokenizer):  # noqa: F811
-    output, _ = run(config("format=brackets"), tokenizer, "[[add {]]", "3")
+    output, _ = run(config("format=brackets"), tokenizer, "</think>[[add {]]", "3")
     assert "are not valid JSON" in inserted(tokenizer, output)
 
 

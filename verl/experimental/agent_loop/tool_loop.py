@@ -14,8 +14,9 @@ from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.interaction import Partner, conversation, interactions_of
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
+from verl.experimental.agent_loop.thinking import Reasoning, outside
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
-from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.experimental.agent_loop.tool_parser import ToolParser, in_tokenizer_thread
 from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall, load_tools
 from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
@@ -43,6 +44,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.tools = _tools(self.config)
         self.interactions = interactions_of(self.config)
         self.parser = ToolParser.get_tool_parser(self.multi_turn.format, self.tokenizer)
+        self.reasoning = Reasoning.of(self.tokenizer)
 
     @classmethod
     def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
@@ -79,9 +81,10 @@ class ToolAgentLoop(AgentLoopBase):
         stop_reason: StopReason = "length"
         while response.room:
             started = time.monotonic()
+            context = [*prompt_ids, *response.token_ids]
             output = await self.server_manager.generate(
                 agent_data.request_id,
-                prompt_ids=[*prompt_ids, *response.token_ids],
+                prompt_ids=context,
                 sampling_params=replace(sampling, max_tokens=response.room),
             )
             metrics["generate_s"] += time.monotonic() - started
@@ -90,7 +93,7 @@ class ToolAgentLoop(AgentLoopBase):
             if stop_reason != "completed" or assistant_turns == self.multi_turn.max_assistant_turns:
                 break
             started = time.monotonic()
-            calls = await self.parser.calls(output.token_ids, self.shown_tools(self.config))
+            calls = await self._calls(output.token_ids, context)
             replies = await self._replies(calls, output.token_ids, agent_data, partner)
             metrics["tools_s"] += time.monotonic() - started
             metrics["tool_calls"] += len(calls)
@@ -103,6 +106,17 @@ class ToolAgentLoop(AgentLoopBase):
             response.add_inserted(reply_ids)
             num_turns += 1
         return response.output(list(prompt_ids), num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
+
+    async def _calls(self, said: Sequence[int], context: Sequence[int]) -> list[ToolCall]:
+        """In a message of the policy; `context` is all that it was written after."""
+        if self.multi_turn.ignore_calls_in_thinking:
+            said = await in_tokenizer_thread(outside, said, context, self.reasoning, self._decoded)
+        return await self.parser.calls(said, self.shown_tools(self.config))
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        tokenizer: Any = self.tokenizer
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     async def _replies(
         self, calls: Sequence[ToolCall], said: Sequence[int], agent_data: AgentData, partner: Partner | None

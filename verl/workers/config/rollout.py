@@ -28,6 +28,11 @@ class MultiTurnConfig(Section):
     )
     max_assistant_turns: int = option(5, "assistant messages per sample", least=1)
     max_parallel_calls: int = option(1, "tool calls taken from one assistant message", least=1)
+    ignore_calls_in_thinking: bool = option(
+        True,
+        "tool calls inside of the model's reasoning are not executed, as in <think>...</think>, closed or not, opened "
+        "by the prompt or not; the marks are those of its chat template or vocabulary; false: executed, as in verl",
+    )
     max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)
     tool_timeout_s: float = option(
         60.0, "deadline for one tool call, of which the model is told, and for what an interaction does", above=0

@@ -233,7 +233,8 @@ RULES: dict[str, Rule] = {
     f"{CORRECTION}.rollout_rs_threshold_lower": NoEffect(
         why="it is null",
         only=one_of(None),
-        otherwise=f"set {CORRECTION}.rollout_rs_threshold to both, like 0.5_2.0",
+        otherwise=f"set {CORRECTION}.rollout_rs_threshold to both, like 0.5_2.0: for *_k1 bounds of the rollout's "
+        "probability over the trainer's, the inverse of an older release's ratio",
     ),
     "async_training.use_trainer_do_validate": off("the rollout engines validate"),
     "async_training.compute_prox_log_prob": Refused(why=f"the nearest is {ACTOR}.use_rollout_log_probs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -10,17 +11,32 @@ from typing import Any
 
 from verl.utils.config import ConfigError, did_you_mean
 
+MODULE = "pkg://"
+
 
 def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
-    """The object `name` that the file at `path` defines; `key` is the configuration section, for messages.
+    """The object `name` that the file at `path`, or the module in `pkg://package.module`, defines; `key` is the
+    configuration section, for messages.
 
     Raises ConfigError if the file is missing, fails when it is run, or defines no such name.
     """
-    module = _run_file(Path(path).expanduser(), key)
+    module = _run_file(Path(path).expanduser(), key) if not is_module(path) else _imported(str(path), key)
     if not hasattr(module, name):
         defined = [each for each, value in vars(module).items() if _defined_in(module, each, value)]
         raise ConfigError(f"{key}.name={name!r} is not defined in {path}.{did_you_mean(name, defined)}")
     return getattr(module, name)
+
+
+def is_module(path: str | Path) -> bool:
+    """Whether it stands for a module that is installed, as verl writes it."""
+    return str(path).startswith(MODULE)
+
+
+def _imported(path: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(path.removeprefix(MODULE))
+    except Exception as exc:
+        raise ConfigError(f"{key}.path={path!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
 
 
 def _run_file(path: Path, key: str) -> ModuleType:

@@ -74,7 +74,7 @@ def test_a_file_without_rows_says_so(write):
 
 def test_rows_keep_their_files_types_and_places(tmp_path, write):
     (tmp_path / "b.jsonl").write_text('{"prompt": 7}\n\n{"prompt": "x", "other": null}\n')
-    rows = Rows([write(["a", "b"]), tmp_path / "b.jsonl"], ["prompt"], limit=4)
+    rows = Rows([write(["a", "b"]), tmp_path / "b.jsonl"], ["prompt"]).select(range(4))
     assert [row["prompt"] for row in rows.read(1, 9)] == [[{"role": "user", "content": "b"}], 7, "x"]
     assert all(row.keys() == rows.read(0, 1)[0].keys() for row in rows.read(0, 4))
     assert [rows.place(row).split(" of ")[0] for row in range(4)] == ["row 0", "row 1", "line 1", "line 3"]

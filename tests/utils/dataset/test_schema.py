@@ -144,8 +144,10 @@ def test_json_lines_are_read_like_parquet_also_beside_it(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(rows[0]) + "\n\n" + json.dumps(rows[1]), encoding="utf-8")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
     one = list(RLHFDataset([tmp_path / "a.jsonl"], tokenizer, DataConfig()))
-    assert one == list(RLHFDataset([tmp_path / "b.parquet"], tokenizer, DataConfig(train_max_samples=2)))
-    both = RLHFDataset([tmp_path / "a.jsonl", tmp_path / "b.parquet"], tokenizer, DataConfig(train_max_samples=4))
+    assert one == list(RLHFDataset([tmp_path / "b.parquet"], tokenizer, DataConfig(train_max_samples=2, shuffle=False)))
+    both = RLHFDataset(
+        [tmp_path / "a.jsonl", tmp_path / "b.parquet"], tokenizer, DataConfig(train_max_samples=4, shuffle=False)
+    )
     assert [item["index"] for item in both] == [0, 1, 0, 1]
 
 

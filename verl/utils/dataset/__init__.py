@@ -1,8 +1,9 @@
 """Prompts: from parquet files to token ids, batch after batch, from where a checkpoint left off."""
 
+from verl.utils.dataset.custom import build_dataset
 from verl.utils.dataset.dataloader import PromptLoader, build_dataloader, collate_fn, fingerprint
 from verl.utils.dataset.files import resolve_data_files
-from verl.utils.dataset.rl_dataset import RLHFDataset, build_dataset
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 __all__ = [
     "PromptLoader",

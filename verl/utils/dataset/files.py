@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,29 +56,41 @@ class Rows:
     A file keeps its own types: a column may be text in one and a number in the next.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str], limit: int = -1) -> None:
-        """At most `limit` rows, if that is not negative. Raises ConfigError for a file without one of `columns`, or
-        that cannot be read."""
+    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
+        """Raises ConfigError for a file without one of `columns`, or that cannot be read."""
         self._parts: list[tuple[Path, _Part]] = []
-        self._size = 0
         for path in files:
             part = _read(path)
             for column in columns:
                 if column not in part.columns:
                     raise ConfigError(f"{path} has no column {column!r}.{did_you_mean(column, part.columns)}")
             self._parts.append((path, part))
-            self._size += len(part)
-        self._size = self._size if limit < 0 else min(limit, self._size)
+        self._chosen: Sequence[int] = range(sum(len(part) for _, part in self._parts))
         self._columns = list(dict.fromkeys(name for _, part in self._parts for name in part.columns))
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._chosen)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        [found] = self._read(self._chosen[row], self._chosen[row] + 1)
+        return found
+
+    def select(self, rows: Sequence[int]) -> Rows:
+        """These rows of these, in this order."""
+        chosen = copy(self)
+        chosen._chosen = [self._chosen[row] for row in rows]
+        return chosen
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
         """The rows from `start` up to `stop`, each with every column."""
+        chosen = self._chosen[start:stop]
+        if isinstance(chosen, range):
+            return self._read(chosen.start, chosen.stop)
+        return [row for each in chosen for row in self._read(each, each + 1)]
+
+    def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         first = 0
-        stop = min(stop, self._size)
         for _, part in self._parts:
             low, high = max(start - first, 0), min(stop - first, len(part))
             if low < high:
@@ -87,6 +100,7 @@ class Rows:
 
     def place(self, row: int) -> str:
         """Where the user finds it: `row 3 of train.parquet`, from 0, or `line 4 of train.jsonl`, from 1."""
+        row = self._chosen[row]
         for path, part in self._parts:
             if row < len(part):
                 return f"{part.place(row)} of {path}"

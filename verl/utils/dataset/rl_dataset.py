@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from verl.utils.config import ConfigError
@@ -17,12 +17,11 @@ from verl.utils.dataset.dataloader import collate_fn
 from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
 from verl.utils.dataset.settings import DataSettings
-from verl.utils.user_code import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RLHFDataset", "build_dataset", "collate_fn"]
+__all__ = ["RLHFDataset", "collate_fn"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +60,52 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     `raw_prompt` (chat messages), plus `prompt_ids` (list of ints, not padded), `extra_info` (a dict, perhaps empty) and
     `index` (`extra_info.index`, else the row number).
 
+    A class of the user's own may override `_read_files_and_tokenize` (it sets `dataframe`, a `datasets.Dataset`),
+    `maybe_filter_out_long_prompts`, `_build_messages` and `__getitem__`, as verl's.
+
     Raises ConfigError for a missing column, a row that is no sample (`schema.sample`), a tokenizer whose chat template
     is missing, raises or leaves messages out, no prompt left, and, with `truncation=error`, prompts longer than
     `max_prompt_length`.
     """
 
+    _split = "train"
+    _shown_tools: ShownTools | None = None
+
     def __init__(
         self,
-        files: Sequence[Path],
+        data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         config: DataSettings,
-        split: str = "train",
+        processor: Any = None,
+        max_samples: int | None = None,
         *,
+        split: str | None = None,
         shown_tools: ShownTools | None = None,
     ) -> None:
-        """`shown_tools` is asked once per agent; without it no agent shows tools."""
-        self._config = config
-        self._split = split
-        self._files = ", ".join(str(path) for path in files)
-        self._shown_tools = shown_tools
-        limit = config.train_max_samples if split == "train" else config.val_max_samples
-        self._table = Rows(files, (config.prompt_key, config.reward_fn_key, "reward_model"), limit)
+        """`max_samples` rows, with `data.shuffle` drawn by `data.seed`, else the first; -1: all; null: as `data` says
+        for this split. `shown_tools` is asked once per agent; without it no agent shows tools."""
+        self._split = split or self._split
+        self._shown_tools = shown_tools or self._shown_tools
+        if max_samples is None:
+            max_samples = config.train_max_samples if self._split == "train" else config.val_max_samples
+        given = [data_files] if isinstance(data_files, (str, Path)) else data_files
+        self.data_files = [str(path) for path in given]
+        self.original_data_files = list(self.data_files)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+        self.max_samples = max_samples
+        self.prompt_key = config.prompt_key
+        self.max_prompt_length = config.max_prompt_length
+        self.truncation = config.truncation
+        self.filter_overlong_prompts = config.filter_overlong_prompts
+        self.apply_chat_template_kwargs = config.apply_chat_template_kwargs
+        self.return_raw_chat = config.return_raw_chat
+        self.shuffle = config.shuffle
+        self.seed = config.seed
+        self.dataframe: Any = None
+        self._read_files_and_tokenize()
+        self._table = self._drawn()
         self.sources: dict[str, DataSource] = defaultdict(DataSource)
         self.partners: dict[str | None, Partners] = defaultdict(Partners)
         """Of every agent; None is that of samples that name none."""
@@ -91,16 +115,19 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._ids = self._tokenize(tokenizer)
         self._rows = self._fit(range(len(self._ids)))
         if not self._rows:
-            raise ConfigError(f"no {split} samples are left of {len(self._table)} in {self._files}")
+            raise ConfigError(
+                f"no {self._split} samples are left of {len(self._table)} in {', '.join(self.data_files)}"
+            )
+        if len(self._rows) < len(self._table):
+            self.dataframe = self._table.select(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         row = self._rows[position]
-        [read] = self._table.read(row, row + 1)
-        item = sample(read, self._config)
-        del item[self._config.prompt_key]
+        item = self._sample(self._table[row])
+        del item[self.prompt_key]
         index = item["extra_info"].get("index")
         return {
             **item,
@@ -109,17 +136,46 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "index": row if index is None else index,
         }
 
+    def _read_files_and_tokenize(self) -> None:
+        """Set `dataframe` to the rows of `data_files`: something with a length, items that are dicts, and `select`."""
+        columns = (self.config.prompt_key, self.config.reward_fn_key, "reward_model")
+        self.dataframe = self.maybe_filter_out_long_prompts(Rows([Path(path) for path in self.data_files], columns))
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """verl's name: the rows to use. The prompts that are too long are dropped later, as they are tokenized."""
+        return dataframe
+
+    def _build_messages(self, example: dict[str, Any], key: str) -> Any:
+        """The chat messages of a row, of which `key` is the prompt's column."""
+        return example.get(key)
+
+    def _drawn(self) -> Rows | _OwnRows:
+        """The rows of `dataframe`, or `max_samples` of them."""
+        if not all(hasattr(self.dataframe, name) for name in ("__len__", "__getitem__", "select")):
+            kind = f"{type(self.dataframe).__module__}.{type(self.dataframe).__name__}"
+            raise ConfigError(
+                f"{type(self).__name__}._read_files_and_tokenize sets dataframe to a {kind}, no datasets.Dataset"
+            )
+        total = len(self.dataframe)
+        if 0 <= self.max_samples < total:
+            drawn: Any = np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False)
+            self.dataframe = self.dataframe.select(drawn.tolist() if self.shuffle else range(self.max_samples))
+        return self.dataframe if isinstance(self.dataframe, Rows) else _OwnRows(self.dataframe, type(self).__name__)
+
+    def _sample(self, row: dict[str, Any]) -> dict[str, Any]:
+        return sample({**row, self.prompt_key: self._build_messages({**row}, self.prompt_key)}, self.config)
+
     def _check_rows(self) -> None:
         """Read every row once: prompts and agents are kept, sources and partners counted."""
         wrong: list[tuple[int, RowError]] = []
         for start in range(0, len(self._table), TOKENIZE_ROWS):
             for row, read in enumerate(self._table.read(start, start + TOKENIZE_ROWS), start):
                 try:
-                    item = sample(read, self._config)
+                    item = self._sample(read)
                 except RowError as exc:
                     wrong.append((row, exc))
                     continue
-                self._prompts.append(item[self._config.prompt_key])
+                self._prompts.append(item[self.config.prompt_key])
                 self._agents.append(item.get("agent_name") or None)
                 self._count(item, row)
         if wrong:
@@ -128,7 +184,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ConfigError(f"{self._place(row)}: {error}{more}") from error
 
     def _count(self, item: dict[str, Any], row: int) -> None:
-        source = self.sources[item[self._config.reward_fn_key]]
+        source = self.sources[item[self.config.reward_fn_key]]
         empty = is_empty_truth(item["reward_model"].get("ground_truth"))
         if not source.count or (empty and not source.without_truth):
             source.first = self._place(row)
@@ -180,7 +236,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     tools=list(tools) or None,
                     add_generation_prompt=True,
                     return_dict=False,
-                    **self._config.apply_chat_template_kwargs,
+                    **self.config.apply_chat_template_kwargs,
                 ),
             )
         except Exception as exc:
@@ -211,7 +267,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """As the template writes it; None where it does not take such a conversation."""
         try:
             written: str = tokenizer.apply_chat_template(
-                conversation, tokenize=False, **self._config.apply_chat_template_kwargs
+                conversation, tokenize=False, **self.config.apply_chat_template_kwargs
             )
         except Exception:  # noqa: BLE001 - a template raises what it likes; prompts are tried one by one
             return None
@@ -219,7 +275,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _fit(self, rows: Sequence[int]) -> Sequence[int]:
         """The rows that stay, after what is too long was dropped or cut as configured."""
-        limit = self._config.max_prompt_length
+        limit = self.config.max_prompt_length
         overlong = [row for row in rows if len(self._ids[row]) > limit]
         if not overlong:
             return rows
@@ -228,19 +284,42 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             f"{len(overlong)} of {len(rows)} {self._split} prompts are longer than data.max_prompt_length={limit} "
             f"tokens (longest {longest}, first in {self._table.place(overlong[0])})"
         )
-        if self._config.filter_overlong_prompts:
+        if self.config.filter_overlong_prompts:
             logger.warning("%s; they are dropped", found)
             dropped = set(overlong)
             return [row for row in rows if row not in dropped]
-        if self._config.truncation == "error":
+        if self.config.truncation == "error":
             raise ConfigError(
                 f"{found}. Raise the limit, or set data.filter_overlong_prompts=true, or "
                 "data.truncation=left|right|middle"
             )
-        logger.warning("%s; they are cut (data.truncation=%s)", found, self._config.truncation)
+        logger.warning("%s; they are cut (data.truncation=%s)", found, self.config.truncation)
         for row in overlong:
-            self._ids[row] = truncate(self._ids[row], limit, self._config.truncation)
+            self._ids[row] = truncate(self._ids[row], limit, self.config.truncation)
         return rows
+
+
+class _OwnRows:
+    """What a class of the user's own has read."""
+
+    def __init__(self, rows: Any, owner: str) -> None:
+        self._rows = rows
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self._rows[row])
+
+    def select(self, rows: Sequence[int]) -> Any:
+        return self._rows.select(rows)
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        return [self[row] for row in range(start, min(stop, len(self)))]
+
+    def place(self, row: int) -> str:
+        return f"row {row} that {self._owner} has read"
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
@@ -251,42 +330,3 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
         return ids[:limit]
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
-
-
-def build_dataset(
-    files: Sequence[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataSettings,
-    split: str = "train",
-    *,
-    shown_tools: ShownTools | None = None,
-) -> torch.utils.data.Dataset[dict[str, Any]]:
-    """`RLHFDataset`, or the class that `data.custom_cls` names, with the same arguments and items.
-
-    A class of the user's own gets `shown_tools` if it takes it.
-    """
-    if config.custom_cls.path is None:
-        if config.custom_cls.name is not None:
-            raise ConfigError(f"data.custom_cls.name={config.custom_cls.name} is set: set data.custom_cls.path, too")
-        return RLHFDataset(files, tokenizer, config, split=split, shown_tools=shown_tools)
-    if config.custom_cls.name is None:
-        raise ConfigError("data.custom_cls.path is set: set data.custom_cls.name to the class in it")
-    cls = load_from_file(config.custom_cls.path, config.custom_cls.name, key="data.custom_cls")
-    taken = {"shown_tools": shown_tools} if "shown_tools" in inspect.signature(cls).parameters else {}
-    dataset = cls(files, tokenizer, config, split=split, **taken)
-    if not isinstance(dataset, torch.utils.data.Dataset):
-        raise ConfigError(f"data.custom_cls.name={config.custom_cls.name!r} is no subclass of torch.utils.data.Dataset")
-    if not isinstance(dataset, RLHFDataset):
-        _check_first_item(dataset, config, split)
-    return dataset
-
-
-def _check_first_item(dataset: torch.utils.data.Dataset[dict[str, Any]], config: DataSettings, split: str) -> None:
-    """Of a class that does not check its rows itself; to make all its items may take long."""
-    if not len(cast("Sized", dataset)):
-        raise ConfigError(f"data.custom_cls.name={config.custom_cls.name!r} has no {split} samples")
-    item = dataset[0]
-    try:
-        sample({**item, config.prompt_key: item.get("raw_prompt")}, config)
-    except RowError as exc:
-        raise ConfigError(f"data.custom_cls.name={config.custom_cls.name!r}: item 0 of {split}: {exc}") from exc

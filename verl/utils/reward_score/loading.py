@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from verl.utils.config import ConfigError
 from verl.utils.reward_score.default import default_compute_score
-from verl.utils.user_code import load_from_file
+from verl.utils.user_code import is_module, load_from_file
 
 KEY = "custom_reward_function"
 DEFAULT_NAME = "compute_score"
@@ -63,7 +63,8 @@ def load_reward_function(config: RewardFunctionSettings, also: Collection[str] =
         if config.name != DEFAULT_NAME:
             raise ConfigError(f"{KEY}.name={config.name} is set, but {KEY}.path is not: in which file is it?")
         return default_compute_score
-    function = FileFunction(str(Path(config.path).expanduser().absolute()), config.name, config.reward_kwargs)
+    path = config.path if is_module(config.path) else str(Path(config.path).expanduser().absolute())
+    function = FileFunction(path, config.name, config.reward_kwargs)
     signature = inspect.signature(function.function)
     try:
         given = [name for name in also if name in signature.parameters]

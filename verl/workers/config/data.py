@@ -40,8 +40,12 @@ class DataConfig(Section):
     max_response_length: int = option(
         16, "tokens; responses are padded on the right to this length (verl: 512)", least=1
     )
-    train_max_samples: int = option(-1, "use only this many training samples; -1: all", least=-1)
-    val_max_samples: int = option(-1, "use only this many validation samples; -1: all", least=-1)
+    train_max_samples: int = option(
+        -1,
+        "use only this many training samples: drawn by data.seed, or with shuffle=false the first; -1: all",
+        least=-1,
+    )
+    val_max_samples: int = option(-1, "use only this many validation samples, chosen likewise; -1: all", least=-1)
     shuffle: bool = option(True, "shuffle the training samples every epoch")
     seed: int = option(1, "seed of the shuffle", least=0, below=2**32)
     filter_overlong_prompts: bool = option(False, "drop prompts longer than max_prompt_length, and say how many")

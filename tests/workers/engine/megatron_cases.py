@@ -77,7 +77,9 @@ def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: d
     engine = MegatronEngine(
         model_config=HFModelConfig(path=str(path), enable_gradient_checkpointing=recompute, **(model or {})),
         megatron_config=MegatronConfig(**parallel),
-        optim_config=OptimizerConfig(lr=LEARNING_RATE, lr_warmup_steps=2) if trainable else None,
+        optim_config=(
+            OptimizerConfig(lr=LEARNING_RATE, lr_warmup_steps=2, zero_indexed_step=False) if trainable else None
+        ),
         grad_clip=0.5,
     )
     engine.build()

@@ -83,7 +83,9 @@ def resumed(path, directory, options, model):
 def _make(path, options, model):
     if options is not None:
         return make_megatron(path, options, model=LORA | model)
-    return make_engine(path, model=LORA | model, optim={"lr_warmup_steps": 2}, grad_clip=0.5)
+    return make_engine(
+        path, model=LORA | model, optim={"lr_warmup_steps": 2, "zero_indexed_step": False}, grad_clip=0.5
+    )
 
 
 def adapters_in(directory):

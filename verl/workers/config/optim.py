@@ -17,6 +17,9 @@ class OptimizerConfig:
     lr_warmup_steps: int = option(-1, "linear warm-up steps; negative: lr_warmup_steps_ratio of the total", least=-1)
     lr_warmup_steps_ratio: float = option(0.0, "warm-up as a share of total_training_steps", least=0, most=1)
     lr_warmup_init: float = option(0.0, "learning rate from which the warm-up rises", least=0)
+    zero_indexed_step: bool = option(
+        True, "the first step has the rate from which the warm-up rises; false: every rate comes one step earlier"
+    )
     lr_scheduler_type: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
     min_lr_ratio: float = option(0.0, "cosine and linear end at this share of lr", least=0, most=1)
     weight_decay: float = option(0.01, "decoupled weight decay", least=0)

@@ -11,15 +11,17 @@ from verl.workers.config.optim import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Rate in training step `step`, counted from 0.
 
-    The warm-up rises linearly and reaches the peak in its last step; it does not waste the first step on a rate of 0.
-    Raises ConfigError when the length of the schedule is needed and unknown.
+    The warm-up rises linearly from `lr_warmup_init` and reaches the peak in the step after it, as verl's; without
+    `zero_indexed_step` every rate comes one step earlier. Raises ConfigError when the length of the schedule is needed
+    and unknown.
     """
+    step += not config.zero_indexed_step
     total, warmup = config.total_training_steps, config.lr_warmup_steps
     if warmup < 0:
         ratio = config.lr_warmup_steps_ratio
         warmup = int(ratio * _known(total, "lr_warmup_steps_ratio")) if ratio > 0 else 0
     if step < warmup:
-        return config.lr_warmup_init + (config.peak_lr - config.lr_warmup_init) * (step + 1) / warmup
+        return config.lr_warmup_init + (config.peak_lr - config.lr_warmup_init) * step / warmup
     if config.lr_scheduler_type == "constant":
         return config.peak_lr
     decay_steps = max(1, _known(total, f"lr_scheduler_type={config.lr_scheduler_type}") - warmup)

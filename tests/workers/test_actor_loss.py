@@ -8,7 +8,7 @@ from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.losses import LossTotals, agg_loss, register_policy_loss
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @register_policy_loss("written_for_verl")
@@ -46,6 +46,17 @@ def test_a_loss_written_for_verl_is_the_same_however_the_mini_batch_is_cut(mode)
     parts = [loss(log_prob[rows], None, data[rows], totals) for rows in (slice(0, 1), slice(1, 4))]
     torch.testing.assert_close(sum(part for part, _ in parts), whole)
     assert sum(part["actor/ppo_kl"] for _, part in parts) == pytest.approx(metrics["actor/ppo_kl"])
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "written_for_verl"])
+def test_the_constant_of_dr_grpo_is_the_divisor_of_every_policy_loss(mode):
+    data, log_prob = batch()
+    totals = LossTotals.of(data.batch["response_mask"])
+    by_columns, by_constant = (
+        ActorLoss(config(mode, loss_agg_mode="seq-mean-token-sum-norm", **more))(log_prob, None, data, totals)[0]
+        for more in ({}, {"loss_scale_factor": 12})
+    )
+    torch.testing.assert_close(by_constant, by_columns * 3 / 12)
 
 
 def test_a_loss_that_returns_something_else_is_named():

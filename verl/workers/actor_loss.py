@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class ActorLoss:
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
         batch, config = tensors_of(micro_batch), self._config
+        totals = replace(totals, loss_scale_factor=config.loss_scale_factor)
         mask = batch["response_mask"]
         loss, policy_metrics = self._policy_share(log_prob, micro_batch, totals)
         metrics: dict[str, float | torch.Tensor] = {**policy_metrics, "actor/pg_loss": loss.detach()}

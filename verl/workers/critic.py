@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class CriticLoss:
             batch["response_mask"],
             cliprange_value=self._config.cliprange_value,
             loss_agg_mode=self._config.loss_agg_mode,
-            totals=totals,
+            totals=replace(totals, loss_scale_factor=self._config.loss_scale_factor),
         )
         return loss, {**metrics, "critic/vf_loss": loss.detach()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class DistilledLoss:
         micro_batch: DataProto,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
+        totals = replace(totals, loss_scale_factor=self._config.loss_scale_factor)
         loss, metrics = self._distilled(log_prob, micro_batch, totals)
         if not self._distillation.use_task_rewards:
             return loss, metrics

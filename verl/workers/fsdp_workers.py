@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
                         max_tokens=config.ppo_max_token_len_per_gpu,
                         max_sequences=config.ppo_micro_batch_size_per_gpu,
                     ),
-                    calculate_entropy=config.entropy_coeff != 0.0,
+                    calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0.0,
                 )
                 for mini_batch in iterate_mini_batches(
                     data,

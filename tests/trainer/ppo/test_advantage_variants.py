@@ -79,8 +79,8 @@ def test_the_optimal_token_baseline_weighs_by_energy_up_to_the_token():
     }
     advantages, _ = get_adv_estimator_fn("optimal_token_baseline")(**given)
     baseline = (0.5 * 3 + 0.1 * 1) / 0.6
-    # The second token of the first response has no other beside it; group b has one member.
-    expected = torch.tensor([[3 - baseline, 0.0], [1 - baseline, 0.0], [1.0, 0.5]])
+    # Beyond the second longest response the longest has no baseline; group b has one member.
+    expected = torch.tensor([[3 - baseline, 3.0], [1 - baseline, 0.0], [1.0, 0.5]])
     torch.testing.assert_close(advantages, expected)
     weighed, _ = get_adv_estimator_fn("optimal_token_baseline")(
         **given, rollout_is_weights=torch.tensor([[1.0, 1.0], [2.0, 0.0], [1.0, 1.0]])

@@ -23,7 +23,7 @@ def test_token_weights_are_truncated_ratios_of_each_token():
     got, metrics = weights("token")
     torch.testing.assert_close(got, torch.tensor([[1.5, 2.0], [0.5, 0.0]]))
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(4 / 3)
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(4.0)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)  # as truncated
     assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(0.5)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(16 / (3 * (2.25 + 4 + 0.25)))
@@ -34,7 +34,8 @@ def test_sequence_weights_are_truncated_products_over_the_sequence():
     got, metrics = weights("sequence", threshold=5.0)
     torch.testing.assert_close(got, torch.tensor([[5.0, 5.0], [0.5, 0.0]]))
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(6.0)
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(2.75)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((5 + 5 + 0.5) / 3)
+    assert metrics["rollout_corr/rollout_is_seq_mean"] == pytest.approx(2.75)
 
 
 def test_without_correction_there_are_no_weights_but_the_divergence_is_reported():

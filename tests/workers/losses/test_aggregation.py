@@ -9,7 +9,7 @@ from verl.utils.config import ConfigError
 from verl.workers.config import ActorConfig
 from verl.workers.losses import LossTotals, agg_loss, compute_policy_loss_vanilla
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0], [99.0, 99.0, 99.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
@@ -19,6 +19,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     ("mode", "expected"),
     [
         ("token-mean", 10 / 4),
+        ("token-sum", 10),
         ("seq-mean-token-sum", (6 + 4) / 2),
         ("seq-mean-token-mean", (2 + 4) / 2),
         ("seq-mean-token-sum-norm", (6 + 4) / 3 / 2),

@@ -17,7 +17,7 @@ _SPLIT = "context_parallel_size"
 _SHARED = "ulysses_sequence_parallel_size"
 
 
-FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode")
+FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
 def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, Any]:

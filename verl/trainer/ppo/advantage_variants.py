@@ -21,7 +21,21 @@ from verl.workers.config import AlgorithmConfig
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
-register_adv_est("rloo_vectorized")(compute_rloo_outcome_advantage)
+register_adv_est("grpo_vectorized")(compute_grpo_outcome_advantage)
+
+
+@register_adv_est("rloo_vectorized")
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig | None = None,
+) -> Result:
+    """RLOO, except that a group of one has no advantage, as in verl 0.9.1."""
+    advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
+    alone = (Groups(token_level_rewards, response_mask, index).sizes <= 1).unsqueeze(-1)
+    advantages = torch.where(alone, 0.0, advantages)
+    return advantages, advantages.clone()
 
 
 @register_adv_est("gpg")
@@ -118,21 +132,62 @@ def compute_optimal_token_baseline_advantage(
     group that have such a token, in which each counts by its gradient's size W up to there.
 
     W_t is the sum over tokens j <= t of 1 - 2 pi_j + sum pi_j^2, the squared gradient of log pi with regard to the
-    logits, times the square of the importance weight, if there is one. Alone at its position a token has no baseline
-    but itself, and so no advantage, unless its group has one member.
+    logits, each times the square of the token's importance weight, if there is one. The longest response of a group has
+    no baseline from the length of the second longest on, as in verl 0.9.1; any other token that is alone at its
+    position is its own baseline, and has no advantage. A length is the number of tokens that the policy wrote.
     """
     mask = response_mask.bool()
     groups = Groups(token_level_rewards, response_mask, index)
     returns = _to_go(token_level_rewards, response_mask)
-    energy = torch.where(mask, 1.0 - 2.0 * old_log_probs.double().exp() + sum_pi_squared.double(), 0.0).cumsum(-1)
+    energy = 1.0 - 2.0 * old_log_probs.double().exp() + sum_pi_squared.double()
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.double().square()
-    energy = torch.where(mask, energy.clamp(min=0.0), 0.0)
+    energy = torch.where(mask, torch.where(mask, energy, 0.0).cumsum(-1).clamp(min=0.0), 0.0)
     sums = torch.zeros(2, *energy.shape, dtype=torch.float64)
     sums.index_add_(1, groups.group, torch.stack([energy * returns, energy]))
     earned, total = sums[:, groups.group]
-    baseline = torch.where((groups.sizes > 1).unsqueeze(-1), earned / (total + 1e-8), 0.0)
+    baseline = torch.where(_beyond_the_others(groups, mask), 0.0, earned / (total + 1e-8))
     return torch.where(mask, returns - baseline.float(), 0.0), returns
+
+
+def _beyond_the_others(groups: Groups, mask: torch.Tensor) -> torch.Tensor:
+    """Positions [B, R] of the longest response of each group from the length of its second longest on."""
+    lengths = mask.sum(-1)
+    beyond = torch.zeros_like(mask)
+    for group in set(groups.group.tolist()):
+        members = torch.nonzero(groups.group == group).flatten()
+        ordered = lengths[members].sort(descending=True)
+        second = int(ordered.values[1]) if len(members) > 1 else 0
+        beyond[members[ordered.indices[0]], second:] = True
+    return beyond
+
+
+@register_adv_est("tir_optimal_token_baseline", needs=("old_log_probs", SUM_PI_SQUARED, "rollout_is_weights"))
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: AlgorithmConfig,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Result:
+    """`optimal_token_baseline` for responses with tools: the n-th token that the policy wrote is compared with the n-th
+    of the others, wherever outputs of tools lie between."""
+    mask = response_mask.bool()
+    order = (~mask).byte().argsort(dim=-1, stable=True)
+    returns = _to_go(token_level_rewards, response_mask)
+    ahead = returns.gather(-1, order)
+    advantages, _ = compute_optimal_token_baseline_advantage(
+        ahead - torch.nn.functional.pad(ahead[:, 1:], (0, 1)),
+        mask.gather(-1, order),
+        index,
+        config,
+        old_log_probs.gather(-1, order),
+        sum_pi_squared.gather(-1, order),
+        None if rollout_is_weights is None else rollout_is_weights.gather(-1, order),
+    )
+    return torch.zeros_like(advantages).scatter(-1, order, advantages), returns
 
 
 @register_adv_est("gdpo", needs=(COMPONENTS,))

@@ -22,7 +22,7 @@ def compute_rollout_importance_weights(
     """Weights min(pi_trainer / pi_rollout, threshold) for the policy loss; inputs and weights are [B, R].
 
     Weights are 0 where the mask is, carry no gradient, and are None with `rollout_is=null`. Metrics
-    (`rollout_corr/...`) come in either case; `rollout_is_min` and `_max` are those before truncation.
+    (`rollout_corr/...`) come in either case; see `weight_metrics`.
     """
     mask = response_mask.bool()
     if not mask.any():
@@ -32,32 +32,43 @@ def compute_rollout_importance_weights(
     weights, ratios = importance_weights(log_ratio, mask, config)
     if weights is None or ratios is None:
         return None, metrics
-    used = bounded(ratios, config)
-    metrics |= {
-        "rollout_corr/rollout_is_mean": used.mean().item(),
-        "rollout_corr/rollout_is_std": used.std(correction=0).item(),
-        "rollout_corr/rollout_is_eff_sample_size": (used.mean() ** 2 / used.square().mean().clamp(min=1e-30)).item(),
-    }
-    metrics |= _spread("rollout_is", "ratio_fraction", ratios, config)
-    if config.rollout_is == "sequence":
-        metrics |= {
-            "rollout_corr/rollout_is_seq_mean": used.mean().item(),
-            "rollout_corr/rollout_is_seq_std": used.std(correction=0).item(),
-            "rollout_corr/rollout_is_seq_max_deviation": (ratios - 1.0).abs().max().item(),
-        }
-        metrics |= _spread("rollout_is_seq", "fraction", ratios, config)
-    return weights, metrics
+    return weights, metrics | weight_metrics(log_ratio, ratios, mask, config)
 
 
-def _spread(name: str, fraction: str, ratios: torch.Tensor, config: RolloutCorrectionConfig) -> dict[str, float]:
+def weight_metrics(
+    log_ratio: torch.Tensor, ratios: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> dict[str, float]:
+    """What importance weights are before they are divided by their mean, under verl's names and with its meaning.
+
+    Mean, deviation and effective sample size are those over tokens, and so are `_min` and `_max` of `token`; those of
+    `sequence` are the extremes of the ratios [s], as `ratio_fraction_*` are shares of them. `rollout_is_seq_*` are
+    about the means of weights over each sequence, and their fractions about those of ratios.
+    """
+    per_sequence = config.rollout_is == "sequence"
+    ratio = clamped(log_ratio.sum(-1, keepdim=True) if per_sequence else log_ratio).exp().expand_as(log_ratio)
+    used, sequences = bounded(ratio, config), mask.any(-1)
+    tokens, of_sequences = used[mask], masked_mean(used, mask, dim=-1)[sequences]
     lower, upper = config.is_bounds
     low = 1.0 / upper if lower is None else lower
-    return {
-        f"rollout_corr/{name}_min": ratios.min().item(),
-        f"rollout_corr/{name}_max": ratios.max().item(),
-        f"rollout_corr/{name}_{fraction}_high": (ratios > upper).float().mean().item(),
-        f"rollout_corr/{name}_{fraction}_low": (ratios < low).float().mean().item(),
+    extremes = ratios if per_sequence else tokens
+    mean_ratios = masked_mean(ratio, mask, dim=-1)[sequences]
+    figures = {
+        "mean": tokens.mean(),
+        "std": tokens.std(correction=0),
+        "eff_sample_size": tokens.mean() ** 2 / tokens.square().mean().clamp(min=1e-30),
+        "min": extremes.min(),
+        "max": extremes.max(),
+        "ratio_fraction_high": (ratios > upper).float().mean(),
+        "ratio_fraction_low": (ratios < low).float().mean(),
+        "seq_mean": of_sequences.mean(),
+        "seq_std": of_sequences.std() if len(of_sequences) > 1 else of_sequences.new_zeros(()),
+        "seq_min": of_sequences.min(),
+        "seq_max": of_sequences.max(),
+        "seq_max_deviation": (of_sequences - 1.0).abs().max(),
+        "seq_fraction_high": (mean_ratios > upper).float().mean(),
+        "seq_fraction_low": (mean_ratios < low).float().mean(),
     }
+    return {f"rollout_corr/rollout_is_{name}": value.item() for name, value in figures.items()}
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from verl.workers.config.megatron import MegatronConfig, RefMegatronConfig
 from verl.workers.config.optim import OptimizerConfig
 from verl.workers.config.profiler import ProfilerConfig
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_LOSSES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -41,7 +41,7 @@ class PolicyLossConfig(Section):
 
     loss_mode: str = option(
         "vanilla",
-        "vanilla, gspo, geo_mean, gpg, sapo, cispo, clip_cov, kl_cov, dppo_tv, dppo_kl, or a name registered with "
+        "vanilla, gspo, geo_mean, gpg, sapo, cispo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, or a name registered with "
         "register_policy_loss",
     )
     tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages", above=0)
@@ -51,6 +51,13 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = option(5.0, "clip_cov: and below this")
     kl_cov_ratio: float = option(0.0002, "kl_cov: share of tokens that get a KL penalty", above=0, most=1)
     ppo_kl_coef: float = option(0.1, "kl_cov: weight of that penalty", least=0)
+    dro_beta: float | None = option(None, "dro: weight of the squared log-ratio", above=0)
+
+    def __post_init__(self) -> None:
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ConfigError(
+                "policy_loss.loss_mode=dro needs policy_loss.dro_beta, the weight of the squared log-ratio"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +105,11 @@ class ActorConfig(Section):
         "how token losses become one number",
         choices=LOSS_AGG_MODES,
     )
+    loss_scale_factor: float | None = option(
+        None, "what seq-mean-token-sum-norm divides by; null: the longest possible response", above=0
+    )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus")
+    calculate_entropy: bool = option(False, "report actor/entropy_loss without a bonus, too")
     use_kl_loss: bool = option(False, "add a KL penalty against the reference policy to the loss")
     kl_loss_coef: float = option(0.001, "weight of that penalty", least=0)
     kl_loss_type: str = option("low_var_kl", "KL estimator; with + its gradient is that of mse", choices=KL_LOSSES)

@@ -156,9 +156,9 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = option(
         "grpo",
-        "gae, grpo, grpo_passk, rloo, remax, opo, gpg, gdpo, optimal_token_baseline, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, or a name registered with register_adv_est; null: grpo with a built-in model "
-        "and built-in data, else verl's gae",
+        "gae, grpo, grpo_passk, rloo, remax, opo, gpg, gdpo, optimal_token_baseline, tir_optimal_token_baseline, "
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, or a name registered with register_adv_est; null: grpo "
+        "with a built-in model and built-in data, else verl's gae",
         follows=True,
     )
     gamma: float = option(1.0, "discount factor", least=0, most=1)

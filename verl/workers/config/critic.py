@@ -75,6 +75,9 @@ class CriticConfig:
     loss_agg_mode: str = option(
         "token-mean", "how token losses become one number; null: the actor's", choices=LOSS_AGG_MODES, follows=True
     )
+    loss_scale_factor: float | None = option(
+        None, "what seq-mean-token-sum-norm divides by; null: the actor's", above=0, follows=True
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     def __post_init__(self) -> None:

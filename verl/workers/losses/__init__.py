@@ -18,6 +18,7 @@ from verl.workers.losses.trust_regions import (
 from verl.workers.losses.value import compute_value_loss
 from verl.workers.losses.variants import (
     compute_policy_loss_cispo,
+    compute_policy_loss_dro,
     compute_policy_loss_geo_mean,
     compute_policy_loss_gpg,
     compute_policy_loss_gspo,
@@ -33,6 +34,7 @@ __all__ = [
     "compute_policy_loss_clip_cov",
     "compute_policy_loss_dppo_kl",
     "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
     "compute_policy_loss_kl_cov",
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",

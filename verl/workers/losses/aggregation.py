@@ -25,6 +25,8 @@ class LossTotals:
     """Tokens with a loss."""
     num_sequences: float
     """Sequences with at least one such token; the rest is padding and counts nowhere."""
+    loss_scale_factor: float | None = None
+    """What `seq-mean-token-sum-norm` divides by, where a call does not say; None: the number of columns."""
 
     @classmethod
     def of(cls, loss_mask: torch.Tensor) -> LossTotals:
@@ -34,7 +36,9 @@ class LossTotals:
 
     def __add__(self, other: LossTotals) -> LossTotals:
         return LossTotals(
-            num_tokens=self.num_tokens + other.num_tokens, num_sequences=self.num_sequences + other.num_sequences
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            loss_scale_factor=self.loss_scale_factor or other.loss_scale_factor,
         )
 
 
@@ -76,6 +80,7 @@ def agg_loss(
     factor of the result. verl's losses hand on `config.global_batch_info`, which has none of them here.
 
     * `token-mean`: mean over all tokens (DAPO, arXiv:2503.14476).
+    * `token-sum`: sum over all tokens.
     * `seq-mean-token-sum`: mean over sequences of the sum over their tokens.
     * `seq-mean-token-mean`: mean over sequences of the mean over their tokens (GRPO, arXiv:2402.03300).
     * `seq-mean-token-sum-norm`: mean over sequences of the sum over their tokens divided by R, or by
@@ -88,12 +93,14 @@ def agg_loss(
     num_sequences = max(totals.num_sequences if global_batch_size is None else float(global_batch_size), 1.0)
     if loss_agg_mode == "token-mean":
         return dp_size * masked_sum(loss_mat, loss_mask) / num_tokens
+    if loss_agg_mode == "token-sum":
+        return dp_size * masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "seq-mean-token-sum":
         return dp_size * masked_sum(loss_mat, loss_mask) / num_sequences
     if loss_agg_mode == "seq-mean-token-mean":
         return dp_size * masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        scale = loss_scale_factor or loss_mask.shape[-1]
+        scale = loss_scale_factor or totals.loss_scale_factor or loss_mask.shape[-1]
         return dp_size * masked_sum(loss_mat, loss_mask) / (num_sequences * scale)
-    known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    known = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     raise ConfigError(f"actor.loss_agg_mode={loss_agg_mode!r} is not known.{did_you_mean(loss_agg_mode, known)}")

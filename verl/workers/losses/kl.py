@@ -26,7 +26,7 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     divergence in expectation (Y. Tang and R. Munos, "On a few pitfalls in KL divergence gradient estimation for RL",
     arXiv:2506.09477).
 
-    Raises ConfigError for another name.
+    `k1`, `k2` and `k3` are other names of `kl`, `mse` and `low_var_kl`. Raises ConfigError for another name.
     """
     difference = logprob - ref_logprob
     if kl_penalty.endswith("+"):
@@ -37,14 +37,14 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
 
 
 def _estimate(difference: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    if kl_penalty == "kl":
+    if kl_penalty in ("kl", "k1"):
         return difference
     if kl_penalty == "abs":
         return difference.abs()
-    if kl_penalty == "mse":
+    if kl_penalty in ("mse", "k2"):
         return 0.5 * difference.square()
-    if kl_penalty == "low_var_kl":
+    if kl_penalty in ("low_var_kl", "k3"):
         log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return (log_ratio.exp() - log_ratio - 1.0).clamp(max=MAX_LOW_VAR_KL)
-    known = ("kl", "abs", "mse", "low_var_kl")
+    known = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
     raise ConfigError(f"KL estimator {kl_penalty!r} is not known.{did_you_mean(kl_penalty, known)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from verl.utils.config import ConfigError
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
 from verl.workers.losses.aggregation import LossTotals, agg_loss, totals_in_force
@@ -117,6 +118,33 @@ def compute_policy_loss_gpg(
     """Group policy gradient (GPG, arXiv:2504.02546, eq. 3): -A log pi, without ratio or clip."""
     losses = weighted(-advantages * log_prob, rollout_is_weights)
     return agg_loss(losses, response_mask.bool(), loss_agg_mode, totals=totals), {}
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """Direct reward optimisation (arXiv:2405.19107): -A log pi + beta / 2 (log pi / pi_old)^2, beta = `dro_beta`.
+
+    Raises ConfigError without `dro_beta`.
+    """
+    beta = (config or ActorConfig()).policy_loss.dro_beta
+    if beta is None:
+        raise ConfigError("actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta")
+    totals = totals or totals_in_force(response_mask)
+    mask = response_mask.bool()
+    log_ratio = log_prob - old_log_prob
+    losses = weighted(-advantages * log_prob + 0.5 * beta * log_ratio.square(), rollout_is_weights)
+    metrics = {"actor/ppo_kl": token_share(-log_ratio, mask, totals)}
+    return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics
 
 
 @register_policy_loss("sapo")

@@ -71,15 +71,13 @@ def estimators(config: PPOConfig) -> Iterator[str]:
         )
     if weights and len(weights) != len(keys):
         yield f"algorithm.gdpo_reward_weights={weights} are {len(weights)} for {len(keys)} algorithm.gdpo_reward_keys"
-    if algorithm.adv_estimator == "optimal_token_baseline" and actor.use_rollout_log_probs:
+    by_energy = ("optimal_token_baseline", "tir_optimal_token_baseline")
+    if algorithm.adv_estimator in by_energy and actor.use_rollout_log_probs:
         yield (
-            "algorithm.adv_estimator=optimal_token_baseline needs probabilities of the whole vocabulary, which the "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs probabilities of the whole vocabulary, which the "
             "rollout engine's log-probs are not: algorithm.rollout_correction.bypass_mode=false"
         )
-    if (
-        algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk", "optimal_token_baseline", "gdpo")
-        and rollout.n < 2
-    ):
+    if algorithm.adv_estimator in ("rloo", "rloo_vectorized", "grpo_passk", *by_energy, "gdpo") and rollout.n < 2:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt with each other: "
             f"actor_rollout_ref.rollout.n={rollout.n} must be at least 2"

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import ActorConfig
+from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
 
 def computed(config: ActorConfig, batch: dict[str, list[list[float]]], name: str, mode: str, weigh: bool) -> object:
@@ -32,6 +32,6 @@ def computed(config: ActorConfig, batch: dict[str, list[list[float]]], name: str
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    config = ActorConfig(**given["config"])
+    config = ActorConfig(**given["config"], policy_loss=PolicyLossConfig(dro_beta=0.3))
     found = [computed(config, given["batches"][batch], *case) for batch, *case in given["cases"]]
     sys.stdout.write("\n" + json.dumps(found))

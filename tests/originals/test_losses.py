@@ -11,8 +11,8 @@ import torch
 from tests.originals.original import OURS, VERL, computed
 from verl.workers.config import ActorConfig
 
-LOSSES = ("vanilla", "gspo", "geo_mean", "gpg", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSSES = ("vanilla", "gspo", "geo_mean", "gpg", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LENGTHS = (9, 4, 1, 7, 2, 5)
 OURS_ALONE = {("kl_cov", "actor/kl_cov_frac"), ("clip_cov", "actor/pg_clipfrac_lower")}
 """Metrics that verl does not report."""

@@ -1,0 +1,182 @@
+"""Formulas beside policy losses by whichever verl is first on the path: {batches, cases} comes in as JSON.
+
+Run as a file, with PyPI's verl or this project in front. A case is (kind, batch, arguments); prints a JSON list of
+{name: numbers}, or {error: its type}.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+from importlib import util
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.trainer.ppo import core_algos
+from verl.utils.torch_functional import masked_whiten
+
+Numbers = dict[str, list[float]]
+Batch = dict[str, Any]
+
+CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
+of_verl: Any = importlib.import_module(CORRECTION) if util.find_spec(CORRECTION) else None
+"""The place of verl's rollout correction; ours has no such module."""
+
+
+def estimated(batch: Batch, name: str, options: dict[str, Any], weigh: bool = False) -> Numbers:
+    """Advantages and returns on the tokens of the policy; elsewhere they are used by nobody."""
+    place = ("verl.trainer.config.algorithm", "AlgoConfig") if of_verl else ("verl.workers.config", "AlgorithmConfig")
+    config = getattr(importlib.import_module(place[0]), place[1])(**options)
+    function = core_algos.get_adv_estimator_fn(name)
+    mask = batch["response_mask"]
+    given = {
+        "token_level_rewards": batch["rewards"],
+        "response_mask": mask,
+        "index": np.array(batch["index"], dtype=object),
+        "config": config,
+        "values": batch["values"],
+        "reward_baselines": batch["baselines"],
+        "old_log_probs": batch["old_log_prob"],
+        "sum_pi_squared": batch["sum_pi_squared"],
+        "rollout_is_weights": batch["weights"] if weigh else None,
+        "gamma": config.gamma,
+        "lam": config.lam,
+        "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
+    }
+    taken = inspect.signature(function).parameters
+    advantages, returns = function(**{key: value for key, value in given.items() if key in taken})
+    return {"advantages": advantages[mask.bool()].tolist(), "returns": returns[mask.bool()].tolist()}
+
+
+def divergence(batch: Batch, name: str) -> Numbers:
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    found = core_algos.kl_penalty(log_prob, batch["old_log_prob"], name)
+    (gradient,) = torch.autograd.grad(found.sum(), log_prob)
+    return {"value": found.flatten().tolist(), "gradient": gradient.flatten().tolist()}
+
+
+def aggregated(batch: Batch, mode: str, options: dict[str, Any]) -> Numbers:
+    losses = batch["log_prob"].clone().requires_grad_()
+    found = core_algos.agg_loss(losses, batch["response_mask"], mode, **options)
+    (gradient,) = torch.autograd.grad(found, losses)
+    return {"value": [found.item()], "gradient": gradient.flatten().tolist()}
+
+
+def value_loss(batch: Batch, mode: str) -> Numbers:
+    predicted = batch["predicted"].clone().requires_grad_()
+    found = core_algos.compute_value_loss(
+        predicted, batch["returns"], batch["values"], batch["response_mask"], 0.5, loss_agg_mode=mode
+    )
+    loss, clipped = found[0], found[1]["critic/vf_clipfrac"] if isinstance(found[1], dict) else found[1].item()
+    (gradient,) = torch.autograd.grad(loss, predicted)
+    return {"value": [loss.item()], "gradient": gradient.flatten().tolist(), "clipped": [clipped]}
+
+
+def whitened(batch: Batch, shift: bool) -> Numbers:
+    mask = batch["response_mask"]
+    return {"value": masked_whiten(batch["returns"], mask, shift_mean=shift)[mask.bool()].tolist()}
+
+
+def penalised(batch: Batch, kind: str, name: str) -> Numbers:
+    mask, given = batch["response_mask"], {"old_log_probs": batch["log_prob"], "ref_log_prob": batch["old_log_prob"]}
+    control: Any
+    if kind == "adaptive":
+        control = core_algos.AdaptiveKLController(0.2, target_kl=0.1, horizon=50)
+    else:
+        control = core_algos.FixedKLController(0.2)
+    if of_verl:
+        from verl import DataProto
+
+        apply = importlib.import_module("verl.trainer.ppo.ray_trainer").__dict__["apply_kl_penalty"]
+        data = DataProto.from_dict({**given, "token_level_scores": batch["rewards"], "response_mask": mask})
+        data, metrics = apply(data, control, name)
+        rewards = data.batch["token_level_rewards"]
+    else:
+        rewards, metrics = core_algos.apply_kl_penalty(
+            batch["rewards"], **given, response_mask=mask, kl_ctrl=control, kl_penalty=name
+        )
+    named = {key: [float(value)] for key, value in metrics.items()}
+    return {"rewards": rewards.flatten().tolist(), "coefficient": [control.value], **named}
+
+
+def corrected(batch: Batch, options: dict[str, Any]) -> Numbers:
+    log_probs, mask = (batch["log_prob"], batch["old_log_prob"]), batch["response_mask"]
+    if of_verl:
+        proto, kept, metrics = of_verl.compute_rollout_correction_and_rejection_mask(*log_probs, mask, **options)
+        weights = None if proto is None else proto.batch["rollout_is_weights"]
+    else:
+        from verl.trainer.ppo.rollout_correction import compute_rollout_importance_weights, rejected
+        from verl.workers.config import RolloutCorrectionConfig
+
+        config = RolloutCorrectionConfig(**options)
+        weights, metrics = compute_rollout_importance_weights(*log_probs, mask, config)
+        kept, more = rejected(*log_probs, mask, config)
+        metrics |= more
+    numbers = {key: [float(value)] for key, value in metrics.items()}
+    return {
+        "kept": kept.flatten().tolist(),
+        "weights": [] if weights is None else weights.flatten().tolist(),
+        **numbers,
+    }
+
+
+def scheduled(_: Batch, warmup: int, total: int | None, floor: float, zero_indexed: bool) -> Numbers:
+    """Rates of ten steps: constant after the warm-up without `total`, else a cosine that ends there at `floor`."""
+    if of_verl:
+        places = importlib.import_module("verl.utils.torch_functional").__dict__
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        if total is None:
+            schedule = places["get_constant_schedule_with_warmup"](optimizer, warmup)
+        else:
+            make = places["get_cosine_schedule_with_warmup"]
+            schedule = make(optimizer, warmup, total, min_lr_ratio=floor, zero_indexed_step=zero_indexed)
+        rates = []
+        for _step in range(10):
+            rates += schedule.get_last_lr()
+            optimizer.step()
+            schedule.step()
+        return {"rates": rates}
+    from verl.workers.config import OptimizerConfig
+    from verl.workers.engine.schedule import learning_rate
+
+    config = OptimizerConfig(
+        lr=1.0,
+        lr_warmup_steps=warmup,
+        lr_scheduler_type="constant" if total is None else "cosine",
+        total_training_steps=total or -1,
+        min_lr_ratio=floor,
+        zero_indexed_step=zero_indexed,
+    )
+    return {"rates": [learning_rate(step, config) for step in range(10)]}
+
+
+KINDS: dict[str, Any] = {
+    "estimator": estimated,
+    "divergence": divergence,
+    "aggregation": aggregated,
+    "value loss": value_loss,
+    "whitening": whitened,
+    "kl in reward": penalised,
+    "correction": corrected,
+    "schedule": scheduled,
+}
+
+
+def tensors(batch: dict[str, Any]) -> Batch:
+    return {key: value if key == "index" else torch.tensor(value) for key, value in batch.items()}
+
+
+def computed(kind: str, batch: Batch, arguments: list[Any]) -> Any:
+    try:
+        return KINDS[kind](batch, *arguments)
+    except Exception as exc:  # noqa: BLE001 - that the one refuses is a result
+        return {"error": f"{type(exc).__name__}: {exc}"[:300]}
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    batches = {name: tensors(batch) for name, batch in given["batches"].items()}
+    found = [computed(kind, batches[batch], arguments) for kind, batch, *arguments in given["cases"]]
+    sys.stdout.write("\n" + json.dumps(found))

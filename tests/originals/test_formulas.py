@@ -1,0 +1,176 @@
+"""Estimators, divergences, aggregations, value loss, whitening, KL in the reward and rollout correction against verl.
+
+On ragged batches, with holes, groups of one, equal scores and empty responses (`batches`), each side in a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.originals.batches import ON_A_HOLE, WHOLE, WITH_EMPTY
+from tests.originals.original import OURS, VERL, computed, differences
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.workers.config.actor import LOSS_AGG_MODES
+from verl.workers.config.algorithm import REJECTIONS
+
+Case = tuple[Any, ...]
+Numbers = dict[str, list[float]]
+Compared = list[tuple[Case, Numbers, Numbers]]
+
+BATCHES = WHOLE | WITH_EMPTY | ON_A_HOLE
+BY_ENERGY = ("optimal_token_baseline", "tir_optimal_token_baseline")
+OF_GROUPS = {"gpg", "grpo", "grpo_passk", "grpo_vectorized", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}
+TO_GO = {"gae", "reinforce_plus_plus", "remax", *BY_ENERGY}
+ESTIMATORS = sorted({*OF_GROUPS, *TO_GO, "opo"})
+APART = {"gdpo"}
+"""The two sides read its components from other places."""
+DIVERGENCES = [name + plus for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+")]
+
+
+def cases() -> Iterator[Case]:
+    for batch in BATCHES:
+        yield from (("estimator", batch, name, {}) for name in ESTIMATORS)
+        yield from (("estimator", batch, name, {}, True) for name in BY_ENERGY)
+        undivided = {"norm_adv_by_std_in_grpo": False}
+        yield from (("estimator", batch, name, undivided) for name in ("grpo", "grpo_passk", "grpo_vectorized"))
+        discounted = {"gamma": 0.9, "lam": 0.8}
+        yield from (("estimator", batch, name, discounted) for name in ("gae", "reinforce_plus_plus"))
+        yield from (("divergence", batch, name) for name in DIVERGENCES)
+        for mode in LOSS_AGG_MODES:
+            told = {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 12}
+            yield from (("aggregation", batch, mode, each) for each in ({}, {"loss_scale_factor": 100}, told))
+            yield "value loss", batch, mode
+        yield from (("whitening", batch, shift) for shift in (True, False))
+        yield from (("kl in reward", batch, kind, "low_var_kl") for kind in ("adaptive", "fixed"))
+        yield from (("correction", batch, options) for options in corrections())
+
+
+SCHEDULES: tuple[Case, ...] = (
+    ("schedule", "two groups", 4, None, 0.0, True),
+    ("schedule", "two groups", 0, None, 0.0, True),
+    *(("schedule", "two groups", warmup, 10, 0.1, first) for warmup in (0, 1, 4) for first in (True, False)),
+)
+
+
+def corrections() -> Iterator[dict[str, Any]]:
+    yield {}
+    for level in ("token", "sequence"):
+        for threshold in (2.0, "0.5_1.5"):
+            for normalize in (False, True):
+                yield {
+                    "rollout_is": level,
+                    "rollout_is_threshold": threshold,
+                    "rollout_is_batch_normalize": normalize,
+                }
+    for name in REJECTIONS:
+        bounds = ("0.5_1.5", "0.9_1.3", 1.2) if name.endswith("k1") else (0.1, 0.5)
+        yield from ({"rollout_rs": name, "rollout_rs_threshold": each} for each in bounds)
+    yield {"rollout_rs": "token_k3,seq_sum_k1", "rollout_rs_threshold": "0.2,0.5_2.0"}
+
+
+@pytest.fixture(scope="module")
+def both() -> Compared:
+    """(case, verl's, ours) of every case."""
+    every = [*cases(), *SCHEDULES, ("schedule", "two groups", 2, 6, 0.1, True)]
+    given = {"batches": BATCHES, "cases": every}
+    verls, ours = (computed("score_formulas.py", given, folder) for folder in (VERL, OURS))
+    return list(zip(every, verls, ours, strict=True))
+
+
+def same(verls: Numbers, ours: Numbers) -> bool:
+    """Of what both have."""
+    return "error" not in ours and all(
+        ours[name] == pytest.approx(verls[name], rel=1e-4, abs=2e-5, nan_ok=True) for name in ours if name in verls
+    )
+
+
+def chosen(both: Compared, kind: str, batches: dict[str, Any], *names: str) -> Compared:
+    found = [one for one in both if one[0][0] == kind and one[0][1] in batches and (not names or one[0][2] in names)]
+    assert found
+    return found
+
+
+def test_every_estimator_is_held_against_verl() -> None:
+    own = {str(name) for name in ADV_ESTIMATOR_REGISTRY if ADV_ESTIMATOR_REGISTRY[name].__module__.startswith("verl.")}
+    assert own == {*ESTIMATORS, *APART}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages_and_returns_of_an_estimator_are_verls(both: Compared, name: str) -> None:
+    for case, verls, ours in chosen(both, "estimator", WHOLE, name):
+        alone = name == "grpo_passk" and case[1] in ("a group of one", "groups in turns")
+        assert "error" not in verls or alone, (case, verls)
+        assert "error" in verls or same(verls, ours), (case, verls, ours)
+
+
+@pytest.mark.parametrize("kind", ["divergence", "aggregation", "value loss", "whitening"])
+def test_a_formula_and_its_gradient_are_verls(both: Compared, kind: str) -> None:
+    for case, verls, ours in chosen(both, kind, BATCHES):
+        assert verls.keys() == ours.keys(), case
+        assert "error" not in verls, case
+        assert same(verls, ours), (case, verls, ours)
+
+
+@pytest.mark.parametrize("kind", ["kl in reward", "correction"])
+def test_what_is_kept_its_weights_and_every_metric_that_has_verls_name_are_verls(both: Compared, kind: str) -> None:
+    for case, verls, ours in chosen(both, kind, WHOLE):
+        assert not ours.keys() - verls.keys(), case
+        assert same(verls, ours), (case, verls, ours)
+
+
+def test_the_tokens_that_are_kept_and_their_weights_are_verls_beside_empty_responses(both: Compared) -> None:
+    for case, verls, ours in chosen(both, "correction", WITH_EMPTY):
+        if not case[2].get("rollout_is_batch_normalize"):
+            learned = [{name: one[name] for name in ("kept", "weights")} for one in (verls, ours)]
+            assert same(*learned), case
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - OF_GROUPS))
+def test_an_empty_response_moves_no_estimator_without_means_of_groups(both: Compared, name: str) -> None:
+    for case, verls, ours in chosen(both, "estimator", WITH_EMPTY, name):
+        assert same(verls, ours), case
+
+
+@pytest.mark.parametrize(
+    ("difference", "kind", "batches", "names"),
+    [
+        ("baselines beside empty responses", "estimator", WITH_EMPTY, OF_GROUPS),
+        ("KL in the reward beside empty responses", "kl in reward", WITH_EMPTY, {"adaptive", "fixed"}),
+        ("a score on a token that the policy did not write", "estimator", ON_A_HOLE, TO_GO),
+    ],
+)
+def test_what_differs_on_purpose_is_listed_with_the_reason(
+    both: Compared, difference: str, kind: str, batches: dict[str, Any], names: set[str]
+) -> None:
+    assert differences()[difference]["why"]
+    differing = {case[2] for case, verls, ours in chosen(both, kind, batches) if not same(verls, ours)}
+    assert differing == names
+
+
+def test_the_learning_rate_of_every_step_is_verls(both: Compared) -> None:
+    for case, verls, ours in both:
+        assert case not in SCHEDULES or same(verls, ours), (case, verls, ours)
+
+
+def test_the_learning_rate_after_the_end_of_a_cosine_is_listed_with_the_reason(both: Compared) -> None:
+    assert differences()["learning rate after `total_training_steps` of a cosine"]["why"]
+    _, verls, ours = both[-1]
+    assert ours["rates"][:7] == pytest.approx(verls["rates"][:7])
+    assert ours["rates"][7:] == pytest.approx([0.1] * 3)
+    assert verls["rates"][7] > 0.2
+
+
+def test_metrics_of_the_correction_beside_empty_responses_are_listed_with_the_reason(both: Compared) -> None:
+    assert differences()["`rollout_corr/*` beside empty responses"]["why"]
+    for _, verls, ours in chosen(both, "correction", WITH_EMPTY):
+        assert not math.isclose(verls["rollout_corr/training_ppl"][0], ours["rollout_corr/training_ppl"][0])
+
+
+def test_pass_at_k_of_a_group_of_one_is_listed_with_the_reason(both: Compared) -> None:
+    assert differences()["grpo_passk of a group of one"]["why"]
+    found = chosen(both, "estimator", {"a group of one": None}, "grpo_passk")
+    assert all("error" in verls and "error" not in ours for _, verls, ours in found)

@@ -97,6 +97,25 @@ def test_an_update_waits_for_a_copy_of_its_weights_before_each_step(ranks, model
     assert ranks.run(looks_at_the_sync, 2, path, data) == [["copied"] * 4] * 2
 
 
+def reports_entropy(path, data):
+    """(entropy in the metrics, weights) of an update that only reports it, and of one that does not; mean entropy."""
+    mask, found = data.batch["response_mask"], []
+    for calculate_entropy in (True, False):
+        worker = make_worker(path, ppo_mini_batch_size=8, calculate_entropy=calculate_entropy)
+        worker.init_model()
+        before = worker.compute_log_prob(data).batch
+        data.batch["old_log_probs"], data.batch["advantages"] = before["old_log_probs"], torch.ones_like(mask).float()
+        found.append((worker.update_actor(data).get("actor/entropy_loss"), held_parts(worker.actor)))
+    return *found, (before["entropys"] * mask).sum() / mask.sum()
+
+
+def test_the_entropy_may_be_reported_without_a_bonus(ranks, models):
+    (entropy, weights), (missing, expected_weights), mean = ranks.run(reports_entropy, 1, models("qwen2"), batch(16))[0]
+    assert entropy == pytest.approx(float(mean), rel=1e-4)
+    assert missing is None
+    assert_same_weights(assemble([weights]), assemble([expected_weights]))
+
+
 def test_the_actor_loss_adds_entropy_bonus_and_kl_penalty_to_the_policy_loss():
     data, generator = batch(4), torch.Generator().manual_seed(1)
     mask = data.batch["response_mask"]

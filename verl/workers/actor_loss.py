@@ -46,7 +46,8 @@ class ActorLoss:
         if entropy is not None:
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, totals=totals)
             metrics["actor/entropy_loss"] = entropy_loss.detach()
-            loss = loss - config.entropy_coeff * entropy_loss
+            if config.entropy_coeff:
+                loss = loss - config.entropy_coeff * entropy_loss
         if config.use_kl_loss:
             divergence = kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, totals=totals)

@@ -31,6 +31,16 @@ BAD = [
     ({"prompt": [{"role": "user", "content": []}]}, r"prompt\[0\].content is \[\]"),
     ({"prompt": [{"role": "user", "content": ["1+1="]}]}, r"prompt\[0\].content is \['1\+1='\]"),
     ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, r"content\[0\].text is null"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        r"content\[0\] is of type 'image': models read text",
+    ),
+    ({"prompt": [{"role": "user", "content": [{"text": "1+1="}]}]}, r"content\[0\] is of type null"),
+    ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}]}, "of type 'video'"),
+    ({"images": ["x.png"]}, "images is not empty: models read text here"),
+    ({"images": '["x.png"]'}, "images is not empty"),
+    ({"videos": [{"video": "x.mp4"}]}, "videos is not empty"),
+    ({"audios": "x.wav"}, "audios is not empty"),
     ({"prompt": [{"role": "user", "content": " \n"}]}, "prompt is blank"),
     ({"prompt": [{"role": "user", "content": "\ud800"}]}, r"prompt\[0\].content cannot be written as UTF-8"),
     ({"prompt": []}, "prompt is no list of chat messages"),
@@ -217,6 +227,44 @@ def test_the_first_item_of_a_users_own_class_is_checked(tmp_path, tokenizer, ite
         return
     with pytest.raises(ConfigError, match=f"'Mine'.* {message}"):
         build_dataset([], tokenizer, config)
+
+
+def test_pictures_are_looked_for_in_the_columns_that_the_user_names():
+    config = DataConfig(image_key="photos", video_key="films", audio_key="sounds")
+    for name in ("photos", "films", "sounds"):
+        with pytest.raises(RowError, match=f"^{name} is not empty"):
+            sample(row(**{name: [{"bytes": b"x"}]}), config)
+    assert sample(row(photos=[], films=None, images=["x.png"]), config)["images"] == ["x.png"]
+
+
+def test_pictures_are_refused_with_file_row_and_column(write_rows, tokenizer):
+    path = write_rows(row(images=[]), row(images=["x.png"]))
+    with pytest.raises(ConfigError, match=f"data.train_files: (row 1|line 2) of {path}: images is not empty"):
+        RLHFDataset([path], tokenizer, DataConfig())
+
+
+WRITING_PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "written"),
+    [(WRITING_PARTS, True), ("{{ m.content[0].text }}", False), ("{{ m.content }}", False), ("", False)],
+)
+def test_texts_in_parts_are_read_if_the_template_writes_them_as_text(write_rows, tiny_model_dir, parts, written):
+    from verl.utils.model import load_tokenizer
+    from verl.workers.config import HFModelConfig
+
+    content = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    template = f"{{% for m in messages %}}{content}{{% endfor %}}A"
+    tokenizer = load_tokenizer(HFModelConfig(path=str(tiny_model_dir), custom_chat_template=template))
+    texts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    path = write_rows(row(prompt=[{"role": "user", "content": texts}]))
+    if written:
+        [item] = RLHFDataset([path], tokenizer, DataConfig())
+        assert tokenizer.decode(item["prompt_ids"]) == "1+1=A"
+        return
+    with pytest.raises(ConfigError, match="content of role 'user' is a list of parts.*make it one text"):
+        RLHFDataset([path], tokenizer, DataConfig())
 
 
 def test_prompts_are_counted_with_the_tools_of_their_own_agent(write_rows, tiny_model_dir):

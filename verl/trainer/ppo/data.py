@@ -42,6 +42,8 @@ def build_dataloaders(
             _warn_without_truths(datasets[split], split)
     train, val = datasets["train"], datasets["val"]
     batch_size = generation_batch_size(config)
+    if batch_size < 1:
+        raise ConfigError("data.train_batch_size=0 is for fully_async_main alone: set it to the prompts of a step")
     if len(train) < batch_size:
         key = "gen_batch_size" if batch_size != data.train_batch_size else "train_batch_size"
         raise ConfigError(f"data.{key}={batch_size} exceeds the {len(train)} training samples")

@@ -204,6 +204,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "the tokenizer has no chat template: set actor_rollout_ref.model.custom_chat_template to one (Jinja)"
             )
         self._require_shown_roles(tokenizer)
+        self._require_shown_parts(tokenizer)
         rows_of: dict[str | None, list[int]] = defaultdict(list)
         for row, agent in enumerate(self._agents):
             rows_of[agent].append(row)
@@ -263,7 +264,28 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     "use a role that it knows, or set actor_rollout_ref.model.custom_chat_template"
                 )
 
-    def _written(self, tokenizer: Any, conversation: list[dict[str, str]]) -> str | None:
+    def _require_shown_parts(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError if the chat template does not write a text in a list as it writes the text, or leaves
+        out the second of two: some write the list's Python code, some its first part alone."""
+        first: dict[str, int] = {}
+        for row, prompt in enumerate(self._prompts):
+            for message in prompt:
+                if isinstance(message.get("content"), list):
+                    first.setdefault(message["role"], row)
+        for role, row in first.items():
+            before = [] if role in ("user", "system") else [{"role": "user", "content": "x"}]
+            one, two = ({"type": "text", "text": text} for text in (MARK, MARK.upper()))
+            alone, listed, both = (
+                self._written(tokenizer, [*before, {"role": role, "content": each}])
+                for each in (MARK, [one], [one, two])
+            )
+            if listed != alone or not all(part["text"] in (both or "") for part in (one, two)):
+                raise ConfigError(
+                    f"{self._place(row)}: content of role {role!r} is a list of parts, which the tokenizer's chat "
+                    "template does not write as text: make it one text"
+                )
+
+    def _written(self, tokenizer: Any, conversation: list[dict[str, Any]]) -> str | None:
         """As the template writes it; None where it does not take such a conversation."""
         try:
             written: str = tokenizer.apply_chat_template(

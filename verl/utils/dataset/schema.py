@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from verl.utils.dataset.settings import DataSettings
 
 SHOWN_CHARACTERS = 80
+NO_MEDIA = "models read text here; leave it out of the data, with what refers to it"
 NO_CHAT = "no list of chat messages {role, content}"
 
 
@@ -22,6 +23,9 @@ def sample(row: Mapping[str, Any], config: DataSettings) -> dict[str, Any]:
     The prompt column holds chat messages without the nulls that parquet puts into fields which only other rows have,
     `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed.
     """
+    for name in (config.image_key, config.video_key, config.audio_key):
+        if not _is_empty(row.get(name)):
+            raise RowError(f"{name} is not empty: {NO_MEDIA}")
     return {
         **row,
         config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key),
@@ -74,10 +78,18 @@ def _check_message(message: Any, key: str) -> None:
         raise RowError(f"{key}.content is {_shown(content)}, neither text nor a list of parts {{type, ...}}")
     else:
         for number, part in enumerate(content):
-            if part.get("type", "text") == "text":
+            if part.get("type") == "text":
                 if not isinstance(part.get("text"), str):
                     raise RowError(f"{key}.content[{number}].text is {_shown(part.get('text'))}, not text")
                 _check_text(part["text"], f"{key}.content[{number}].text")
+            else:
+                raise RowError(f"{key}.content[{number}] is of type {_shown(part.get('type'))}: {NO_MEDIA}")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a column that holds a list, or one thing, holds nothing."""
+    given = _parsed(value)
+    return given is None or (isinstance(given, Sized) and not len(given))
 
 
 def _check_text(text: str, key: str) -> None:
@@ -90,7 +102,7 @@ def _check_text(text: str, key: str) -> None:
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     if isinstance(content, list):
-        return any(part.get("type", "text") != "text" or part["text"].strip() for part in content)
+        return any(part["text"].strip() for part in content)
     return bool(message.get("tool_calls")) or bool(str(content).strip())
 
 

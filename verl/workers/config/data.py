@@ -28,6 +28,9 @@ class DataConfig(Section):
     )
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
+    image_key: str = option("images", "column of pictures; prompts are text here: refused where it is not empty")
+    video_key: str = option("videos", "column of videos; refused where it is not empty")
+    audio_key: str = option("audios", "column of sounds; refused where it is not empty")
     train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)", least=0)
     gen_batch_size: int | None = option(
         None,

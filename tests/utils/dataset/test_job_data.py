@@ -1,0 +1,16 @@
+"""Prompts of a job are read and counted before it starts."""
+
+import pytest
+
+from verl.trainer.config.loader import load_config
+from verl.trainer.ppo.data import build_dataloaders
+from verl.utils.config import ConfigError
+from verl.utils.model import load_tokenizer
+from verl.workers.config import HFModelConfig
+
+
+def test_batches_of_no_prompts_are_an_error_in_a_sentence(tiny_model_dir):
+    config = load_config(["data.train_batch_size=0"])
+    tokenizer = load_tokenizer(HFModelConfig(path=str(tiny_model_dir)))
+    with pytest.raises(ConfigError, match=r"data.train_batch_size=0 is for fully_async_main alone"):
+        build_dataloaders(config, tokenizer, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl.checkpoint_engine.errors import ConfigError, PlanError
+from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.plan.types import Box, Shard
 from verl.checkpoint_engine.publisher.model_source import ModelSource
 
@@ -64,14 +64,21 @@ def test_parts_are_read_where_they_are():
 def test_a_mapping_may_have_other_tensors_under_its_names_later():
     tensors = {"w": torch.zeros(3)}
     source = ModelSource(tensors)
-    tensors["w"] = torch.ones(3)
-    assert sent(source)["w"].tolist() == [1, 1, 1]
-    tensors["w"] = torch.ones(4)
-    with pytest.raises(PlanError, match=r"w, of shape \(3,\), is now of shape \(4,\)"):
-        source.shards()
-    del tensors["w"]
-    with pytest.raises(PlanError, match="is gone"):
-        source.shards()
+    tensors["w"] = torch.ones(4, dtype=torch.float64)
+    tensors["another"] = torch.ones(1)
+    source.refresh()
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in sent(source).items()} == {
+        "w": (torch.float64, [1, 1, 1, 1]),
+        "another": (torch.float32, [1]),
+    }
+    tensors.clear()
+    with pytest.raises(ConfigError, match="nothing to publish"):
+        source.refresh()
+
+
+def test_tensors_without_values_are_refused_by_name():
+    with pytest.raises(ConfigError, match="no values: .*w"):
+        ModelSource({"w": torch.empty(3, device="meta")})
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", "Tensor"])

@@ -45,6 +45,8 @@ _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_JOB_NAME}}}", re.ASCII)
 @dataclass
 class _Slot:
     path: Path
+    layout: Layout
+    """For which the file was made."""
     version: int | None = None
     """The committed version that it holds; None while it is spare or being written."""
     manifest: Manifest | None = None
@@ -64,6 +66,7 @@ class NodeArena:
     def __init__(self, directory: Path, layout: Layout, slots: list[_Slot], lock_fd: int, janitor: Janitor) -> None:
         self.directory = directory
         self.layout = layout
+        """Of the versions to come. Another one may be set between two of them: what is committed stays as it is."""
         self._slots = slots
         self._current: _Slot | None = None
         self._writing: _Slot | None = None
@@ -94,7 +97,7 @@ class NodeArena:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at once, or after somebody who only looks whether it is locked
         janitor = Janitor(directory)
         try:
-            made = [_Slot(directory / f"slot-{index}.{index}") for index in range(slots)]
+            made = [_Slot(directory / f"slot-{index}.{index}", layout) for index in range(slots)]
             for slot in made:
                 _allocate(slot.path, layout.nbytes)
         except BaseException:
@@ -118,7 +121,7 @@ class NodeArena:
     @property
     def nbytes(self) -> int:
         """Shared memory that the arena occupies."""
-        return len(self._slots) * self.layout.nbytes
+        return sum(slot.layout.nbytes for slot in self._slots)
 
     def begin(self, version: int) -> Path:
         """Open the spare slot for `version` and return its path for the writers.
@@ -133,7 +136,8 @@ class NodeArena:
             (self.directory / "current").unlink(missing_ok=True)
             self._current = None
         self._forget(slot)
-        if not slot.path.exists() or _is_read_by_someone(slot.path):
+        is_other = slot.layout.digest != self.layout.digest
+        if is_other or not slot.path.exists() or _is_read_by_someone(slot.path):
             self._replace(slot)
         elif overwritten is not None:
             slot.manifest = overwritten
@@ -148,13 +152,13 @@ class NodeArena:
         slot = self._current or self._writing
         if slot is None or slot.manifest is None:
             return None
-        return slot.manifest, self._view(slot.path)
+        return slot.manifest, self._view(slot)
 
     def slot_view(self) -> SlotView:
         """The slot opened by `begin`, mapped read-only into the owner; kept mapped from sync to sync."""
         if self._writing is None:
             raise IntegrityError("no slot is open for writing")
-        return self._view(self._writing.path)
+        return self._view(self._writing)
 
     def writable_view(self) -> SlotView:
         """The slot opened by `begin`, mapped for backends whose nodes receive; kept mapped from sync to sync."""
@@ -162,7 +166,7 @@ class NodeArena:
             raise IntegrityError("no slot is open for writing")
         path = self._writing.path
         if path not in self._writable:
-            self._writable[path] = SlotView(path, self.layout, writable=True)
+            self._writable[path] = SlotView(path, self._writing.layout, writable=True)
         return self._writable[path]
 
     def commit(self, version: int, manifest: Manifest) -> None:
@@ -219,10 +223,10 @@ class NodeArena:
         """The slot that is not current; with one slot, that one."""
         return next((slot for slot in self._slots if slot is not self._current), self._slots[0])
 
-    def _view(self, path: Path) -> SlotView:
-        if path not in self._views:
-            self._views[path] = SlotView(path, self.layout, writable=False)
-        return self._views[path]
+    def _view(self, slot: _Slot) -> SlotView:
+        if slot.path not in self._views:
+            self._views[slot.path] = SlotView(slot.path, slot.layout, writable=False)
+        return self._views[slot.path]
 
     @staticmethod
     def _forget(slot: _Slot) -> None:
@@ -234,7 +238,7 @@ class NodeArena:
             if view := views.pop(slot.path, None):
                 view.close()
         slot.path.unlink(missing_ok=True)
-        slot.manifest = None
+        slot.manifest, slot.layout = None, self.layout
         stem = slot.path.name.partition(".")[0]
         slot.path = self.directory / f"{stem}.{self._generation}"
         self._generation += 1

@@ -131,9 +131,8 @@ def _copy_and_digest(values: torch.Tensor, place: Place, deltas: DeltaWriter | N
 
     Neither the copy nor the digest holds Python's global lock: the rank may be training meanwhile.
     """
-    import torch
-
-    readable = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not through numpy: a storage of which it has seen a tensor can never be resized again, which FSDP does to its own.
+    readable = memoryview((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
     source, target, found, start = values.data_ptr(), place.tensor.data_ptr(), [], 0
     for piece, nbytes in zip(place.pieces, place.sizes, strict=True):
         end = start + nbytes

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
@@ -13,6 +14,7 @@ from ..compat.fsdp import local_box
 from ..compat.torch import is_persistent
 from ..errors import ConfigError, PlanError
 from ..memory.publishing import copy_values
+from ..plan.layout import listed
 from ..plan.types import Box, Shard, TensorSpec
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
@@ -20,7 +22,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 
 
 class ModelSource:
-    """Reads the values as they are when they are asked for; a mapping may have other tensors under its names by then.
+    """Reads names, shardings and values as they are when they are asked for, between `refresh` and `release`.
 
     A DTensor (FSDP2, tensor parallelism) is the box that this rank holds; any other tensor is on every rank whole.
     """
@@ -28,23 +30,40 @@ class ModelSource:
     def __init__(self, model: nn.Module | Mapping[str, torch.Tensor], dtype: str | None = None) -> None:
         """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held.
 
-        Raises ConfigError for what has no tensors, for FSDP1, and for a `dtype` that torch does not know.
+        Raises ConfigError for a `dtype` that torch does not know, and as `refresh`.
         """
-        self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else model
-        if not self._tensors:
-            raise ConfigError("there is nothing to publish: the model has no tensors")
         sent = getattr(torch, dtype, None) if dtype is not None else None
         if dtype is not None and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
+        self._model, self._sent = model, sent
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See which tensors the model has now. Called on the thread that trains, on every rank; nothing is copied.
+
+        A module that FSDP2 has gathered, as it leaves the root after a forward pass, is resharded: what is gathered is
+        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, and for tensors without values.
+        """
+        model = self._model
+        self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else dict(model)
+        if not self._tensors:
+            raise ConfigError("there is nothing to publish: the model has no tensors")
+        if empty := [name for name, tensor in self._tensors.items() if tensor.is_meta]:
+            raise ConfigError(f"on the meta device there are no values: {listed(empty)}")
         self._specs = [
-            TensorSpec(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(sent if sent is not None and tensor.is_floating_point() else tensor.dtype)[len("torch.") :],
-            )
+            TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtype_of(tensor))
             for name, tensor in self._tensors.items()
         ]
         self._by_name = {spec.name: spec for spec in self._specs}
+
+    def release(self) -> None:
+        """Forget the tensors until the next `refresh`: the model may have let go of them."""
+        self._tensors = {}
+
+    def _dtype_of(self, tensor: torch.Tensor) -> str:
+        sent = self._sent if self._sent is not None and tensor.is_floating_point() else tensor.dtype
+        return str(sent).removeprefix("torch.")
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
@@ -73,11 +92,8 @@ class ModelSource:
         return _local(self._tensors[shard.name])[tuple(slice(low - base, high - base) for base, low, high in inside)]
 
     def _box(self, spec: TensorSpec) -> Box:
-        """Raises PlanError if the tensor is another one than it was, or what a rank holds is no box."""
-        tensor = self._tensors.get(spec.name)
-        if tensor is None or tuple(tensor.shape) != spec.shape:
-            found = "gone" if tensor is None else f"now of shape {tuple(tensor.shape)}"
-            raise PlanError(f"{spec.name}, of shape {spec.shape}, is {found}: make a new publisher for another model")
+        """Raises PlanError if what a rank holds is no box."""
+        tensor = self._tensors[spec.name]
         if not isinstance(tensor, DTensor):
             return Box.whole(spec.shape)
         if any(type(placement) not in (Sharded, Replicate) for placement in tensor.placements):
@@ -92,7 +108,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and what else a checkpoint holds, each once: tied weights under their first name."""
+    """Parameters and what else a checkpoint holds, each once: tied weights under their first name. FSDP2's, sharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
         raise ConfigError("FSDP1 keeps parameters flat: shard with torch's fully_shard (FSDP2), or pass named tensors")
     found: dict[str, torch.Tensor] = {_cleaned(name): parameter for name, parameter in model.named_parameters()}

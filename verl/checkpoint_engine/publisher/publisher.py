@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from ..config import CheckpointEngineConfig
-from ..errors import ActivationError, CheckpointEngineError, ConfigError, SyncAborted
+from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
+from ..sync.members import Holding
 from ..sync.trainer_rank import TrainerRank
 from .endpoint_replica import EndpointReplica
 from .hosts import Hosts
@@ -96,6 +97,8 @@ class WeightPublisher:
         self._timeout_s = sum(vars(settings.deadlines).values())
         self._ranks = Ranks(self._member, timeout_s=self._timeout_s, alone=alone)
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
+        self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """dtypes and shapes that were held against the models of those who are known."""
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
             self._hosts = Hosts(nodes, node_key, settings)
@@ -104,6 +107,7 @@ class WeightPublisher:
                 trainers=self._ranks.ports(),
                 nodes=[self._hosts.node(index) for index in sorted({*map(self._node_of, self._names())})],
                 report_path=report_path,
+                looks_anew=True,
             )
         self._loop = LoopThread("weight-publisher")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
@@ -124,6 +128,7 @@ class WeightPublisher:
         model; it serves on.
         """
         self._await_pending()
+        self._member.look(version)
         return self._push(version, released=None)
 
     def push_async(self, version: int) -> PendingPush:
@@ -132,6 +137,7 @@ class WeightPublisher:
         An earlier push is waited for first; what it raised is raised by its own `result`.
         """
         self._await_pending()
+        self._member.look(version)
         self._member.has_begun.clear()
         self._pending = self._background.submit(self._push, version, _nothing)
         self._pending.add_done_callback(lambda _: self._member.has_begun.set())
@@ -156,6 +162,12 @@ class WeightPublisher:
         self._loop.close()
 
     def _push(self, version: int, released: Callable[[], None] | None) -> SyncReport:
+        try:
+            return self._pushed(version, released)
+        finally:
+            self._source.release()
+
+    def _pushed(self, version: int, released: Callable[[], None] | None) -> SyncReport:
         if self._manager is None:
             return self._ranks.serve().result()
         try:
@@ -171,6 +183,7 @@ class WeightPublisher:
     async def _transact(
         self, manager: CheckpointEngineManager, version: int, released: Callable[[], None] | None
     ) -> SyncReport:
+        self._member.require_looked()
         names = self._names()
         await self._take_in(manager, names)
         report = await manager.update_weights(version, released=released)
@@ -192,10 +205,11 @@ class WeightPublisher:
             await self._join(manager, index)
         tensors = {spec.name: (spec.dtype, spec.shape) for spec in self._source.specs()}
         for name in names:
-            if name not in self._known:
-                replica = self._replica(name)
+            replica = self._known.get(name) or self._replica(name)
+            if name not in self._known or tensors != self._checked:
                 await replica.check(tensors)
-                self._known[name] = replica
+            self._known[name] = replica
+        self._checked = tensors
         serving = {replica.name for replica in manager.replicas}
         try:
             await manager.add_replicas([replica for name, replica in self._known.items() if name not in serving])
@@ -250,15 +264,42 @@ class WeightPublisher:
 
 
 class PublishingRank(TrainerRank):
-    """Says when it has begun to copy, or is done with it."""
+    """Looks at the model anew for every push; says when it has begun to copy, or is done with it."""
 
     def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
         super().__init__(index, source, config)
         self.has_begun = Event()
+        self._model, self._pushes = source, -1
+        self._refused: CheckpointEngineError | None = None
+
+    def look(self, version: int) -> None:
+        """See what the model has now, to push it as `version`. Called by the thread that trains.
+
+        What is wrong is raised by `require_looked`, so that other ranks, which wait for this one, learn of it.
+        """
+        self._pushes, self._refused = version, None
+        try:
+            self._model.refresh()
+        except CheckpointEngineError as exc:
+            self._refused = exc
+        except Exception as exc:  # noqa: BLE001 - rank 0 tells it to everybody
+            self._refused = PlanError(f"the model cannot be read: {type(exc).__name__}: {exc}", member=self.name)
+
+    def require_looked(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+
+    def _describe(self) -> Holding:
+        self.require_looked()
+        return super()._describe()
 
     async def publish(
         self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
     ) -> None:
+        if version != self._pushes:
+            raise ConfigError(
+                f"this rank pushes version {self._pushes}, and rank 0 version {version}", member=self.name
+            )
         await super().publish(version, slots, waits, deltas)
         self.has_begun.set()
 

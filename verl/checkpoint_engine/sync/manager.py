@@ -51,15 +51,17 @@ class CheckpointEngineManager:
         nodes: Sequence[NodePort],
         report_path: Path | None = None,
         on_report: Sequence[Callable[[SyncReport], None]] = (),
+        looks_anew: bool = False,
     ) -> None:
-        """Each of `on_report` is called with the report of every sync, also of one that is aborted.
+        """Each of `on_report` is called with the report of every sync, also of one that is aborted. `looks_anew`: ranks
+        are asked before every sync what they hold, which may be other tensors, or other parts of them, than before.
 
         Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
         if not trainers or not nodes:
             raise ConfigError("a sync needs at least one trainer rank and one rollout node")
         self._engine_class = resolve_backend(config)
         self._config = config
-        self._membership = Membership(config, self._engine_class, trainers, nodes)
+        self._membership = Membership(config, self._engine_class, trainers, nodes, looks_anew=looks_anew)
         self._replicas: dict[str, Replica] = {}
         self._quarantined: dict[str, Replica] = {}
         self._report_path = report_path
@@ -128,9 +130,7 @@ class CheckpointEngineManager:
                 clock,
                 boundary=boundary,
                 released=released,
-                deltas=self._deltas.request(
-                    self._held.version if self._held else None, plan, across_hosts=members.is_across_hosts
-                ),
+                deltas=self._deltas.request(self._base_for(plan), plan, across_hosts=members.is_across_hosts),
                 attempt=self._attempt,
             )
             try:
@@ -151,6 +151,10 @@ class CheckpointEngineManager:
             self._quarantine(transaction.quarantined)
             self._record(report)
             return report
+
+    def _base_for(self, plan: SyncPlan) -> int | None:
+        """The version from which deltas may lead: everybody holds the same pieces of it."""
+        return self._held.version if self._held is not None and self._held.plan is plan else None
 
     def _committed(self, transaction: SyncTransaction, plan: SyncPlan) -> None:
         self._version = transaction.version

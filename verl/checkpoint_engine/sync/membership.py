@@ -49,7 +49,11 @@ class Membership:
         engine_class: type[CheckpointEngine],
         trainers: Sequence[TrainerPort],
         nodes: Sequence[NodePort],
+        *,
+        looks_anew: bool = False,
     ) -> None:
+        """`looks_anew`: what ranks hold may be something else at every sync, and they are asked for it."""
+        self._looks_anew = looks_anew
         self.trainers = list(trainers)
         self.nodes = list(nodes)
         self.arena_paths: dict[int, str] = {}
@@ -97,8 +101,9 @@ class Membership:
         self.connect_anew()
 
     async def prepared(self, clock: Stopwatch) -> SyncPlan:
-        """The plan for the present members; made, and everybody connected, on the first sync and after a failed one."""
-        if self._plan is None:
+        """The plan for the present members; made, and everybody connected, on the first sync, after a failed one, and
+        where ranks hold something else than before."""
+        if self._plan is None or self._looks_anew:
             timeout_s = self._config.deadlines.prepare_s
             holdings = await all_within(
                 timeout_s,
@@ -110,9 +115,10 @@ class Membership:
             held = [(holding.layout_digest, holding.shards) for holding in self._holdings]
             if self._planned is None or self._planned[0] != held:
                 self._planned = held, plan_of(self._holdings, block_nbytes=self._config.block_nbytes)
-            plan = self._planned[1]
-            await self._connect(plan, clock)
-            self._plan = plan
+                self._plan = None
+            if self._plan is None:
+                await self._connect(self._planned[1], clock)
+                self._plan = self._planned[1]
         return self._plan
 
     async def reconnect(self, plan: SyncPlan, clock: Stopwatch) -> None:

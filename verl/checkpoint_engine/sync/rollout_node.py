@@ -48,14 +48,13 @@ class RolloutNode(Participant):
         self._engine.check_host(self._config)
 
     async def prepare(self, plan: bytes) -> Member:
-        """Create the arena for the plan's layout, unless there is one, and say where it is."""
+        """Create the arena, unless there is one, for versions of the plan's layout, and say where it is."""
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> Member:
-        if self._arena is not None and self._arena.layout.digest != plan.layout.digest:
-            self._arena.close()
-            self._arena = None
-        if self._arena is None:
+        if self._arena is not None:
+            self._arena.layout = plan.layout
+        else:
             self._arena = NodeArena.create(
                 shm_dir=self._shm_dir,
                 job=self._job,

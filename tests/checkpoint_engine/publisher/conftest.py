@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers.engine.rank_pool import RankPool
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """`ranks.run(function, world_size, *arguments)`: two ranks that publish."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

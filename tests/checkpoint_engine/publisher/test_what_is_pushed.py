@@ -1,0 +1,281 @@
+"""What a publisher pushes is what the model holds at that push, whatever became of the model since it was made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint_engine.fakes import arenas_in
+from tests.checkpoint_engine.publisher.recorded import RecordedPublisher, is_loaded
+from tests.workers.engine.rank_pool import RankPool
+from verl.checkpoint_engine import ActivationError, SyncAborted
+from verl.checkpoint_engine.memory.delta import warm_up
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of it would hold, tied weights once. Of a sharded model, on every rank."""
+    state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    if model.head.weight is model.embedding.weight:
+        del state["head.weight"]
+    return state
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def assign_a_state(model: Tied) -> None:
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def assign_a_parameter(model: Tied) -> None:
+    model.layers[0].weight = nn.Parameter(torch.rand(4, 4))
+
+
+def assign_a_buffer(model: Tied) -> None:
+    model.layers[1].running_mean = torch.rand(4)
+
+
+def assign_a_module(model: Tied) -> None:
+    model.layers[0] = nn.Linear(4, 4)
+
+
+def untie(model: Tied) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.detach() * 2)
+
+
+def resize(model: Tied) -> None:
+    model.embedding = nn.Embedding(9, 4)
+    model.head.weight = model.embedding.weight
+
+
+def change_dtype(model: Tied) -> None:
+    model.to(torch.bfloat16)
+
+
+def add_a_layer(model: Tied) -> None:
+    model.layers.append(nn.Linear(4, 4, bias=False))
+
+
+def remove_a_layer(model: Tied) -> None:
+    del model.layers[1]
+
+
+CHANGES = [
+    assign_a_state,
+    assign_a_parameter,
+    assign_a_buffer,
+    assign_a_module,
+    untie,
+    resize,
+    change_dtype,
+    add_a_layer,
+    remove_a_layer,
+]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_push_sends_what_the_model_holds_by_then(change: Callable[[Tied], None], slots: int, shm: Path):
+    model = Tied()
+    with RecordedPublisher(model, config={"slots": slots}) as publisher:
+        publisher.push(0)
+        assert is_loaded(publisher.server, state_of(model))
+        change(model)
+        for version in (1, 2):
+            assert publisher.push(version).retries == 0
+            assert is_loaded(publisher.server, state_of(model))
+        pending = publisher.push_async(3)
+        assert pending.result().replicas_updated == (publisher.server.name,)
+    assert arenas_in(shm) == []
+
+
+OVER_GLOO = {"backend": "gloo", "engine_kwargs": {"gloo": {"interface": "lo"}}}
+
+
+@pytest.mark.parametrize("config", [{"backend": "tcp"}, OVER_GLOO], ids=["tcp", "gloo"])
+def test_deltas_lead_from_no_version_of_another_layout(config: dict[str, Any], shm: Path):
+    warm_up()
+    model = Tied()
+    with RecordedPublisher(model, config=config | {"delta": "always"}) as publisher:
+        for version, change in enumerate([change_nothing, assign_a_parameter, resize, change_dtype]):
+            change(model)
+            ways = []
+            for pushed in (2 * version, 2 * version + 1):
+                report = publisher.push(pushed)
+                ways.append(report.delta.way if report.delta is not None else None)
+                assert is_loaded(publisher.server, state_of(model))
+                assert (report.retries, report.pieces_repaired) == (0, 0)
+            assert ways[1] == "delta"
+
+
+def change_nothing(model: Tied) -> None: ...
+
+
+def test_a_server_is_asked_again_whether_the_weights_fit_once_they_are_others(shm: Path):
+    model = Tied()
+    with RecordedPublisher(model) as publisher:
+        for version in (0, 1):
+            publisher.push(version)
+        assert publisher.server.log.count("check") == 1
+        before = state_of(model)
+        resize(model)
+        publisher.server.refuses = ActivationError("embedding.weight [9, 4] is refused")
+        with pytest.raises(ActivationError, match="is refused"):
+            publisher.push(2)
+        assert (publisher.server.version, publisher.server.paused) == (1, False)
+        assert is_loaded(publisher.server, before)
+        publisher.server.refuses = None
+        publisher.push(3)
+        assert publisher.server.checked["embedding.weight"] == ("float32", (9, 4))
+        assert is_loaded(publisher.server, state_of(model))
+
+
+@pytest.mark.parametrize("step", ["activate", "pause"])
+def test_a_server_that_cannot_load_a_resized_model_serves_the_version_before_it(step: str, shm: Path):
+    model = Tied()
+    with RecordedPublisher(model) as publisher:
+        publisher.push(0)
+        before = state_of(model)
+        resize(model)
+        publisher.server.fail = fails_once_at(step)
+        with pytest.raises(SyncAborted, match="the previous version stays in service"):
+            publisher.push(1)
+        assert (publisher.server.version, publisher.server.paused) == (0, False)
+        assert is_loaded(publisher.server, before)
+        publisher.push(2)
+        assert is_loaded(publisher.server, state_of(model))
+
+
+def fails_once_at(step: str) -> Callable[[str], None]:
+    left = [step]
+
+    def fail(now: str) -> None:
+        if now in left:
+            left.remove(now)
+            raise ActivationError("told to fail")
+
+    return fail
+
+
+def test_a_push_leaves_the_models_memory_as_it_was_and_holds_none_of_it(shm: Path):
+    model = Tied()
+    with RecordedPublisher(model) as publisher:
+        publisher.push(0)
+        assert all(tensor.untyped_storage().resizable() for tensor in model.state_dict().values())
+        gone = torch._C._storage_Use_Count(model.layers[0].weight.untyped_storage()._cdata)
+        assert gone <= 2  # the parameter's, and that which is asked
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def sharded(model: Tied) -> Tied:
+    fully_shard(model.layers)
+    fully_shard(model)
+    return model
+
+
+def evaluate(model: Tied) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.arange(4))
+    model.train()
+
+
+def train(model: Tied) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.arange(4)).square().mean().backward()
+    optimizer.step()
+
+
+def pushed_on_ranks(shm: str, made: str, *, is_async: bool = False) -> list[bool]:
+    """Whether each push was what the model held, and training went on after it."""
+    os.environ["VERL_SHM_DIR"] = shm
+    torch.manual_seed(0)
+    model = Tied()
+    if made == "sharded later":
+        publisher = RecordedPublisher(model)
+        found = [push(publisher, model, 0, is_async=is_async)]
+        sharded(model)
+    else:
+        sharded(model)
+        if made == "after an evaluation":
+            evaluate(model)
+        publisher, found = RecordedPublisher(model), []
+    with publisher:
+        for version in range(1, 4):
+            train(model)
+            evaluate(model)
+            found.append(push(publisher, model, version, is_async=is_async))
+    return found
+
+
+def push(publisher: RecordedPublisher, model: Tied, version: int, *, is_async: bool = False) -> bool:
+    expected = state_of(model)
+    if is_async:
+        pending = publisher.push_async(version)
+        evaluate(model)
+        train(model)
+        pending.result()
+    else:
+        publisher.push(version)
+    return not publisher.is_first_rank or is_loaded(publisher.server, expected)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "beside training"])
+@pytest.mark.parametrize("made", ["after an evaluation", "before it", "sharded later"])
+def test_ranks_of_fsdp2_push_what_they_hold_and_train_on(made: str, is_async: bool, ranks: RankPool, shm: Path):
+    assert (
+        ranks.run(partial(pushed_on_ranks, is_async=is_async), 2, str(shm), made)
+        == [[True] * (4 if made == "sharded later" else 3)] * 2
+    )
+    assert arenas_in(shm) == []
+
+
+def pushed_apart(shm: str) -> list[str]:
+    os.environ["VERL_SHM_DIR"] = shm
+    torch.manual_seed(0)
+    model = sharded(Tied())
+    said = []
+    with RecordedPublisher(model, config={"retries": 3}) as publisher:
+        publisher.push(1)
+        with pytest.raises(SyncAborted) as caught:
+            publisher.push(2 + dist.get_rank())
+        said.append(str(caught.value))
+        publisher.push(4)
+        if dist.get_rank() == 1:
+            del model.layers[1]
+        with pytest.raises(Exception, match="describe another model than rank 0") as other:
+            publisher.push(5)
+        said.append(type(other.value).__name__)
+    return said
+
+
+def test_ranks_that_push_different_versions_or_models_are_told_both(ranks: RankPool, shm: Path):
+    said: Any = ranks.run(pushed_apart, 2, str(shm))
+    for versions, models in said:
+        assert "this rank pushes version 3, and rank 0 version 2" in versions
+        assert models == "PlanError"

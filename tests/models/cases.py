@@ -27,6 +27,8 @@ NUM_PROMPT, NUM_RESPONSE = WINDOW + 5, WINDOW + 2
 """Longer than a window, both."""
 PACKS = "fsdp2"
 """The strategy that is tried with packed sequences; another one has a row for each."""
+NEIGHBOURHOODS = ((0, 1, 2, 3), (3, 2, 0), (2, 1))
+"""Rows of `padded_batch` that share a micro-batch: each is beside others, and elsewhere."""
 EXTRA = ("mtp.",)
 """Tensors of a file that are no part of the causal LM: kept, and not trained."""
 
@@ -130,6 +132,25 @@ def padded_batch() -> DataProto:
     )
 
 
+def gradient_norm(engine: FSDPEngine, data: DataProto) -> float:
+    """Of the sum of log-probs, with all rows in one micro-batch. The engine's weights are others afterwards."""
+
+    def summed(log_prob: torch.Tensor, entropy: Any, micro_batch: DataProto, totals: Any) -> Any:
+        return -(log_prob * micro_batch.batch["response_mask"]).sum(), {}
+
+    limits = MicroBatchLimits(max_sequences=len(data))
+    return engine.train_mini_batch(data, summed, temperature=1.0, limits=limits)["grad_norm"]
+
+
+def reference_gradient_norm(model: Any, data: DataProto) -> float:
+    """Row by row, without padding. Dropout is off."""
+    for row in range(len(data)):
+        (-_of_response(model, data, row).sum()).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+
+
 def log_probs(engine: FSDPEngine, data: DataProto) -> torch.Tensor:
     """All rows in one micro-batch."""
     return engine.compute_log_prob(data, temperature=1.0, limits=MicroBatchLimits(max_sequences=len(data)))[0]
@@ -140,8 +161,13 @@ def reference_log_probs(model: Any, data: DataProto) -> torch.Tensor:
     """Row by row, without padding, from the logits of every position."""
     found = torch.zeros(len(data), NUM_RESPONSE)
     for row in range(len(data)):
-        ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
-        num_response = int(data.batch["response_mask"][row].sum())
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_response - 1 : -1].float()
-        found[row, :num_response] = logits.log_softmax(-1).gather(-1, ids[-num_response:, None])[:, 0]
+        values = _of_response(model, data, row)
+        found[row, : len(values)] = values
     return found
+
+
+def _of_response(model: Any, data: DataProto, row: int) -> torch.Tensor:
+    ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
+    num_response = int(data.batch["response_mask"][row].sum())
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_response - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[-num_response:, None])[:, 0]

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.workers.config import ActorConfig
-from verl.workers.engine.micro_batches import MicroBatchLimits, partition, sequence_widths, split_to_count
+from verl.workers.engine.micro_batches import (
+    MicroBatchLimits,
+    partition,
+    sequence_lengths,
+    sequence_widths,
+    split_to_count,
+)
 from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
 
 WIDTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
@@ -31,6 +37,20 @@ def test_every_sequence_is_in_one_group_and_no_group_exceeds_the_limits(widths, 
         width = max(widths[index][0] for index in group) + max(widths[index][1] for index in group)
         assert len(group) == 1 or len(group) * width <= max_tokens
         assert max_sequences is None or len(group) <= max_sequences
+
+
+def test_lengths_are_those_of_the_furthest_position_and_not_of_padding():
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    assert sequence_lengths(DataProto.from_dict(tensors={"attention_mask": mask, "position_ids": positions})) == [3, 5]
+
+
+@given(widths=WIDTHS, border=st.integers(0, 40), max_tokens=st.integers(1, 200))
+def test_sequences_of_a_group_are_of_one_regime(widths, border, max_tokens):
+    regimes = [sum(width) > border for width in widths]
+    groups = partition(widths, MicroBatchLimits(max_tokens=max_tokens), regimes=regimes)
+    assert sorted(index for group in groups for index in group) == list(range(len(widths)))
+    assert all(len({regimes[index] for index in group}) == 1 for group in groups)
 
 
 @given(widths=WIDTHS, max_tokens=st.integers(1, 100))

@@ -182,7 +182,7 @@ REFUSED = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of another kind than attention over all heads: conv"),
     "minimax": "layers of another kind than attention over all heads: linear_attention",
     "llama4_text": "scales queries by their place in the row",
-    "doge": "makes masks of its own",
+    "doge": "a sequence changes in DogeForCausalLM with those beside it",
     "nemotron": "is not told which sequences are in a row",
 }
 FAMILIES = sorted(set(ARCHITECTURES) - {"gpt_bigcode"})

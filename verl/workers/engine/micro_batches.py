@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +41,24 @@ def sequence_widths(data: DataProto) -> list[tuple[int, int]]:
     return list(zip(left.tolist(), right.tolist(), strict=True))
 
 
-def partition(widths: Sequence[tuple[int, int]], limits: MicroBatchLimits, *, packed: bool = False) -> list[list[int]]:
+def sequence_lengths(data: DataProto) -> list[int]:
+    """Of every sequence: one more than the furthest position of a token that is attended to."""
+    batch = tensors_of(data)
+    positions: list[int] = batch["position_ids"].masked_fill(~batch["attention_mask"].bool(), 0).amax(1).tolist()
+    return [position + 1 for position in positions]
+
+
+def partition(
+    widths: Sequence[tuple[int, int]],
+    limits: MicroBatchLimits,
+    *,
+    packed: bool = False,
+    regimes: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
     """Indices of `widths` in groups within `limits`, sequences of like width together so that little padding is left.
 
     `packed`: the sequences of a group are computed without padding. A sequence that exceeds `max_tokens` alone gets a
-    group of its own.
+    group of its own. `regimes`: of each sequence; those of a group have the same.
     """
     groups: list[list[int]] = []
     left = right = tokens = 0
@@ -56,6 +69,8 @@ def partition(widths: Sequence[tuple[int, int]], limits: MicroBatchLimits, *, pa
         fits = (limits.max_sequences is None or num_sequences <= limits.max_sequences) and (
             limits.max_tokens is None or num_tokens <= limits.max_tokens
         )
+        if regimes is not None and groups:
+            fits = fits and regimes[index] == regimes[groups[-1][0]]
         if groups and fits:
             groups[-1].append(index)
             left, right, tokens = new_left, new_right, tokens + sum(widths[index])

@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
 from verl.utils.config import ConfigError
 from verl.workers.hf.packing import LEAK, PROBE, SHARED, row_inputs, scales_by_column
+from verl.workers.hf.regimes import FROM_LONGEST
 from verl.workers.hf.sharers import Sharers
 
 KEY = "ulysses_sequence_parallel_size"
 ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as configs call them, in which a softmax over tokens is all that looks at other tokens."""
-
-FROM_LONGEST = frozenset({"dynamic", "longrope"})
-"""Kinds of RoPE that are computed anew from the largest position in a call."""
 
 
 def attend_by_heads(model: PreTrainedModel, size: int) -> None:

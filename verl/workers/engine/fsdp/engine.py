@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -25,12 +25,14 @@ from verl.workers.engine.fsdp.mesh import DTYPES, sharers_of
 from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
 from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
-from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
+from verl.workers.engine.micro_batches import partition, sequence_lengths, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import Places, State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.packing import keeps_sequences_apart
+from verl.workers.hf.probing import Way
+from verl.workers.hf.regimes import Regimes
 from verl.workers.hf.sharers import Sharers
 from verl.workers.hf.splitting import KEY, computes_shared
 from verl.workers.own_time import named_blocks
@@ -80,6 +82,7 @@ class FSDPEngine:
         """Whether the sequences of a micro-batch go through the model in one row."""
         self._sharers = Sharers()
         """The ranks that compute each such row together."""
+        self._regimes = Regimes(nn.Module())
         self._before_step = before_step
 
     def build(self) -> None:
@@ -95,11 +98,12 @@ class FSDPEngine:
             seed=self._seed,
         )
         self.model, self._adapters, self._built_model = built.module, built.adapters, built
+        self._regimes = Regimes(self.model)
+        if self._regimes:
+            self.model.register_forward_pre_hook(lambda module, args: self._regimes.forget())
         if self._sharers.size > 1:
             self._require_shared()
-        self._packs = self._sharers.size > 1 or (
-            self._model_config.use_remove_padding and self._keeps_sequences_apart()
-        )
+        self._packs = self._sharers.size > 1 or (built.together.way is Way.PACKED and self._keeps_sequences_apart())
         if self._optim_config is not None:
             self.optimizer = torch.optim.AdamW(
                 [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -302,6 +306,8 @@ class FSDPEngine:
         """Raises ConfigError for a model whose rows ranks cannot share. A collective."""
         assert self._built_model is not None
         what = f"{KEY}={self._sharers.size}: the model {self._built_model.conversion.model}"
+        if self._built_model.together.way is not Way.PACKED:
+            raise ConfigError(f"{what} cannot be shared: {self._built_model.together.why}")
         try:
             apart = self._keeps_sequences_apart()
             shared = apart and computes_shared(self._built(), self._sharers, self.device)
@@ -327,8 +333,15 @@ class FSDPEngine:
         """Index groups of `data`, equally many on every rank: each forward pass gathers parameters from all ranks."""
         if limits.max_tokens is not None:
             limits = replace(limits, max_tokens=limits.max_tokens * self._sharers.size)
-        groups = partition(sequence_widths(data), limits, packed=self._packs)
+        groups = partition(sequence_widths(data), limits, packed=self._packs, regimes=self._regimes_of(data))
         return split_to_count(groups, largest_count(len(groups)))
+
+    def _regimes_of(self, data: DataProto) -> Sequence[Hashable] | None:
+        """Of its sequences: equal ones may share a micro-batch. None if all may."""
+        assert self._built_model is not None
+        if self._built_model.together.way is Way.ALONE:
+            return range(len(data))
+        return [self._regimes.of(length) for length in sequence_lengths(data)] if self._regimes else None
 
     def _take(self, data: DataProto, indices: list[int]) -> DataProto:
         return data[indices].to(self.device)

@@ -124,6 +124,7 @@ class _Tokens:
             input_ids, position_ids = input_ids[inside][None], position_ids[inside][None]
         else:
             attention_mask = batch["attention_mask"].gather(1, source) * inside
+            position_ids = position_ids * inside  # the longest position of a call may matter, and padding has none
         tokens = cls(
             input_ids=input_ids,
             position_ids=position_ids,

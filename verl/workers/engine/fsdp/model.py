@@ -6,7 +6,7 @@ import copy
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from verl.workers.hf.precision import (
     names_kept_wide,
     require_precision,
 )
+from verl.workers.hf.probing import Finding, Way, find_way
 from verl.workers.hf.splitting import attend_by_heads
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class BuiltModel:
     """Tensors of the checkpoint that are no part of the model, and go into exports as they are."""
     own_config: PretrainedConfig | None
     """Of a model that is another than the checkpoint's: a policy under the head of a critic."""
+    together: Finding
+    """How sequences may go through it."""
 
 
 def build_model(
@@ -118,7 +121,8 @@ def build_model(
         wide |= names_kept_by_transformers(model, conversion)
         if fsdp_config.ulysses_sequence_parallel_size > 1:
             attend_by_heads(model, fsdp_config.ulysses_sequence_parallel_size)
-        elif model_config.use_remove_padding:
+        together = _ask(head, hf_config, model_config, fsdp_config)
+        if fsdp_config.ulysses_sequence_parallel_size == 1 and together.way is Way.PACKED:
             attend_sequences_apart(model)
         adapted = trainable and model_config.lora_rank > 0
         if adapted:
@@ -149,7 +153,42 @@ def build_model(
         new=head.new - conversion.pieces.keys(),
         exported_aside=tuple(name for name in conversion.aside if name not in head.unused),
         own_config=model.config if head.config_fields else None,
+        together=together,
     )
+
+
+def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, fsdp_config: FSDPConfig) -> Finding:
+    """How sequences may go through the model, the same on every rank. Says what it is, where more was asked for.
+
+    Raises ConfigError for a model that computes something else however its sequences are given. A collective.
+    """
+
+    def build(config: PretrainedConfig, implementation: str | None) -> PreTrainedModel:
+        model: PreTrainedModel = head.auto.from_config(
+            copy.deepcopy(config),
+            dtype=torch.float32,
+            trust_remote_code=model_config.trust_remote_code,
+            **({"attn_implementation": implementation} if implementation else {}),
+        )
+        return model
+
+    shared = fsdp_config.ulysses_sequence_parallel_size > 1
+    together = find_way(
+        hf_config,
+        build,
+        attention_implementation(hf_config, model_config.override_config.get(ATTENTION)),
+        furthest=Way.PACKED if shared or model_config.use_remove_padding else Way.ROWS,
+        shared=shared,
+    )
+    way = torch.tensor(int(together.way))
+    dist.all_reduce(way, op=dist.ReduceOp.MIN)
+    together = replace(together, way=Way(int(way)))
+    if together.way is Way.NONE:
+        raise ConfigError(f"model.path={model_config.path}: {together.why}")
+    if together.why and not shared and dist.get_rank() == 0:
+        how = "one sequence at a time" if together.way is Way.ALONE else "each sequence in a row of its own"
+        logger.warning("%s is computed with %s: %s", model_config.path, how, together.why)
+    return together
 
 
 def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.losses import LossTotals, agg_loss, register_policy_loss
+from verl.workers.losses.correction import KEPT
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -86,6 +87,31 @@ def test_what_is_rejected_has_no_part_in_the_loss_but_counts_as_it_did():
     assert torch.allclose(gradient, torch.tensor([[-2.0, 0.0], [3.0, 0.0]]) / 3)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_weighs_the_same_whatever_is_rejected_beside_it_before_the_update_or_in_it(mode):
+    """Old log-probs are the engine's, so that both ways reject the same: the second token of the first of two rows."""
+    mask, kept = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 0], [1, 0]])
+    terms = {"loss_agg_mode": mode, "entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.5}
+    correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.333_1.667")
+    tensors = {
+        "old_log_probs": torch.zeros(2, 2),
+        "ref_log_prob": torch.full((2, 2), -1.0),
+        "advantages": torch.tensor([[1.0, 1.0], [-2.0, -2.0]]),
+        "response_mask": mask,
+    }
+    gradients = []
+    for more, rejects in (({}, correction), ({KEPT: kept}, None)):
+        log_prob, entropy = RATIOS.log().requires_grad_(), torch.full((2, 2), 2.0, requires_grad=True)
+        loss_fn = ActorLoss(config("vanilla", clip_ratio=10.0, **terms), rejects)
+        loss, _ = loss_fn(log_prob, entropy, DataProto.from_dict(tensors | more), LossTotals.of(mask))
+        gradients.append(torch.autograd.grad(loss, (log_prob, entropy)))
+    for in_it, before in zip(*gradients, strict=True):
+        torch.testing.assert_close(in_it, before)
+        assert in_it[0, 1] == 0
+    if mode == "token-mean":
+        torch.testing.assert_close(gradients[0][1], -0.1 * kept / 3)
 
 
 def test_reinforce_weighs_the_plain_policy_gradient_without_a_clip():

@@ -12,7 +12,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn, kl_penalty, within_mini_batch
-from verl.workers.losses.correction import importance_weights, kept_tokens
+from verl.workers.losses.correction import importance_weights, kept_tokens, learned_from
 from verl.workers.losses.policy import token_share
 
 
@@ -20,7 +20,8 @@ class ActorLoss:
     """Policy loss, entropy bonus and KL penalty. A `verl.workers.engine.base.LossFunction`.
 
     Reads `old_log_probs`, `advantages`, `response_mask` and, where the configuration or the driver asks for them,
-    `ref_log_prob` and `rollout_is_weights`.
+    `ref_log_prob`, `rollout_is_weights` and what was rejected before the update. A rejected token is in no term; each
+    term is divided by all tokens of `response_mask`, as those that are rejected here are known too late for a count.
     """
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
@@ -40,8 +41,7 @@ class ActorLoss:
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
         batch, config = tensors_of(micro_batch), self._config
         totals = replace(totals, loss_scale_factor=config.loss_scale_factor)
-        mask = batch["response_mask"]
-        loss, policy_metrics = self._policy_share(log_prob, micro_batch, totals)
+        loss, policy_metrics, mask = self._policy_share(log_prob, micro_batch, totals)
         metrics: dict[str, float | torch.Tensor] = {**policy_metrics, "actor/pg_loss": loss.detach()}
         if entropy is not None:
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, totals=totals)
@@ -57,10 +57,13 @@ class ActorLoss:
 
     def _policy_share(
         self, log_prob: torch.Tensor, micro_batch: DataProto, totals: LossTotals
-    ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
-        """The policy loss and its metrics, both as shares of the mini-batch's. Raises ConfigError for anything else."""
+    ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor], torch.Tensor]:
+        """The policy loss and its metrics, both as shares of the mini-batch's, and the tokens that are learned from.
+
+        Raises ConfigError for a loss that returns anything else.
+        """
         batch = tensors_of(micro_batch)
-        mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
+        mask, weights = learned_from(batch), batch.get("rollout_is_weights", None)
         of_correction: dict[str, float | torch.Tensor] = {}
         if self._correction is not None:
             mask, weights, of_correction = corrected(
@@ -86,7 +89,7 @@ class ActorLoss:
         if not self._takes_totals:
             share = float(batch["response_mask"].sum()) / max(totals.num_tokens, 1.0)
             metrics = {name: value * share for name, value in metrics.items()}
-        return loss, metrics | of_correction
+        return loss, metrics | of_correction, mask
 
 
 def _weighs(correction: RolloutCorrectionConfig) -> bool:

@@ -13,6 +13,7 @@ from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorConfig, DistillationLossConfig, RolloutCorrectionConfig
 from verl.workers.engine.base import CANDIDATE_LOG_PROBS
 from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn
+from verl.workers.losses.correction import learned_from
 from verl.workers.losses.distillation import forward_kl_topk, reverse_kl
 from verl.workers.losses.policy import token_share
 
@@ -55,7 +56,7 @@ class DistilledLoss:
     def _distilled(
         self, log_prob: torch.Tensor, micro_batch: DataProto, totals: LossTotals
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
-        mask, mode = tensors_of(micro_batch)["response_mask"], self._config.loss_agg_mode
+        mask, mode = learned_from(tensors_of(micro_batch)), self._config.loss_agg_mode
         losses, metrics = self._token_losses(log_prob, micro_batch, totals)
         told = losses.detach()
         metrics["loss"] = agg_loss(told, mask, mode, totals=totals)
@@ -79,7 +80,7 @@ class DistilledLoss:
                 "log-probs of the tokens of responses alone, not of others: set it to k3, or strategy=fsdp2"
             )
         of_student, of_teacher = batch[CANDIDATE_LOG_PROBS], batch[TEACHER_CANDIDATE_LOG_PROBS]
-        is_token, mask = of_teacher > float("-inf"), batch["response_mask"]
+        is_token, mask = of_teacher > float("-inf"), learned_from(batch)
         masses = {
             "student_mass": torch.where(is_token, of_student.detach().exp(), 0.0).sum(-1),
             "teacher_mass": of_teacher.exp().sum(-1),
@@ -98,7 +99,7 @@ class DistilledLoss:
             old_log_prob=batch["old_log_probs"],
             log_prob=log_prob,
             advantages=rewards,
-            response_mask=batch["response_mask"],
+            response_mask=learned_from(batch),
             loss_agg_mode=self._config.loss_agg_mode,
             config=self._clip,
             rollout_is_weights=batch.get("rollout_is_weights", None),

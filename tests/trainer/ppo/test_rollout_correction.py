@@ -1,12 +1,17 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_rollout_importance_weights, rejected, rollout_probs_diff_metrics
-from verl.utils.config import ConfigError
-from verl.workers.config import RolloutCorrectionConfig
-from verl.workers.losses.correction import kept_tokens
+from verl.trainer.ppo.experience import Experience
+from verl.trainer.ppo.step import Step
+from verl.utils.config import ConfigError, from_mapping
+from verl.utils.timing import Patience
+from verl.workers.config import PPOConfig, RolloutCorrectionConfig
+from verl.workers.losses.correction import KEPT, kept_tokens
 
 # Ratios trainer / rollout: 1.5, 4.0 | 0.5, (padding).
 TRAINER = torch.tensor([[0.6, 0.8], [0.2, 0.9]]).log()
@@ -174,3 +179,17 @@ def test_k1_is_bounded_as_in_verl_from_the_side_of_the_rollout() -> None:
     config = RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.99_1.001")
     kept = kept_tokens(trainer_over_rollout.log(), torch.ones(2, 2, dtype=torch.bool), config)
     assert kept.tolist() == [[True, True], [False, False]]
+
+
+def test_what_is_rejected_before_the_update_is_still_counted():
+    given = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_1.9"}}}
+    experience = Experience(from_mapping(PPOConfig, given), None, None, None, None)
+    tensors = {"old_log_probs": TRAINER, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
+    batch = DataProto.from_dict(
+        tensors | {"token_level_scores": torch.ones(2, 2)}, {"uid": np.array(["a", "a"], dtype=object)}
+    )
+    now = Step(1, Patience())
+    learned = experience.add_advantages(batch, now)
+    assert learned.batch["response_mask"].tolist() == MASK.tolist()
+    assert learned.batch[KEPT].tolist() == [[1, 0], [0, 0]]
+    assert now.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 3)

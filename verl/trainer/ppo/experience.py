@@ -21,6 +21,7 @@ from verl.utils.plain import as_float
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import PPOConfig
 from verl.workers.engine.base import ROUTES
+from verl.workers.losses.correction import KEPT
 from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
 
@@ -128,7 +129,7 @@ class Experience:
         tensors, correction = tensors_of(batch), self._config.algorithm.rollout_correction
         if self._config.actor_rollout_ref.actor.use_rollout_log_probs or not correction.rejects:
             return  # the loss does it, with the policy as it is then
-        tensors["response_mask"], metrics = core_algos.rejected(
+        tensors[KEPT], metrics = core_algos.rejected(
             tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], correction
         )
         now.metrics |= metrics

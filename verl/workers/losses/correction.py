@@ -6,11 +6,26 @@ engine's log-probs stand for that before the update.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import RolloutCorrectionConfig
 from verl.workers.losses.kl import MAX_LOG_RATIO
+
+KEPT = "kept_tokens"
+"""Tensor of a batch [B, R]: 0 on tokens that were rejected before the update; none has been without it."""
+
+
+def learned_from(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`response_mask` without what was rejected, of its dtype.
+
+    Losses are still divided by the tokens and sequences of `response_mask`, so that a token weighs the same whatever is
+    rejected beside it.
+    """
+    mask = batch["response_mask"]
+    return mask * batch[KEPT].to(mask.dtype) if KEPT in batch else mask
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ class Tried:
     message: str
     """Of the error, or what the check found; empty if it did not look."""
     seconds: float = 0.0
+    is_stale: bool = False
+    """Whether the copy of the norm's weight is another version's, when this one has been loaded."""
 
 
 def main() -> None:
@@ -133,8 +135,9 @@ def activate(case: str, engine: Any, directory: Path, version: int) -> Tried:
     except Exception as exc:  # noqa: BLE001 - told
         engine._check.forget()
         return Tried(case, version, type(exc).__name__, str(exc))
-    checked = engine.checked
-    return Tried(case, version, None, checked.found if checked else "", checked.seconds if checked else 0.0)
+    checked, inner = engine.checked, engine.model.model
+    is_stale = hasattr(inner, "packed") and bool((inner.packed != inner.norm.weight).any())
+    return Tried(case, version, None, checked.found if checked else "", checked.seconds if checked else 0.0, is_stale)
 
 
 def forgetful_later(config: Any, model: Any, directory: Path) -> list[Tried]:

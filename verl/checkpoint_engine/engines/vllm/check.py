@@ -73,6 +73,15 @@ class EngineCheck:
         self.result: EngineCheckResult | None = None
         """Of the version that was loaded last; None if nothing was looked at."""
 
+    @property
+    def compares(self) -> bool:
+        """Whether there is a second model that the live one has to equal."""
+        return self._fresh is not None
+
+    def start_over(self) -> None:
+        """The next version is compared as the first one is."""
+        self._passed = self._mode == "off"
+
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
@@ -116,7 +125,8 @@ class EngineCheck:
         return True
 
     def after(self, model: torch.nn.Module, version: int | None) -> None:
-        """Raises IntegrityError that names what is not as it has to be."""
+        """Raises IntegrityError that names what is not as it has to be. The version can then be loaded in another way,
+        and looked at again; else `forget` it."""
         if not self._marked and self._fresh is None:
             return
         began = time.perf_counter()
@@ -130,8 +140,6 @@ class EngineCheck:
             # A forward pass may have added some, which a model that was never used does not have.
             wrong = differences({name: found[name] for name in found.keys() & expected.keys()}, expected) | wrong
             wrong |= dict.fromkeys(expected.keys() - found.keys(), "is not there")
-        text = self._text(len(found))
-        self._fresh, self._marked = None, {}
         if wrong:
             named = "; ".join(f"{name} {text}" for name, text in list(wrong.items())[:MOST_NAMES])
             more = f"; and {len(wrong) - MOST_NAMES} more" if len(wrong) > MOST_NAMES else ""
@@ -141,6 +149,8 @@ class EngineCheck:
                 version=version,
                 phase="activate",
             )
+        text = self._text(len(found))
+        self.forget()
         self._passed = True
         self.result = EngineCheckResult(seconds=self._seconds + time.perf_counter() - began, found=text)
         logger.info("version %s: %s (%.3f s)", version, text, self.result.seconds)

@@ -7,7 +7,6 @@ no memory, and loads the checkpoint's names and shapes into that.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...compat.vllm import know_own_experts, load_numel
 from ...errors import ActivationError
-from .build import quantizes_online, without_quantization
+from .build import quantizes_online, standing_alone, without_quantization
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
 """dtype (torch's name) and shape of every tensor of a checkpoint."""
@@ -62,25 +61,37 @@ def _last_part(name: str) -> str:
 @contextlib.contextmanager
 def _trial(vllm_config: Any) -> Iterator[_Trial]:
     # Quantizing needs values, and asks nothing else of a checkpoint than the plain model does.
-    alone = without_quantization(vllm_config) if quantizes_online(vllm_config) else copy.copy(vllm_config)
-    alone.compilation_config = copy.copy(vllm_config.compilation_config)
-    alone.compilation_config.static_forward_context = {}  # layers enter themselves, once
-    with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
-        model: Any = initialize_model(alone)
+    plain = without_quantization(vllm_config) if quantizes_online(vllm_config) else vllm_config
+    with set_default_torch_dtype(vllm_config.model_config.dtype):
+        try:
+            model, alone = _built(plain, "meta")
+        except RuntimeError:
+            # A layer computes with values while it is built, as Gemma 3n's sparse activations do. Memory of the host
+            # that nobody writes into is none, and if it is something else, that is raised again.
+            model, alone = _built(plain, "cpu")
         _put_on_meta(model)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 know_own_experts(module)
-        with set_current_vllm_config(alone):
+        with torch.device("meta"), set_current_vllm_config(alone):
             yield _Trial(model, alone)
 
 
+def _built(vllm_config: Any, device: str) -> tuple[Any, Any]:
+    """The model, and the configuration that its layers have entered themselves into."""
+    alone = standing_alone(vllm_config)
+    with torch.device(device):
+        return initialize_model(alone), alone
+
+
 def _put_on_meta(model: torch.nn.Module) -> None:
-    """Some layers name the device of their parameters themselves."""
+    """Some layers name the device of their tensors themselves."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if not parameter.is_meta:
                 setattr(module, name, to_meta_tensor(parameter))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to("meta"))
 
 
 class _Trial:

@@ -201,24 +201,46 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
         Returns what fills which layer; None where it was not the reload that loaded.
         """
-        self._tensors_kept, sources = 0, None
+        self._tensors_kept = 0
         self._check.before(self.model, weights, self._all_agree)
+        why = ""
         if not self._why_whole:
-            try:
-                sources, self._why_whole = self._reload(weights(), version)
-            except ReloadFailed as exc:
-                self._check.release()
-                self._load_whole(weights(), version)  # raises the same if it is the version that is wrong
-                self._why_whole = self._noted_whole(
-                    f"vLLM's reload of {type(self.model).__name__} fails ({exc.message})"
-                )
-                self._check.after(self.model, version)
-                return None
-        if self._why_whole:
-            self._check.release()
-            self._load_whole(weights(), version)
+            sources, why = self._try_reload(weights(), version)
+            if not why:
+                return sources
+        self._check.release()
+        self._load_whole(weights(), version)  # raises the same if it is the version that is wrong
+        self._why_whole = self._why_whole or self._noted_whole(why)
         self._check.after(self.model, version)
-        return None if self._why_whole else sources
+        return None
+
+    def _try_reload(self, weights: Weights, version: int | None) -> tuple[Sources | None, str]:
+        """What filled which layer, and why the version has to be loaded another way, if it has. Ranks agree.
+
+        Raises what is wrong with the version on this rank; what filled which layer is None if it is another one's.
+        """
+        is_first, kind = self._check.compares, type(self.model).__name__
+        sources, why = Sources(), ""
+        failure: Exception | None = None
+        try:
+            sources, why = self._reload(weights, version)
+            if not why:
+                self._check.after(self.model, version)
+        except ReloadFailed as exc:
+            why = f"vLLM's reload of {kind} fails ({exc.message})"
+        except IntegrityError as exc:
+            if is_first:
+                why = f"vLLM's reload of {kind} is not right ({exc.message})"
+            else:
+                failure = exc
+        except Exception as exc:  # noqa: BLE001 - raised below, when every rank knows of it
+            failure = exc
+        nobody_failed = self._all_agree(failure is None)
+        if failure is not None:
+            raise failure
+        if not nobody_failed:
+            return None, ""
+        return sources, why if self._all_agree(not why) else why or f"vLLM's reload of {kind} fails on another rank"
 
     @property
     def checked(self) -> EngineCheckResult | None:
@@ -238,8 +260,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             self._load_whole(weights, None)
             return
         self._check.before(self.model, None, self._all_agree)
-        _, self._why_whole = self._reload(weights, None)
-        if self._why_whole:
+        _, why = self._reload(weights, None)
+        if why:
+            self._why_whole = self._noted_whole(why)
             raise ActivationError(
                 f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
             )
@@ -266,7 +289,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         if unreached and not why:
             named = ", ".join(sorted(unreached)[:3]) + (", ..." if len(unreached) > 3 else "")
             why = f"vLLM's reload does not reach {len(unreached)} parameters of {kind} ({named})"
-        return reload.sources, self._noted_whole(why) if why and kept is None else why
+        return reload.sources, why
 
     def _noted_whole(self, why: str) -> str:
         text = (
@@ -333,8 +356,10 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         mine = f"{type(failure).__name__}: {failure}" if failure is not None else None
         torch.distributed.all_gather_object(failures, mine, group=world.cpu_group)
         told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+        differs = any(text.startswith(f"{IntegrityError.__name__}: ") for text in failures if text is not None)
+        if differs:
+            self._check.start_over()  # of some ranks it has passed: they would not wait for each other's answers
         if told and world.rank_in_group == world.world_size - 1:
-            differs = any(text.startswith(f"{IntegrityError.__name__}: ") for text in failures if text is not None)
             raise (IntegrityError if differs else ActivationError)("; ".join(told)) from failure
 
     def finish_weight_update(self) -> None:

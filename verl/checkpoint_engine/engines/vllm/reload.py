@@ -141,8 +141,10 @@ class Reload:
         if self._vllm_config.model_config.quantization is not None and not quantizes_online(self._vllm_config):
             return set()
         if loaded is not None and (missing := self._not_among(loaded)):
+            left_out = self.sources.left_out()
+            also = f"; vLLM's loader of it leaves out {', '.join(left_out)}, also from disk" if left_out else ""
             raise self._refused(
-                f"has {len(missing)} parameters that are not among the weights: {', '.join(missing)}", version
+                f"has {len(missing)} parameters that are not among the weights: {', '.join(missing)}{also}", version
             )
         return self._expected - self._written | late
 

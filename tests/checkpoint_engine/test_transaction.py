@@ -684,7 +684,8 @@ async def test_cancelling_during_commit_returns_every_node_to_the_previous_versi
 
 async def test_cancelling_during_activation_quarantines_the_replicas_that_do_not_serve_the_version_yet(tmp_path: Path):
     reports = tmp_path / "reports.jsonl"
-    async with Fleet(weights(0), tmp_path, replicas=3, activation="rolling", report_path=reports) as fleet:
+    config = {"activation": "rolling", "deadlines": {"activate_s": SHORT_S}}
+    async with Fleet(weights(0), tmp_path, replicas=3, report_path=reports, **config) as fleet:
         await sync(fleet, 1)
         reached = asyncio.Event()
         fleet.replicas[1].fail = at("activate", pausing(reached))
@@ -700,6 +701,18 @@ async def test_cancelling_during_activation_quarantines_the_replicas_that_do_not
     last = json.loads(reports.read_text().splitlines()[-1])
     assert (last["outcome"], last["error"]) == ("committed", "CancelledError")
     assert last["replicas_updated"] == ["replica-0"]
+
+
+@pytest.mark.parametrize("step", ["pause", "activate", "resume"])
+async def test_cancelling_leaves_no_replica_paused(step: str, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
+        await sync(fleet, 1)
+        reached = asyncio.Event()
+        fleet.replicas[1].fail = at(step, pausing(reached, 0.05))
+        await cancelled_at(fleet, 2, reached)
+        assert fleet.manager.quarantined == []
+        for replica in fleet.replicas:
+            assert_serves(replica, 2)
 
 
 # --- replicas that come and go ----------------------------------------------------------------------------------------

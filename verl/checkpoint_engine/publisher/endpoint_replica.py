@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from threading import Event, Thread
 from typing import Protocol
 
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..parameter_server.endpoints import Endpoint
+from ..support.apart import apart
 from .reports import Reports
 from .sglang_endpoint import SGLangEndpoint, is_sglang
 
@@ -41,7 +43,7 @@ class VLLMServer:
 
     async def activate(self, arena_path: str, version: int) -> None:
         update = {"arena_path": arena_path, "version": version}
-        await asyncio.to_thread(self._endpoint.load, update, str(version))
+        await apart(self._endpoint.load, update, str(version))
 
 
 class EndpointReplica:
@@ -62,9 +64,9 @@ class EndpointReplica:
         anything. It goes on serving. Raises ConfigError, ActivationError, TransportError."""
         sought = "server of vLLM or SGLang"
         try:
-            if await asyncio.to_thread(is_sglang, self.name):
+            if await apart(is_sglang, self.name):
                 self._server, sought = self._sglang(), "SGLang"
-            await asyncio.to_thread(self._server.check, tensors)
+            await apart(self._server.check, tensors)
         except TransportError as exc:
             raise TransportError(
                 f"no {sought} answers at {self.name} ({exc.message}): start it, or take it out of the endpoints"
@@ -80,7 +82,22 @@ class EndpointReplica:
         )
 
     async def pause(self, mode: str) -> None:
-        await self._ask(self._server.pause, mode)
+        """Once it is given up, a server that pauses all the same goes on at once."""
+        is_paused, given_up = Event(), Event()
+
+        def pause() -> None:
+            self._server.pause(mode)
+            is_paused.set()
+            if given_up.is_set():
+                self._server.resume()
+
+        try:
+            await self._ask(pause)
+        except asyncio.CancelledError:
+            given_up.set()
+            if is_paused.is_set():
+                Thread(target=self._server.resume, daemon=True).start()
+            raise
 
     async def activate(self, arena_path: str, version: int) -> None:
         await self._told(self._server.activate(arena_path, version))
@@ -92,7 +109,7 @@ class EndpointReplica:
         await self._ask(self._server.version)
 
     async def _ask(self, question: Callable[..., object], *arguments: object) -> None:
-        await self._told(asyncio.to_thread(question, *arguments))
+        await self._told(apart(question, *arguments))
 
     async def _told(self, answer: Awaitable[object]) -> None:
         try:

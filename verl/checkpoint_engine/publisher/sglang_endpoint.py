@@ -9,7 +9,6 @@ An order to the loader travels as the name of an empty tensor; ranks answer in f
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import time
@@ -23,6 +22,7 @@ import torch.multiprocessing
 from ..engines.sglang.orders import LOADER, Order, checked, reports_of
 from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from ..support.apart import apart
 from .reports import Reports
 
 MODES = {"abort": "abort", "keep": "retract"}
@@ -76,10 +76,10 @@ class SGLangEndpoint(HttpServer):
         check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
         directory = await self._reports.make()
         order = Order(reports=directory, arena_path=arena_path, version=version, check=check)
-        await asyncio.to_thread(self._carry_out, order)
+        await apart(self._carry_out, order)
         checked(reports_of(await self._reports.take(directory), self._ranks), order)
         self._has_checked |= check
-        await asyncio.to_thread(self._serve, version)
+        await apart(self._serve, version)
 
     def _serve(self, version: int) -> None:
         # Not with the order: SGLang would say that it serves a version that its ranks could not load.

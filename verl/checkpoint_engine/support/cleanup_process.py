@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import weakref
 
 _PROLOGUE = """
 import os, signal, sys
@@ -17,14 +18,23 @@ os.write(1, b"%d" % os.getpid())
 lines = sys.stdin.read().splitlines()
 """
 CLOSE_TIMEOUT_S = 30.0
+_open: weakref.WeakSet[CleanupProcess] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for one in list(_open):
+        one._leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 class CleanupProcess:
     """A small process that runs a script when this one ends, however it ends.
 
-    It holds the read end of a pipe whose only writer is this process, so a SIGKILL reads as end-of-file. It is nobody's
-    child and in a session of its own: a signal to the process group, and Ray when it ends a worker, would take children
-    along.
+    It holds the read end of a pipe whose only writer is this process, not its forks, so a SIGKILL reads as end-of-file.
+    It is nobody's child and in a session of its own: a signal to the process group, and Ray when it ends a worker,
+    would take children along.
     """
 
     def __init__(self, script: str, *arguments: str) -> None:
@@ -43,10 +53,18 @@ class CleanupProcess:
         os.close(its_stdin)
         os.close(its_stdout)
         self.pid = int(os.read(self._read_end, 32))
+        _open.add(self)
 
     def send(self, line: str) -> None:
         """Tell the script something. It is read when this process ends."""
         os.write(self._write_end, f"{line}\n".encode())
+
+    def _leave(self) -> None:
+        """In a fork of this process, such as a DataLoader's worker: for the script it is this process that ends."""
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            os.close(self._read_end)
+            self._write_end = -1
 
     def close(self) -> None:
         """Have the script run now and wait for the process to end. Idempotent."""

@@ -33,6 +33,10 @@ class LoopThread:
         """Ask what `start` began to end."""
         self._loop.call_soon_threadsafe(self._cancel, outcome)
 
+    def cancel_all(self) -> None:
+        """Ask everything that was begun to end; nobody waits for it."""
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks.values()])
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. A Ctrl-C meanwhile cancels it and is raised when it has ended; another one at once."""
         outcome: Future[T] = Future()

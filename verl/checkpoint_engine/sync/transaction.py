@@ -12,7 +12,8 @@ What a failure leads to stands next to what failed:
     resume                    the replica is quarantined
 
 Until `commit`, nothing that serves has changed. Cancelling up to then ends in the previous version; cancelling later
-ends in the new one, with the replicas that do not serve it yet quarantined.
+ends in the new one: replicas that are paused load it and go on, within their deadlines, and those whose turn has not
+come are quarantined. Cancelling once more does not wait for them.
 """
 
 from __future__ import annotations
@@ -323,10 +324,18 @@ class SyncTransaction:
         else:
             waves = [list(self.fleet.replicas)]
         for wave in waves:
-            with self.clock.phase("activate"):
-                ready = await self._load(wave, self.version)
-            with self.clock.phase("resume"):
-                await self._resume(ready)
+            serving = asyncio.ensure_future(self._serve_version(wave))
+            try:
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                await serving  # or replicas would stay paused; who cancels once more does not wait for it
+                raise
+
+    async def _serve_version(self, wave: Sequence[Replica]) -> None:
+        with self.clock.phase("activate"):
+            ready = await self._load(wave, self.version)
+        with self.clock.phase("resume"):
+            await self._resume(ready)
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> list[Replica]:
         """Pause, then load `version`, on every one of `replicas`; those that did both. The others are quarantined."""

@@ -36,9 +36,7 @@ class HttpServer:
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """`timeout_s` is for each request that does something. Raises ConfigError unless `url` is http(s)://..."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the endpoint {url!r} is not a URL like http://127.0.0.1:8000")
+        require_url(url)
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
 
@@ -79,6 +77,17 @@ class HttpServer:
             raise TransportError(f"{reason}", member=self.url) from exc
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
             raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+
+
+def require_url(endpoint: str) -> None:
+    """Raises ConfigError unless `endpoint` is http(s)://host, with a port or without."""
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise ConfigError(f"the endpoint {endpoint!r} is not a URL like http://127.0.0.1:8000")
 
 
 def _body(answer: http.client.HTTPResponse, path: str) -> bytes:

@@ -27,15 +27,18 @@ class ModelSource:
     A DTensor (FSDP2, tensor parallelism) is the box that this rank holds; any other tensor is on every rank whole.
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, torch.Tensor], dtype: str | None = None) -> None:
-        """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held.
+    def __init__(
+        self, model: nn.Module | Mapping[str, torch.Tensor], dtype: str | None = None, *, allow_nonfinite: bool = False
+    ) -> None:
+        """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held. Unless
+        `allow_nonfinite`, `view` and `copy` raise ConfigError for NaN and for what is infinite in that dtype.
 
         Raises ConfigError for a `dtype` that torch does not know, and as `refresh`.
         """
         sent = getattr(torch, dtype, None) if dtype is not None else None
         if dtype is not None and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
-        self._model, self._sent = model, sent
+        self._model, self._sent, self._allow_nonfinite = model, sent, allow_nonfinite
         self._tensors: Mapping[str, torch.Tensor] = {}
         self.refresh()
 
@@ -80,11 +83,29 @@ class ModelSource:
     def view(self, shard: Shard) -> torch.Tensor | None:
         values = self._values(shard)
         lies_as_sent = values.device.type == "cpu" and values.dtype == getattr(torch, self._by_name[shard.name].dtype)
-        return values if lies_as_sent and values.is_contiguous() else None
+        if not lies_as_sent or not values.is_contiguous():
+            return None
+        self._require_finite(shard.name, values)
+        return values
 
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
         with torch.no_grad():
-            copy_values(destination, self._values(shard))
+            values = self._values(shard)
+            self._require_finite(shard.name, values)
+            copy_values(destination, values)
+
+    def _require_finite(self, name: str, values: torch.Tensor) -> None:
+        if self._allow_nonfinite or not values.is_floating_point() or not values.numel():
+            return
+        dtype = self._by_name[name].dtype
+        low, high = torch.aminmax(values if values.dtype.itemsize > 1 else values.float())  # not of float8
+        most = torch.finfo(getattr(torch, dtype)).max
+        if not (-most <= float(low) and float(high) <= most):  # nothing compares with NaN
+            found = "NaN" if bool(low.isnan()) else f"values of {float(low):.3g} to {float(high):.3g}"
+            raise ConfigError(
+                f"{name} has {found}, which is not finite in {dtype}: an update before it went wrong. "
+                "allow_nonfinite=True pushes it all the same"
+            )
 
     def _values(self, shard: Shard) -> torch.Tensor:
         held = self._box(self._by_name[shard.name]).start

@@ -11,17 +11,19 @@ It is a `CheckpointEngineManager` with a rollout node in the process that trains
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, SupportsIndex
 
 import torch
 from torch import nn
 
 from ..config import CheckpointEngineConfig
 from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
+from ..parameter_server.http_server import require_url
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
@@ -35,6 +37,9 @@ from .model_source import ModelSource
 from .ranks import Ended, Ranks, rank_and_size
 
 logger = logging.getLogger(__name__)
+
+ENDS_WITHIN_S = 2.0
+"""A push that goes on, when its publisher is closed; and the same again what else is to be closed."""
 
 
 class PendingPush:
@@ -75,6 +80,7 @@ class WeightPublisher:
         nodes: Sequence[str] = (),
         node_key: Path | None = None,
         alone: bool = False,
+        allow_nonfinite: bool = False,
     ) -> None:
         """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
 
@@ -85,14 +91,17 @@ class WeightPublisher:
         and weights travel by `checkpoint_engine.backend=tcp` unless `config` names another.
 
         Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's. With `alone` this
-        rank alone does: it has every tensor whole.
+        rank alone does: it has every tensor whole. With `allow_nonfinite` NaN and infinite weights are pushed; they are
+        refused otherwise.
 
         Raises ConfigError, BackendUnavailable. Nothing is reserved, and no server asked, before the first push.
         """
         across_hosts = {"backend": "tcp"} if nodes else {}
         settings = CheckpointEngineConfig.from_mapping(across_hosts | dict(config or {}))
         self._settings = settings
-        self._source = model if isinstance(model, ModelSource) else ModelSource(model, dtype)
+        self._source = (
+            model if isinstance(model, ModelSource) else ModelSource(model, dtype, allow_nonfinite=allow_nonfinite)
+        )
         self._member = self._make_member(0 if alone else rank_and_size()[0], settings)
         self._timeout_s = sum(vars(settings.deadlines).values())
         self._ranks = Ranks(self._member, timeout_s=self._timeout_s, alone=alone)
@@ -119,59 +128,85 @@ class WeightPublisher:
         """Whether this rank manages, and speaks to the servers."""
         return self._ranks.rank == 0
 
-    def push(self, version: int) -> SyncReport:
+    def push(self, version: SupportsIndex, *, allow_older: bool = False) -> SyncReport:
         """Bring the present weights to every server, as `version`. Every rank calls it; returns when all serve it.
+
+        `version`: an integer of 0 to 2**63 - 1, also one of numpy's or torch's; below that in service it needs
+        `allow_older`.
 
         Raises SyncAborted: its cause is the first failure. If no server could load the version, those that answer serve
         the previous one; if some could, they serve it, and the error names the others, which the next push tries again.
+        Its cause is a ConfigError for NaN or infinite weights, which it names.
         Raises ConfigError for a server that cannot take our weights, ActivationError for weights that do not fit its
         model; it serves on.
         """
         self._await_pending()
-        self._member.look(version)
-        return self._push(version, released=None)
+        return self._push(self._begin(version), allow_older, released=None)
 
-    def push_async(self, version: int) -> PendingPush:
+    def push_async(self, version: SupportsIndex, *, allow_older: bool = False) -> PendingPush:
         """As `push`, but return when the weights may change again: when they have been copied. Every rank calls it.
 
         An earlier push is waited for first; what it raised is raised by its own `result`.
         """
         self._await_pending()
-        self._member.look(version)
+        number = self._begin(version)
         self._member.has_begun.clear()
-        self._pending = self._background.submit(self._push, version, _nothing)
+        self._pending = self._background.submit(self._push, number, allow_older, _nothing)
         self._pending.add_done_callback(lambda _: self._member.has_begun.set())
         self._member.has_begun.wait()
         self._member.await_copied()
         return PendingPush(self._pending)
 
     def close(self) -> None:
-        """Let go of the arena; servers keep the weights that they have. Every rank calls it. Idempotent."""
+        """Let go of the arena; servers keep the weights that they have. Every rank calls it. Idempotent.
+
+        A push that goes on is given up after `ENDS_WITHIN_S`, and a server or host that does not answer is not waited
+        for: in 5 s this has returned.
+        """
         if self._closed:
             return
         self._closed = True
-        self._await_pending()
+        self._give_up_pending()
         if self._manager is not None:
-            self._loop.run(self._manager.close())
+            closing = self._loop.start(self._manager.close())
+            wait([closing], ENDS_WITHIN_S)
+            self._loop.cancel(closing)
             self._hosts.close()
             self._ranks.end(Ended())
         else:
             self._ranks.serve()
         self._ranks.close()
-        self._background.shutdown()
+        self._background.shutdown(wait=False)
         self._loop.close()
 
-    def _push(self, version: int, released: Callable[[], None] | None) -> SyncReport:
+    def _give_up_pending(self) -> None:
+        """What goes on is asked to end, twice: at first servers that are paused load what they were told to. Ranks but
+        the first wait until it has ended the push."""
+        if self._manager is None:
+            self._await_pending()
+            return
+        for _ in range(2):
+            if self._pending is not None and not wait([self._pending], ENDS_WITHIN_S / 2).done:
+                self._loop.cancel_all()
+
+    def _begin(self, version: SupportsIndex) -> int:
+        """The number of the push that begins. Raises ConfigError if this is closed; what else is wrong is found out by
+        the push itself, which other ranks are in."""
+        if self._closed:
+            raise ConfigError("the publisher is closed: make a new one to push again")
+        return self._member.look(version)
+
+    def _push(self, version: int, allow_older: bool, released: Callable[[], None] | None) -> SyncReport:
         try:
-            return self._pushed(version, released)
+            return self._pushed(version, allow_older, released)
         finally:
             self._source.release()
 
-    def _pushed(self, version: int, released: Callable[[], None] | None) -> SyncReport:
+    def _pushed(self, version: int, allow_older: bool, released: Callable[[], None] | None) -> SyncReport:
         if self._manager is None:
             return self._ranks.serve().result()
         try:
-            ended = Ended(self._loop.run(self._transact(self._manager, version, released)))
+            ended = Ended(self._loop.run(self._transact(self._manager, version, allow_older, released)))
         except CheckpointEngineError as exc:
             ended = Ended(error=exc)
         except BaseException:
@@ -181,9 +216,18 @@ class WeightPublisher:
         return ended.result()
 
     async def _transact(
-        self, manager: CheckpointEngineManager, version: int, released: Callable[[], None] | None
+        self,
+        manager: CheckpointEngineManager,
+        version: int,
+        allow_older: bool,
+        released: Callable[[], None] | None,
     ) -> SyncReport:
         self._member.require_looked()
+        if not allow_older and manager.version is not None and version < manager.version:
+            raise ConfigError(
+                f"version {version} is older than {manager.version}, which was pushed before it: number it higher, or "
+                "pass allow_older=True"
+            )
         names = self._names()
         await self._take_in(manager, names)
         report = await manager.update_weights(version, released=released)
@@ -272,18 +316,20 @@ class PublishingRank(TrainerRank):
         self._model, self._pushes = source, -1
         self._refused: CheckpointEngineError | None = None
 
-    def look(self, version: int) -> None:
-        """See what the model has now, to push it as `version`. Called by the thread that trains.
+    def look(self, version: SupportsIndex) -> int:
+        """See what the model has now, to push it as `version`; its number. Called by the thread that trains.
 
         What is wrong is raised by `require_looked`, so that other ranks, which wait for this one, learn of it.
         """
-        self._pushes, self._refused = version, None
+        self._pushes, self._refused = -1, None
         try:
+            self._pushes = number_of(version)
             self._model.refresh()
         except CheckpointEngineError as exc:
             self._refused = exc
         except Exception as exc:  # noqa: BLE001 - rank 0 tells it to everybody
             self._refused = PlanError(f"the model cannot be read: {type(exc).__name__}: {exc}", member=self.name)
+        return self._pushes
 
     def require_looked(self) -> None:
         if self._refused is not None:
@@ -304,8 +350,19 @@ class PublishingRank(TrainerRank):
         self.has_begun.set()
 
 
+def number_of(version: SupportsIndex) -> int:
+    """Raises ConfigError for what is no number of a version."""
+    try:
+        number = None if isinstance(version, bool) else operator.index(version)
+    except (TypeError, ValueError, RuntimeError):  # torch, of a tensor that is no single number
+        number = None
+    if number is None or not 0 <= number < 2**63:
+        raise ConfigError(f"version={version!r} is no integer of 0 to 2**63 - 1")
+    return number
+
+
 def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
-    """Each once, without a slash at its end. Raises ConfigError if there is none."""
+    """Each once, without a slash at its end. Raises ConfigError if there is none, or for what is no URL."""
     if isinstance(endpoints, str):
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
     if isinstance(endpoints, Path):
@@ -316,6 +373,8 @@ def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
     else:
         found = list(endpoints)
     urls = list(dict.fromkeys(url.rstrip("/") for url in found if url and not url.startswith("#")))
+    for url in urls:
+        require_url(url)
     if not urls:
         raise ConfigError(f"no endpoint is named{f' in {endpoints}' if isinstance(endpoints, Path) else ''}")
     return urls

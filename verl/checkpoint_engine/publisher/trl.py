@@ -42,6 +42,7 @@ class TRLWeightTransfer:
         nodes: Sequence[str] = (),
         node_key: Path | None = None,
         server_timeout_s: float = 240.0,
+        allow_nonfinite: bool = False,
     ) -> None:
         """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers that still start.
 
@@ -58,6 +59,7 @@ class TRLWeightTransfer:
             "report_path": report_path,
             "nodes": nodes,
             "node_key": node_key,
+            "allow_nonfinite": allow_nonfinite,
         }
         self._held: dict[str, torch.Tensor] = {}
         """On the host, of the last push: what TRL yields is gone when the next tensor is gathered."""

@@ -1,0 +1,179 @@
+"""What a publisher is given, and how it ends: what is wrong is refused at the door, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint_engine.fakes import arenas_in, soon
+from tests.checkpoint_engine.publisher.recorded import RecordedPublisher
+from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
+from verl.checkpoint_engine.memory.janitor import Janitor
+
+
+@pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])])
+def test_integers_of_numpy_and_torch_are_versions(version: Any, shm: Path):
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        assert publisher.push(version).version == 3
+        assert publisher.push_async(version).result().version == 3
+
+
+@pytest.mark.parametrize(
+    "version", [-1, 2**63, 1.0, "1", None, True, np.float32(1), torch.tensor(1.5), torch.tensor([1, 2])]
+)
+def test_what_is_no_version_is_refused_before_anything_happens(version: Any, shm: Path):
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        with pytest.raises(ConfigError, match=r"is no integer of 0 to 2\*\*63 - 1"):
+            publisher.push(version)
+        with pytest.raises(ConfigError, match="is no integer of 0"):
+            publisher.push_async(version).result()
+        assert (publisher.server.log, arenas_in(shm)) == ([], [])
+        assert publisher.push(2**63 - 1).version == 2**63 - 1
+
+
+def test_a_version_goes_back_if_that_is_meant_alone(shm: Path):
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        publisher.push(5)
+        publisher.push(5)
+        with pytest.raises(ConfigError, match=r"version 4 is older than 5, .* allow_older=True"):
+            publisher.push(4)
+        assert publisher.server.version == 5
+        publisher.push(4, allow_older=True)
+        assert publisher.server.version == 4
+        publisher.push_async(3, allow_older=True).result()
+        assert publisher.server.version == 3
+
+
+def test_a_push_after_close_says_so(shm: Path):
+    publisher = RecordedPublisher({"w": torch.ones(3)})
+    publisher.close()
+    for push in (publisher.push, publisher.push_async):
+        with pytest.raises(ConfigError, match="the publisher is closed: make a new one"):
+            push(1)
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://host:port"])
+def test_an_endpoint_that_is_no_url_is_refused_as_on_the_command_line(endpoint: str):
+    with pytest.raises(ConfigError, match=r"is not a URL like http://127.0.0.1:8000"):
+        WeightPublisher({"w": torch.ones(3)}, [endpoint])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sent", [None, "bfloat16"])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, held: str, sent: str | None, shm: Path):
+    model = nn.Linear(4, 3).to(getattr(torch, held))
+    with RecordedPublisher(model, dtype=sent, config={"retries": 3}) as publisher:
+        publisher.push(1)
+        with torch.no_grad():
+            model.bias[1] = value
+        for push in (publisher.push, lambda version: publisher.push_async(version).result()):
+            with pytest.raises(SyncAborted, match=r"bias has .*allow_nonfinite=True") as caught:
+                push(2)
+            assert isinstance(caught.value.__cause__, ConfigError)
+        assert (publisher.server.version, publisher.server.paused) == (1, False)
+    with RecordedPublisher(model, dtype=sent, allow_nonfinite=True) as publisher:
+        publisher.push(2)
+        assert torch.equal(publisher.server.weights["bias"].isfinite(), torch.tensor([True, False, True]))
+
+
+def test_what_is_too_large_for_the_dtype_that_is_sent_is_refused_by_name(shm: Path):
+    with (
+        RecordedPublisher({"w": torch.tensor([1e6, -1.0])}, dtype="float16") as publisher,
+        pytest.raises(SyncAborted, match=r"w has values of -1 to 1e\+06, which is not finite in float16"),
+    ):
+        publisher.push(1)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forked() -> Iterator[int]:
+    """A fork of this process that lives on, as a DataLoader's worker does."""
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_janitor_does_not_wait_for_forks_of_its_process(tmp_path: Path):
+    directory = tmp_path / "arena"
+    directory.mkdir()
+    janitor = Janitor(directory)
+    with forked():
+        janitor.close()
+        assert not directory.exists()
+
+
+class Silent:
+    """Takes connections, and never answers."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.asked = threading.Event()
+        self._taken: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._taken.append(self._socket.accept()[0])
+            except OSError:
+                return
+            self.asked.set()
+
+    def close(self) -> None:
+        for one in (self._socket, *self._taken):
+            one.close()
+
+
+def test_a_publisher_closes_though_its_server_never_answers(shm: Path):
+    server = Silent()
+    publisher = WeightPublisher({"w": torch.ones(3)}, [server.url])
+    pushing = threading.Thread(target=publisher.push_async, args=(1,), daemon=True)
+    pushing.start()
+    assert server.asked.wait(60)
+    before = threading.active_count()
+    publisher.close()
+    assert arenas_in(shm) == []
+    assert not pushing.is_alive() or soon(lambda: not pushing.is_alive())
+    assert threading.active_count() <= before
+    server.close()
+
+
+@pytest.mark.parametrize("step", ["pause", "activate", "resume"])
+def test_closing_gives_up_a_push_whose_server_hangs(step: str, shm: Path):
+    publisher = RecordedPublisher({"w": torch.ones(3)})
+    reached = threading.Event()
+
+    def hang(now: str) -> Any:
+        if now == step:
+            reached.set()
+            return asyncio.Event().wait()
+        return None
+
+    publisher.server.fail = hang
+    pending = publisher.push_async(1)
+    assert reached.wait(60)
+    publisher.close()
+    assert pending.done()
+    assert arenas_in(shm) == []

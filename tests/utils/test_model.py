@@ -65,13 +65,14 @@ def test_a_tokenizer_without_padding_token_pads_with_its_end_token(model_dir):
 
 def test_override_config_replaces_fields_also_nested_ones(tiny_model_dir):
     override = {"attention_dropout": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    config = load_hf_config(HFModelConfig(path=str(tiny_model_dir), override_config=override))
+    model = HFModelConfig(path=str(tiny_model_dir), override_config=override, dropout="keep")
+    config = load_hf_config(model)
     assert config.attention_dropout == 0.5
     assert config.rope_parameters["rope_theta"] == 5.0
 
 
 def test_override_config_refuses_an_unknown_field_with_the_nearest(tiny_model_dir):
-    model = HFModelConfig(path=str(tiny_model_dir), override_config={"atention_dropout": 0.5})
+    model = HFModelConfig(path=str(tiny_model_dir), override_config={"atention_dropout": 0.0})
     with pytest.raises(ConfigError, match=r"override_config.atention_dropout .*Did you mean 'attention_dropout'"):
         load_hf_config(model)
 

@@ -51,6 +51,11 @@ def refusal(path, world=2, hf=None, **options) -> list[str]:
                 ["fp8: layers that compute in fp8", "megatron-core's own"],
             ],
         ),
+        (
+            2,
+            {"override_transformer_config": {"moe_input_jitter_eps": 0.1, "attention_dropout": 0.0}},
+            [["moe_input_jitter_eps=0.1, but with actor_rollout_ref.model.dropout=off", "dropout=keep"]],
+        ),
         (2, {"padded_vocab_size": 8}, [["padded_vocab_size=8 would cut", "vocab_size="]]),
         (2, {"padded_vocab_size": 1001, "tensor_model_parallel_size": 2}, [["padded_vocab_size=1001", "divided by"]]),
     ],

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -285,3 +288,29 @@ def test_tensor_parallel_ranks_leave_out_the_same_tokens_where_a_loss_draws_them
     assert first[1]
     assert all(torch.equal(first[1][name], result[1][name]) for result in results for name in first[1])
     assert len({after for _, _, after in results}) == 4
+
+
+def first_update(path, dropout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs before it and in it."""
+    engine = make_megatron(path, {}, model={"dropout": dropout})
+    data = batch(4)
+    data.batch["row"] = torch.arange(4)
+    before = engine.compute_log_prob(data, temperature=1.0, limits=SMALL)[0]
+    during = torch.zeros_like(before)
+
+    def loss(log_prob, entropy, micro_batch, totals):
+        during[micro_batch.batch["row"]] = log_prob.detach()
+        return log_prob.sum(), {}
+
+    engine.train_mini_batch(data, loss, temperature=1.0, limits=SMALL)
+    return before, during
+
+
+def test_updates_drop_attention_only_where_dropout_is_kept(ranks, models, tmp_path):
+    path = shutil.copytree(models("qwen2", True), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    ((before, during),) = ranks.run(first_update, 1, path, "off")
+    assert during == pytest.approx(before, abs=1e-5)
+    ((before, during),) = ranks.run(first_update, 1, path, "keep")
+    assert (during - before).abs().max() > 1e-3

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import ConfigError, option, section
+from verl.utils.dropout import CHOICES, require_no_random
 from verl.workers.config.actor import LOSS_AGG_MODES, CheckpointConfig, FSDPConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optim import OptimizerConfig
@@ -34,6 +35,11 @@ class CriticModelConfig:
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
+    dropout: str = option(
+        "off",
+        "off: updates drop nothing, whatever the model's config says; keep: they drop what it says",
+        choices=CHOICES,
+    )
     use_remove_padding: bool = option(
         False,
         "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there); null: where "
@@ -41,6 +47,9 @@ class CriticModelConfig:
         follows=True,
     )
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
+
+    def __post_init__(self) -> None:
+        require_no_random(self.override_config, self.dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +100,7 @@ class CriticConfig:
             trust_remote_code=self.model.trust_remote_code,
             external_lib=self.model.external_lib,
             override_config=self.model.override_config,
+            dropout=self.model.dropout,
             use_remove_padding=self.model.use_remove_padding,
             enable_gradient_checkpointing=self.model.enable_gradient_checkpointing,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.config import ConfigError, option, section
+from verl.utils.dropout import CHOICES, KEEP, require_no_random
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,12 @@ class HFModelConfig:
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "module imported before the model is built")
     override_config: dict[str, Any] = option({}, "fields of the Hugging Face config to replace")
+    dropout: str = option(
+        "off",
+        "off: updates drop nothing, whatever the model's config says, as log-probs are computed without dropout, too; "
+        "keep: they drop what it says",
+        choices=CHOICES,
+    )
     custom_chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
     lora_rank: int = option(
         0, "rank of LoRA adapters, which alone are trained then; 0: the whole model is trained", least=0
@@ -55,10 +62,16 @@ class HFModelConfig:
     def __post_init__(self) -> None:
         if not self.target_modules:
             raise ConfigError("target_modules names no layer")
+        require_no_random(self.override_config, self.dropout)
 
     def at(self, directory: Path) -> HFModelConfig:
         """The same model in a local directory: what engines get for a name or for a path of the user's."""
         return replace(self, path=str(directory))
+
+    @property
+    def drops(self) -> bool:
+        """Updates drop what the config of the model says."""
+        return self.dropout == KEEP
 
     @property
     def sends_adapters(self) -> bool:

@@ -105,8 +105,10 @@ RULES: dict[str, Rule] = {
     f"{POLICY}.model.override_config.model_config.*": Moved(to=(f"{POLICY}.model.override_config.*",)),
     f"{POLICY}.model.override_config.moe_config.freeze_moe_router": off("the routers of experts are trained, too"),
     **{
-        f"{POLICY}.model.override_config.{name}": NoEffect(
-            why="no dropout is what it would be", only=one_of(0, 0.0), otherwise="nothing is dropped out of activations"
+        f"{POLICY}.model.override_config.{name}": Moved(
+            to=(f"{POLICY}.model.override_config.{name}",),
+            convert=lambda value, _: value or None,
+            why=f"0 has no effect, as nothing is dropped without {POLICY}.model.dropout=keep",
         )
         for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
     },

@@ -30,6 +30,7 @@ from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import Places, State, copy_into
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import StateWriter, write_now
+from verl.workers.hf.dropout import train
 from verl.workers.hf.packing import keeps_sequences_apart
 from verl.workers.hf.probing import Way
 from verl.workers.hf.regimes import Regimes
@@ -147,7 +148,7 @@ class FSDPEngine:
     ) -> dict[str, float]:
         """Also returns `loss`, `grad_norm` (before clipping) and `skipped_steps` (1 if that norm was not finite)."""
         model = self._built()
-        model.train()
+        train(model, drops=self._model_config.drops)
         totals = global_totals(data)
         data, _ = gather_rows(data, self._sharers.group)
         sums: dict[str, float] = {}

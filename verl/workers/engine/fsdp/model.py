@@ -34,6 +34,7 @@ from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import Conversion, conversion_of
+from verl.workers.hf.dropout import drop_nothing, random_fields_of, set_fields, silence
 from verl.workers.hf.packing import attend_sequences_apart
 from verl.workers.hf.precision import (
     names_kept_by_transformers,
@@ -152,8 +153,8 @@ def build_model(
         kept_wide=wide,
         new=head.new - conversion.pieces.keys(),
         exported_aside=tuple(name for name in conversion.aside if name not in head.unused),
-        own_config=model.config if head.config_fields else None,
         together=together,
+        own_config=_exported(model.config, model_config) if head.config_fields else None,
     )
 
 
@@ -194,15 +195,20 @@ def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, f
 def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """On whatever device the caller has made the default one. Raises ConfigError for an attention that does not fit."""
     attention = attention_implementation(hf_config, model_config.override_config.get(ATTENTION))
+    hf_config = copy.deepcopy(hf_config)
+    if not model_config.drops:
+        drop_nothing(hf_config)
     try:
         model: PreTrainedModel = head.auto.from_config(
-            copy.deepcopy(hf_config),
+            hf_config,
             dtype=dtype,
             trust_remote_code=model_config.trust_remote_code,
             **({"attn_implementation": attention} if attention else {}),
         )
     except (ImportError, ValueError) as exc:
         raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {exc}") from exc
+    if not model_config.drops:
+        silence(model)
     return model
 
 
@@ -216,6 +222,13 @@ def _config_under(head: Head, model_config: HFModelConfig) -> PretrainedConfig:
     for name, value in head.config_fields.items():
         setattr(hf_config, name, value)
     return hf_config
+
+
+def _exported(config: PretrainedConfig, model_config: HFModelConfig) -> PretrainedConfig:
+    """With the dropout of the directory that it came from."""
+    config = copy.deepcopy(config)
+    set_fields(config, list(random_fields_of(load_hf_config(model_config))))
+    return config
 
 
 def _tell_aside(conversion: Conversion, head: Head) -> None:

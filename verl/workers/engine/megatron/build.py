@@ -145,6 +145,7 @@ class Builder:
             device=self.device.type,
             checkpoint=checkpoint,
             labels=self.labels,
+            dropout=self.model_config.dropout,
         )
         dims = Dimensions.of(
             self.hf_config,
@@ -174,6 +175,7 @@ class Builder:
             sizes=layout.sizes,
             device=self.device,
             recompute=recompute,
+            drops=self.model_config.drops,
         )
         if layout.adapters:
             attach(module, layout.own, layout.dims, layout.sizes, scale=self._scale)

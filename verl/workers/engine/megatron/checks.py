@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.model import load_hf_config
+from verl.utils.dropout import KEEP, OFF, random_fields
+from verl.utils.model import MODEL_KEY, load_hf_config
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.engine.megatron.architectures import TIED_NAME, VALUE_HEAD, architecture_of
@@ -78,7 +79,15 @@ def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, d
     """
     require_installed()
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
-        check(config, load_hf_config(model_config), world=world, device=device, checkpoint=checkpoint, labels=labels)
+        check(
+            config,
+            load_hf_config(model_config),
+            world=world,
+            device=device,
+            checkpoint=checkpoint,
+            labels=labels,
+            dropout=model_config.dropout,
+        )
 
 
 def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
@@ -96,7 +105,14 @@ def sizes_of(config: MegatronConfig, world: int) -> ParallelSizes:
 
 
 def check(
-    config: MegatronConfig, hf_config: Any, *, world: int, device: str, checkpoint: Checkpoint, labels: int = 0
+    config: MegatronConfig,
+    hf_config: Any,
+    *,
+    world: int,
+    device: str,
+    checkpoint: Checkpoint,
+    labels: int = 0,
+    dropout: str = OFF,
 ) -> None:
     """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
     architecture = architecture_of(hf_config.model_type)
@@ -106,6 +122,7 @@ def check(
         *_cuts(config, dims, sizes_of(config, world)),
         *_experts(config, dims, device),
         *_overrides(config),
+        *_dropout(config, dropout, "critic.model" if labels else MODEL_KEY),
         *_first_weights(config),
         *_fields(hf_config),
         *_tensors(tensor_shapes(architecture, dims), checkpoint, dims),
@@ -208,6 +225,15 @@ def _overrides(config: MegatronConfig) -> Iterator[str]:
             yield f"{key}: layers that compute in {name[:3]} are Transformer Engine's, and here are megatron-core's own"
         elif name in OF_MODEL or name.endswith("_parallel_size") or name.startswith(OF_LAYOUT):
             yield f"{key} cannot be set: it follows from the checkpoint and from the other keys of {KEY}"
+
+
+def _dropout(config: MegatronConfig, dropout: str, section: str) -> Iterator[str]:
+    if dropout == OFF:
+        for path, value in random_fields(config.override_transformer_config):
+            yield (
+                f"{KEY}.override_transformer_config.{'.'.join(path)}={value}, but with {section}.dropout={OFF} "
+                f"nothing is dropped: set {section}.dropout={KEEP}, or leave the override out"
+            )
 
 
 def _first_weights(config: MegatronConfig) -> Iterator[str]:

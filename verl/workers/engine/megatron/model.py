@@ -27,11 +27,15 @@ def make_model(
     sizes: ParallelSizes,
     device: torch.device,
     recompute: bool,
+    drops: bool,
 ) -> torch.nn.Module:
-    """This rank's part of the model, with all weights 0. Megatron's groups must exist."""
+    """This rank's part of the model, with all weights 0. Megatron's groups must exist.
+
+    Attention `drops` what `hf_config` says; no other part of these architectures has a dropout.
+    """
     place = sizes.of(torch.distributed.get_rank())
     rope = hf_config.rope_parameters
-    transformer = _transformer_config(hf_config, config, architecture, dims, sizes, device, recompute)
+    transformer = _transformer_config(hf_config, config, architecture, dims, sizes, device, recompute, drops)
     stages = sizes.stages(dims.layers)
     assert stages is not None  # checked before any process started
     model: Any = library.GPTModel(
@@ -85,6 +89,7 @@ def _transformer_config(
     sizes: ParallelSizes,
     device: torch.device,
     recompute: bool,
+    drops: bool,
 ) -> Any:
     dtype = DTYPES[config.dtype]
     overrides = {
@@ -117,7 +122,7 @@ def _transformer_config(
         gated_linear_unit=True,
         activation_func=functional.silu,
         hidden_dropout=0.0,
-        attention_dropout=getattr(hf_config, "attention_dropout", 0.0),
+        attention_dropout=getattr(hf_config, "attention_dropout", 0.0) if drops else 0.0,
         attention_softmax_in_fp32=True,
         apply_query_key_layer_scaling=False,
         params_dtype=dtype,

@@ -164,7 +164,13 @@ def test_an_answer_is_text_whatever_it_is(config, answer, text):
 )
 def test_texts_that_no_tokenizer_takes_are_answers_too(config, answer, text):
     tokenizer = build_tokenizer()
-    output, _ = run(config("max_tool_response_length=100"), tokenizer, CALL, "ok", tool=Does(lambda: answer))
+    output, _ = run(
+        config("max_tool_response_length=100", "tool_response_truncate_side=right"),
+        tokenizer,
+        CALL,
+        "ok",
+        tool=Does(lambda: answer),
+    )
     assert inserted(tokenizer, output) == f"<|tool|>{text}<|end|><|assistant|>"
     assert output.response_ids.count(tokenizer.eos_token_id) == 3  # of two messages and the tool's
 

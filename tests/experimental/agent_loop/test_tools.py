@@ -197,7 +197,7 @@ def test_what_a_tool_says_is_masked_and_has_neither_log_prob_nor_version(run_loo
         (CALL * 2, ["max_parallel_calls=2"], "<|tool|>3<|end|><|tool|>3<|end|>"),
         (
             '<tool_call>{"name": "add", "arguments": {"a": 111111, "b": 0}}</tool_call>',
-            ["max_tool_response_length=4"],
+            ["max_tool_response_length=4", "tool_response_truncate_side=right"],
             "1111...(truncated)",
         ),
     ],

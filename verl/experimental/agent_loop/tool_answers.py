@@ -41,13 +41,13 @@ class ToolThread:
         self._thread: LoopThread | None = None
 
     async def answer(
-        self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float, limit: int
+        self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float
     ) -> str:
-        """The tool's answer, or what went wrong with it; at most `limit` characters and a note that it was cut."""
+        """The tool's answer, whole, or what went wrong with it."""
         try:
-            return await self.run(_executed(tool, arguments, agent_data, limit), tool.name, timeout_s=timeout_s)
+            return await self.run(_executed(tool, arguments, agent_data), tool.name, timeout_s=timeout_s)
         except TimeoutError as exc:
-            return cut(f"error: {exc}", limit)
+            return f"error: {exc}"
 
     async def run(self, work: Coroutine[Any, Any, T], name: str, *, timeout_s: float) -> T:
         """What `work` returns or raises, or TimeoutError with a message that names it."""
@@ -76,13 +76,21 @@ class ToolThread:
             self._thread = None
 
 
-async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, limit: int) -> str:
+async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData) -> str:
     try:
-        text = answer_text(await tool.answer(arguments, agent_data))
+        return answer_text(await tool.answer(arguments, agent_data))
     except BaseException as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
-        text = f"error: {type(exc).__name__}: {as_text(exc)}"
-    return cut(text, limit)
+        return f"error: {type(exc).__name__}: {as_text(exc)}"
 
 
-def cut(text: str, limit: int) -> str:
-    return well_formed(text if len(text) <= limit else f"{text[:limit]}...(truncated)")
+def cut(text: str, limit: int, side: str) -> str:
+    """`text`, or `limit` of its characters with verl's note where the others were: left, right or middle."""
+    if len(text) > limit:
+        if side == "left":
+            text = f"(truncated)...{text[-limit:]}"
+        elif side == "right":
+            text = f"{text[:limit]}...(truncated)"
+        else:
+            half = limit // 2
+            text = f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+    return well_formed(text)

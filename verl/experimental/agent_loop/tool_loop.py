@@ -146,14 +146,15 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _answer(self, call: ToolCall, agent_data: AgentData) -> str:
         """What the model is told about its call. A tool's failure is an answer, too; nothing of it ends the sample."""
-        limit = self.multi_turn.max_tool_response_length
         tool = self.tools.get(call.name)
         if call.error is not None:
-            return cut(f"error: {call.error}", limit)
-        if tool is None:
-            return cut(f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}", limit)
-        timeout_s = self.multi_turn.tool_timeout_s
-        return await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s, limit=limit)
+            answer = f"error: {call.error}"
+        elif tool is None:
+            answer = f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}"
+        else:
+            timeout_s = self.multi_turn.tool_timeout_s
+            answer = await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s)
+        return cut(answer, self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side)
 
     async def _reply_tokens(self, replies: Sequence[dict[str, str]], said: Sequence[int]) -> list[int]:
         shown = self.shown_tools(self.config)

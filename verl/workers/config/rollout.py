@@ -34,6 +34,9 @@ class MultiTurnConfig(Section):
         "by the prompt or not; the marks are those of its chat template or vocabulary; false: executed, as in verl",
     )
     max_tool_response_length: int = option(256, "characters kept of one tool response", least=1)
+    tool_response_truncate_side: str = option(
+        "middle", "where a longer tool response loses characters", choices=("left", "middle", "right")
+    )
     tool_timeout_s: float = option(
         60.0, "deadline for one tool call, of which the model is told, and for what an interaction does", above=0
     )

@@ -39,7 +39,9 @@ QUICK = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "data.train_batch_size=4",
     "data.train_max_samples=16",
+    "data.val_files=builtin:arithmetic",
     "data.val_max_samples=4",
+    "data.max_prompt_length=64",
     "data.max_response_length=4",
 )
 """Seconds instead of minutes. Overrides may follow that change it again."""

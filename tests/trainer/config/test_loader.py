@@ -1,7 +1,12 @@
+from functools import reduce
+
 import pytest
 
 from verl.checkpoint_engine.registry import backend_of_device
+from verl.trainer.config.followers import OF_BUILTIN
+from verl.trainer.config.from_verl.rules import known_to_verl
 from verl.trainer.config.loader import load_config, merge_checkpoint_engine
+from verl.trainer.config.schema import keys
 from verl.utils.config import ConfigError, to_mapping
 from verl.workers.config import PPOConfig
 
@@ -166,3 +171,47 @@ def test_a_yaml_file_that_cannot_be_parsed_is_named(tmp_path):
 def test_who_brings_a_model_or_data_has_verls_defaults_of_what_decides_how_it_learns(overrides, expected):
     config = load_config(overrides)
     assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == expected
+
+
+BUILTIN_JOB = {"train_batch_size": 64, "max_prompt_length": 64, "max_response_length": 16, "mini": 64, "test_freq": 10}
+VERLS = {"train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 512, "mini": 256, "test_freq": -1}
+OWN_MODEL = "actor_rollout_ref.model.path=/models/qwen"
+OWN_DATA = "data.train_files=/data/train.parquet"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected", "val_files"),
+    [
+        ([], BUILTIN_JOB, "builtin:arithmetic"),
+        (["data.train_files=[builtin:arithmetic]", "data.max_prompt_length=null"], BUILTIN_JOB, "builtin:arithmetic"),
+        ([OWN_MODEL], VERLS, "builtin:arithmetic"),
+        ([OWN_DATA], VERLS, []),
+        ([OWN_DATA, OWN_MODEL, "data.val_files=/data/test.parquet"], VERLS, "/data/test.parquet"),
+        (
+            [OWN_DATA, "data.max_response_length=16", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+            VERLS | {"max_response_length": 16, "mini": 64},
+            [],
+        ),
+    ],
+    ids=str,
+)
+def test_who_brings_a_model_or_data_has_no_sizes_of_the_built_in_job(overrides, expected, val_files):
+    config = load_config(overrides)
+    data, actor = config.data, config.actor_rollout_ref.actor
+    found = {name: getattr(data, name) for name in ("train_batch_size", "max_prompt_length", "max_response_length")}
+    assert found | {"mini": actor.ppo_mini_batch_size, "test_freq": config.trainer.test_freq} == expected
+    assert data.val_files == val_files
+
+
+def test_verls_own_defaults_are_those_that_others_get():
+    own = load_config([OWN_DATA, OWN_MODEL])
+    for path in OF_BUILTIN:
+        assert reduce(getattr, path.split("."), own) == known_to_verl()[path][0]
+        assert keys()[path].default is None
+
+
+def test_budgets_are_raised_to_the_longest_sequence_of_who_brings_data():
+    split = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=700"
+    config = load_config([OWN_DATA, OWN_MODEL, split, budget, "actor_rollout_ref.actor.strategy=megatron"])
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1024

@@ -26,7 +26,7 @@ def test_every_missing_file_is_named(write, tmp_path):
 
 
 def test_an_empty_list_is_refused():
-    with pytest.raises(ConfigError, match="data.train_files is empty"):
+    with pytest.raises(ConfigError, match="data.train_files is not set"):
         resolve_data_files([])
 
 

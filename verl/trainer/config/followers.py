@@ -1,22 +1,33 @@
 """Keys that follow others where they are null: as verl's do, the reference, the engines and the critic the actor.
 
-And two that follow the model and the data: what suits those that come with the project would train others otherwise
-than verl does.
+And those of `OF_BUILTIN`, which follow the model and the data: what suits those that come with the project would train
+others otherwise than verl does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
+from verl.trainer.config.from_verl.rules import known_to_verl
 from verl.trainer.config.from_verl.translation import Note
-from verl.utils.builtin import PREFIX
-from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, RolloutConfig
+from verl.utils.builtin import is_builtin
+from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, PPOConfig
 
 _SPLIT = "context_parallel_size"
 _SHARED = "ulysses_sequence_parallel_size"
 
-
+OF_BUILTIN = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "algorithm.adv_estimator",
+    "trainer.test_freq",
+)
+"""Keys whose defaults suit the built-in model on built-in data. Whoever brings another of either has verl's."""
 FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
@@ -26,9 +37,7 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
     policy = _section(filled, "actor_rollout_ref")
     actor, rollout, ref = (_section(policy, name) for name in ("actor", "rollout", "ref"))
     critic = _section(filled, "critic")
-    builtin = _is_builtin(filled)
-    _fill(_section(filled, "algorithm"), "adv_estimator", "grpo" if builtin else "gae")
-    _fill(rollout, "n", RolloutConfig.n if builtin else 1)
+    _fill_by_model_and_data(filled)
     _fill(actor, "use_dynamic_bsz", actor.get("ppo_micro_batch_size_per_gpu") is None)
     _fill(actor, "ppo_max_token_len_per_gpu", ActorConfig.ppo_max_token_len_per_gpu)
     for section in (rollout, ref):
@@ -46,6 +55,18 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
     return filled
 
 
+def _fill_by_model_and_data(values: dict[str, Any]) -> None:
+    data = _section(values, "data")
+    of_data = _all_builtin(data.get("train_files", DataConfig.train_files))
+    _fill(data, "val_files", DataConfig.val_files if of_data else [])
+    model = _section(_section(values, "actor_rollout_ref"), "model")
+    builtin = of_data and _all_builtin(model.get("path", HFModelConfig.path))
+    for path in OF_BUILTIN:
+        *names, last = path.split(".")
+        ours = reduce(getattr, (*names, last), PPOConfig())
+        _fill(reduce(_section, names, values), last, ours if builtin else known_to_verl()[path][0])
+
+
 def _share(values: dict[str, Any]) -> None:
     """Ranks that share sequences have them in one row, without padding."""
     policy, critic = values["actor_rollout_ref"], values["critic"]
@@ -60,10 +81,11 @@ def _share(values: dict[str, Any]) -> None:
 
 def _raise_budgets(values: dict[str, Any], notes: list[Note]) -> None:
     """Budgets of ranks that share sequences may be less than one whole sequence."""
-    data = values.get("data") or {}
-    longest = (data.get("max_prompt_length") or DataConfig.max_prompt_length) + (
-        data.get("max_response_length") or DataConfig.max_response_length
-    )
+    given = (_section(values, "data").get(name) for name in ("max_prompt_length", "max_response_length"))
+    lengths = [length for length in given if isinstance(length, int)]
+    if len(lengths) < 2:  # its own line says what is wrong
+        return
+    longest = sum(lengths)
     policy = values["actor_rollout_ref"]
     for path, section, name in (
         ("actor_rollout_ref.actor", policy["actor"], "ppo_max_token_len_per_gpu"),
@@ -78,11 +100,10 @@ def _raise_budgets(values: dict[str, Any], notes: list[Note]) -> None:
             section[name] = longest
 
 
-def _is_builtin(values: Mapping[str, Any]) -> bool:
-    """Whether model and training data are the project's own. Who brings others means verl's defaults."""
-    model = ((values.get("actor_rollout_ref") or {}).get("model") or {}).get("path", HFModelConfig.path)
-    files = (values.get("data") or {}).get("train_files", DataConfig.train_files)
-    return all(isinstance(name, str) and name.startswith(PREFIX) for name in (model, files))
+def _all_builtin(names: Any) -> bool:
+    """Whether a model, or all files, are the project's own."""
+    given = names if isinstance(names, list) else [names]
+    return all(isinstance(name, str) and is_builtin(name) for name in given)
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list
     """
     names = [files] if isinstance(files, str) else list(files)
     if not names:
-        raise ConfigError(f"{KEYS[split]} is empty")
+        raise ConfigError(f"{KEYS[split]} is not set: give parquet or JSON Lines files, as data.train_files has them")
     paths = [
         builtin_data(name, BUILTIN_SPLITS[split]) if is_builtin(name) else Path(name).expanduser().absolute()
         for name in map(str, names)

@@ -82,7 +82,11 @@ class ActorConfig(Section):
 
     strategy: str = option("fsdp2", "training engine: fsdp2, fsdp, megatron, or a registered one (verl: fsdp)")
     ppo_mini_batch_size: int = option(
-        64, "prompts per optimizer step, each with rollout.n responses (verl: 256)", least=1
+        64,
+        "prompts per optimizer step, each with rollout.n responses; null: 64 with a built-in model and built-in data, "
+        "else verl's 256",
+        least=1,
+        follows=True,
     )
     ppo_micro_batch_size_per_gpu: int | None = option(
         None, "sequences per forward pass and rank; null: use_dynamic_bsz", least=1

@@ -24,14 +24,23 @@ class DataConfig(Section):
         "builtin:arithmetic", "parquet or JSON Lines file, or list of them; builtin:arithmetic is made on first use"
     )
     val_files: str | list[str] = option(
-        "builtin:arithmetic", "parquet or JSON Lines file, or list of them, with held-out problems"
+        "builtin:arithmetic",
+        "parquet or JSON Lines file, or list of them, with held-out problems; null: builtin:arithmetic with built-in "
+        "train_files, which others need",
+        follows=True,
     )
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
     image_key: str = option("images", "column of pictures; prompts are text here: refused where it is not empty")
     video_key: str = option("videos", "column of videos; refused where it is not empty")
     audio_key: str = option("audios", "column of sounds; refused where it is not empty")
-    train_batch_size: int = option(64, "prompts per training step; fully_async_main takes 0, too (verl: 1024)", least=0)
+    train_batch_size: int = option(
+        64,
+        "prompts per training step; fully_async_main takes 0, too; null: 64 with a built-in model and built-in data, "
+        "else verl's 1024",
+        least=0,
+        follows=True,
+    )
     gen_batch_size: int | None = option(
         None,
         "prompts generated at a time: train_batch_size, or any number with algorithm.filter_groups, or 1 in "
@@ -39,9 +48,19 @@ class DataConfig(Section):
         least=1,
     )
     val_batch_size: int | None = option(None, "prompts per validation batch; null: all at once", least=1)
-    max_prompt_length: int = option(64, "tokens; prompts are padded on the left to this length (verl: 512)", least=1)
+    max_prompt_length: int = option(
+        64,
+        "tokens; prompts are padded on the left to this length; null: 64 with a built-in model and built-in data, else "
+        "verl's 512",
+        least=1,
+        follows=True,
+    )
     max_response_length: int = option(
-        16, "tokens; responses are padded on the right to this length (verl: 512)", least=1
+        16,
+        "tokens; responses are padded on the right to this length; null: 16 with a built-in model and built-in data, "
+        "else verl's 512",
+        least=1,
+        follows=True,
     )
     train_max_samples: int = option(
         -1,

@@ -60,7 +60,11 @@ class TrainerConfig:
     val_before_train: bool = option(True, "validate before the first step")
     val_only: bool = option(False, "validate and stop")
     test_freq: int = option(
-        10, "validate every so many steps, and at the end; -1: only at the end (verl: -1)", least=-1
+        10,
+        "validate every so many steps, and at the end; -1: only at the end; null: 10 with a built-in model and "
+        "built-in data, else verl's -1",
+        least=-1,
+        follows=True,
     )
     save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never", least=-1)
     max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all", least=1)

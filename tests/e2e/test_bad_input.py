@@ -444,9 +444,9 @@ def test_a_rollout_node_that_is_too_small_is_named_before_engines_start_and_aren
 def test_a_reward_function_that_fails_in_the_middle_of_a_run_names_the_sample(ray_cluster, tmp_path, tiny_model):
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float('nan') if extra_info['index'] == 6 else 1.0\n"
+        "    return float('nan') if extra_info['index'] == 273 else 1.0\n"
     )
-    with pytest.raises(RewardError, match=r"returned nan .* on sample \d \(index 6, uid \w+, data_source"):
+    with pytest.raises(RewardError, match=r"returned nan .* on sample \d \(index 273, uid \w+, data_source"):
         in_process(
             tmp_path,
             f"actor_rollout_ref.model.path={tiny_model}",

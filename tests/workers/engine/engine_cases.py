@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -101,9 +102,12 @@ def reference_steps(
     temperature: float,
     grad_clip: float,
     rates: tuple[float, ...] | None = None,
+    frozen: Collection[str] = (),
 ):
     """What plain torch makes of the mini-batches: loss and gradient norm of the last step, weights after it."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
     for data, rate in zip(mini_batches, rates or [LEARNING_RATE] * len(mini_batches), strict=True):
         optimizer.param_groups[0]["lr"] = rate

@@ -70,6 +70,10 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def has_adapters(model: nn.Module) -> bool:
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
 def base_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the model without adapters, under the names that they have there."""
     return {name.replace(BASE, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from verl.workers.engine import training_state
+from verl.workers.engine.adapters import has_adapters
 from verl.workers.engine.fsdp.mesh import replication_allowed
 from verl.workers.engine.training_state import require_same_tensors_in
 
@@ -68,7 +69,7 @@ def load_training_state(
 
     state, lr_step = training_state.load_training_state(directory, contents, own, device=device, seed=seed)
     if "model" in state:
-        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not _has_frozen(model)))
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not has_adapters(model)))
     if "optimizer" in state and optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return lr_step
@@ -81,9 +82,3 @@ def _model_state(contents: Sequence[str], model: nn.Module, optimizer: torch.opt
     if "optimizer" in contents and optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
-
-
-def _has_frozen(model: nn.Module) -> bool:
-    """What is frozen beside something that is trained is the base of adapters: the model's directory has it."""
-    trained = [parameter.requires_grad for parameter in model.parameters()]
-    return any(trained) and not all(trained)

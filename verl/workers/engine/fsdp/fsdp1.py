@@ -20,6 +20,7 @@ from verl.checkpoint_engine.plan.shards import flat_range_boxes
 from verl.compat.transformers import layer_names
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
+from verl.workers.engine.adapters import has_adapters
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads, replication_allowed
 from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, persistent_buffers
@@ -35,7 +36,7 @@ class FSDP1Sharding:
     @replication_allowed()
     def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
         """One flat parameter per decoder layer, one for the rest: tied embeddings must be in one."""
-        if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
+        if has_adapters(model):
             raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
         mesh = build_mesh(device.type, config.fsdp_size)
         replicated = config.fsdp_size == 1 or mesh.size() == 1

@@ -59,7 +59,9 @@ def offloads(config: FSDPConfig, device: torch.device) -> bool:
 
 @contextmanager
 def replication_allowed() -> Iterator[None]:
-    """Without FSDP1's advice against replicating, which is what a trainer of one rank does whatever it is told."""
+    """Without FSDP1's advice against replicating, which is what a trainer of one rank does whatever it is told, and
+    against layers of which a part is frozen, which only cost memory."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
         warnings.filterwarnings("ignore", message=".*`NO_SHARD`.*")
         yield

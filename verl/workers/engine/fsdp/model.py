@@ -113,7 +113,8 @@ def build_model(
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
         with parameters_on_meta():
             model = _make(head, hf_config, model_config, dtype)
-        model.requires_grad_(trainable)
+        if not trainable:  # what the class itself freezes stays as it is
+            model.requires_grad_(False)
         conversion = conversion_of(model, checkpoint.shapes, may_lack=head.new)
         conversion.require_whole()
         require_precision(conversion.shapes, checkpoint, dtype)

@@ -235,10 +235,15 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Take the named parts out of this object. Raises KeyError as `select` does, and then takes nothing."""
+        """Take the named parts out of this object. Raises KeyError as `select` does, and then takes nothing.
+
+        Without `batch_keys` what is returned has no `batch`, and without objects no samples.
+        """
         batch_keys, non_tensor_batch_keys = batch_keys or (), non_tensor_batch_keys or ()
         meta_info_keys = meta_info_keys or ()
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        if not batch_keys:
+            popped.batch = None
         if self.batch is not None:
             self.batch = self.batch.exclude(*batch_keys)
         self.non_tensor_batch = without(self.non_tensor_batch, non_tensor_batch_keys)

@@ -19,6 +19,11 @@ def files_for() -> str:
     return os.environ.get("VERL_FILES_FOR", "user")
 
 
+def ray_address() -> str:
+    """`RAY_ADDRESS`: the Ray that a run joins where `ray_kwargs.ray_init.address` does not say. Default: none."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
 def raylet_pid() -> int | None:
     """`RAY_RAYLET_PID`, which Ray sets in its workers: the process that manages Ray's workers on this machine."""
     pid = os.environ.get("RAY_RAYLET_PID")

@@ -16,7 +16,7 @@ from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import is_alive
-from verl.trainer.fleet.session import MARK, RaySession, check_arguments
+from verl.trainer.fleet.session import MARK, RaySession, check_arguments, starts_locally
 from verl.utils.config import ConfigError
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
@@ -37,6 +37,7 @@ class Starting:
 
     def __call__(self, **arguments):
         self.calls += 1
+        self.arguments = arguments
         self.started = {name for name, start in STARTS.items() if getattr(Node, name) is start}
         if self.errors:
             self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
@@ -125,6 +126,51 @@ def test_a_ray_that_cannot_be_joined_may_want_a_token(starting, address, told):
     with pytest.raises(ConfigError, match="Failed to connect") as raised:
         RaySession().start({"address": address})
     assert ("RAY_AUTH_TOKEN" in str(raised.value)) == told
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "expected"),
+    [
+        (None, {}, "local"),
+        ("", {}, "local"),
+        ("10.0.0.1:6379", {}, "10.0.0.1:6379"),
+        ("10.0.0.1:6379", {"address": None, "num_gpus": 2}, "10.0.0.1:6379"),
+        ("10.0.0.1:6379", {"address": "local"}, "local"),
+        ("10.0.0.1:6379", {"address": "10.0.0.2:6379"}, "10.0.0.2:6379"),
+    ],
+)
+def test_the_ray_of_the_environment_is_joined_unless_the_run_names_one(
+    monkeypatch, caplog, starting, variable, arguments, expected
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    ray_init = starting()
+    assert starts_locally(arguments) == (expected == "local")
+    with caplog.at_level("INFO", logger="verl"):
+        session = RaySession()
+        session.start(arguments)
+        session.close()
+    assert ray_init.arguments["address"] == expected
+    said = expected in caplog.text and ("RAY_ADDRESS" in caplog.text) == (not arguments.get("address"))
+    assert said == (expected != "local")
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (
+            "127.0.0.1:1",
+            "^RAY_ADDRESS=127.0.0.1:1: no Ray can be reached there: .*set ray_kwargs.ray_init.address=local",
+        ),
+        ("http://127.0.0.1:8265", "^RAY_ADDRESS=http://127.0.0.1:8265 is where jobs are submitted; .*host:port"),
+    ],
+)
+def test_a_ray_of_the_environment_that_cannot_be_joined_is_told_before_anything_starts(monkeypatch, variable, message):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ConfigError, match=message):
+        check_arguments({})
+    check_arguments({"address": "local"})
 
 
 @pytest.mark.parametrize(

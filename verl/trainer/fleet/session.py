@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import ray
 
+from verl import envs
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
@@ -24,6 +25,8 @@ from verl.utils.config import ConfigError, did_you_mean
 logger = logging.getLogger(__name__)
 
 KEY = "ray_kwargs.ray_init"
+LOCAL = "local"
+"""Ray's name for an address at which it starts one of its own, and joins none that is there."""
 REACHED_WITHIN_S = 10.0
 """Ray itself tries for minutes, and says something every five seconds."""
 
@@ -74,9 +77,19 @@ for _ in range(10):
 """
 
 
+def address_of(arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """Which Ray a run with these arguments of `ray.init` uses, and what says so; `local` is one of this run alone.
+
+    `RAY_ADDRESS`, which `ray job submit` sets for what it starts, is followed where the arguments name none.
+    """
+    if arguments.get("address"):
+        return str(arguments["address"]), f"{KEY}.address"
+    return (envs.ray_address(), "RAY_ADDRESS") if envs.ray_address() else (LOCAL, "default")
+
+
 def starts_locally(arguments: Mapping[str, Any]) -> bool:
     """Whether `RaySession.start` with these arguments makes a Ray of this machine alone."""
-    return not ray.is_initialized() and arguments.get("address", "local") == "local"
+    return not ray.is_initialized() and address_of(arguments)[0] == LOCAL
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -85,13 +98,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
             raise ConfigError(f"{KEY}.{name}: ray.init does not take it.{did_you_mean(name, known)}")
-    address = str(arguments.get("address", "local"))
+    address, said_by = address_of(arguments)
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{said_by}={address} is where jobs are submitted; a run joins a Ray by host:port, or auto. "
+            f"Start it with `ray job submit`, or set {KEY}.address, to local for a Ray of its own"
+        )
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_WITHIN_S).close()
         except OSError as exc:
-            raise ConfigError(f"{KEY}.address={address}: no Ray can be reached there: {exc}") from exc
+            remedy = f". Unset it, or set {KEY}.address=local for a Ray of this run alone" * (said_by == "RAY_ADDRESS")
+            raise ConfigError(f"{said_by}={address}: no Ray can be reached there: {exc}{remedy}") from exc
 
 
 class RaySession:
@@ -113,28 +132,31 @@ class RaySession:
         """
         if ray.is_initialized():
             return
-        logger.info("starting Ray")
+        address, said_by = address_of(arguments)
+        if address == LOCAL:
+            logger.info("starting Ray")
+        else:
+            logger.info("joining the Ray of %s=%s", said_by, address)
         never_start_by_itself()
         self.owned = True
         ours: dict[str, Any] = {
-            "address": "local",
             "include_dashboard": False,
             # Errors reach the driver as exceptions. What libraries print in a dozen processes stays in Ray's log files.
             "log_to_driver": False,
             "logging_level": "error",
         }
-        ours |= arguments
+        ours |= {**arguments, "address": address}
         with sigterm_left_alone(), without_idle_processes(ours):
             strangers = set(psutil.Process().children())
             os.environ[MARK] = mark = secrets.token_hex(8)
             try:
                 context = _init(ours, strangers)
                 session = getattr(context, "address_info", {}).get("session_dir")
-                if session and ours["address"] == "local":
+                if session and address == LOCAL:
                     Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
                 if session:
                     self._log_dir = Path(session) / "logs"
-                    if sys.platform == "linux" and ours["address"] == "local":
+                    if sys.platform == "linux" and address == LOCAL:
                         self._cleanup = CleanupProcess(_END_AGENTS, session)
             except KeyboardInterrupt:
                 with uninterrupted():
@@ -165,7 +187,7 @@ class RaySession:
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
     """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
-    joins = arguments["address"] != "local"
+    joins = arguments["address"] != LOCAL
     if joins:
         show_token()
     try:

@@ -154,7 +154,9 @@ class TrainerConfig:
 class RayConfig:
     """How Ray is started."""
 
-    ray_init: dict[str, Any] = option({}, "arguments of ray.init, for example address or num_cpus")
+    ray_init: dict[str, Any] = option(
+        {}, "arguments of ray.init, for example num_cpus; address: RAY_ADDRESS, if that is set, else local"
+    )
     timeline_json_file: str | None = option(None, "write Ray's timeline here at the end")
 
 

@@ -602,6 +602,37 @@ LAUNCHES = (
         f"{GRPO} {TAUGHT} distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2 {D}.loss_mode=k1",
         refused="loss_mode=k1 has the same gradient with any teacher",
     ),
+    Launch(
+        "built-in training data that do not exist",
+        "hybrid",
+        "data.train_files=builtin:arithmetics",
+        refused="there is no built-in data set 'builtin:arithmetics'. Did you mean 'builtin:arithmetic'?",
+    ),
+    Launch(
+        "built-in data to validate on that do not exist",
+        "hybrid",
+        "data.val_files=[builtin:arithmetics]",
+        refused="there is no built-in data set 'builtin:arithmetics'. Did you mean 'builtin:arithmetic'?",
+    ),
+    Launch(
+        "a built-in critic that does not exist",
+        "hybrid",
+        "algorithm.adv_estimator=gae critic.model.path=builtin:tiny-qwen9",
+        refused="there is no built-in model 'builtin:tiny-qwen9'. Did you mean 'builtin:tiny-qwen2'?",
+    ),
+    Launch(
+        "a built-in teacher that does not exist",
+        "hybrid",
+        f"{GRPO} {TAUGHT} +distillation.teacher_models.a.model_path=builtin:tiny-qwen9",
+        refused="there is no built-in model 'builtin:tiny-qwen9'. Did you mean 'builtin:tiny-qwen2'?",
+    ),
+    Launch(
+        "a built-in reward model that does not exist",
+        "hybrid",
+        f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=builtin:tiny-qwen9 "
+        "reward.reward_model.rollout.name=vllm",
+        refused="there is no built-in model 'builtin:tiny-qwen9'. Did you mean 'builtin:tiny-qwen2'?",
+    ),
     Launch("a typing mistake", "hybrid", f"{GRPO} trainer.nnode=2", refused="Did you mean 'trainer.nnodes'?"),
 )
 

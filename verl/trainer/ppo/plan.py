@@ -81,7 +81,7 @@ class _Attempt:
             return None
         except ConfigError as exc:
             for line in str(exc).splitlines():
-                if stands_in and OF_STAND_IN.search(line):
+                if stands_in and not isinstance(exc, builtin.UnknownBuiltin) and OF_STAND_IN.search(line):
                     self._checked.stand_ins.append(f"stand-in: {line}")
                 else:
                     self._checked.problems.append(line)

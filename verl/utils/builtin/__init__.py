@@ -15,7 +15,15 @@ from verl.utils.builtin.tiny import ARCHITECTURES, make_tiny_model
 from verl.utils.builtin.warmup import RECIPES, make_warm_model
 from verl.utils.config import ConfigError, did_you_mean
 
-__all__ = ["ARCHITECTURES", "PREFIX", "builtin_data", "builtin_model", "is_builtin", "make_tiny_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "PREFIX",
+    "UnknownBuiltin",
+    "builtin_data",
+    "builtin_model",
+    "is_builtin",
+    "make_tiny_model",
+]
 
 PREFIX = "builtin:"
 LEARNING_RATE = 2e-4
@@ -31,7 +39,12 @@ DATA = ("arithmetic",)
 logger = logging.getLogger(__name__)
 
 
+class UnknownBuiltin(ConfigError):
+    """Nothing of that name comes with the project, so it stands in for nothing either."""
+
+
 def is_builtin(name: str) -> bool:
+    """Whether it is meant to be one; there may be none of that name."""
     return name.startswith(PREFIX)
 
 
@@ -63,4 +76,4 @@ def builtin_model(name: str) -> Path:
 def _known(name: str, names: tuple[str, ...], kind: str) -> None:
     known = [PREFIX + each for each in names]
     if name not in known:
-        raise ConfigError(f"there is no built-in {kind} {name!r}.{did_you_mean(name, known)}")
+        raise UnknownBuiltin(f"there is no built-in {kind} {name!r}.{did_you_mean(name, known)}")

@@ -7,13 +7,14 @@ BIN := .venv/bin
 ARGS ?=
 # Test files run in so many processes, each file in one of them: long ones first (tests/conftest.py), then by name.
 WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run models soak sglang check test lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang check test test-all lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: ## make .venv with the pinned CPU stack; does nothing when nothing has changed
 	@scripts/install_cpu.sh
@@ -21,8 +22,11 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install sglang ## the test suite, of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --cells today $(ARGS)
+test: install sglang ## the quick tests, and each capability once with its real parts
+	@$(PYTEST) --cells all -m "not job or once" $(ARGS)
+
+test-all: install sglang ## every test; of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+	@$(PYTEST) --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
@@ -39,7 +43,7 @@ sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CP
 	    echo "SGLang cannot be installed; what it said is above. Its tests are skipped."
 
 check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; 4 to 8 minutes
-	@$(BIN)/python -m pytest -m "not job" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not job" $(ARGS)
 
 lint: style types imports ## everything below that only reads the code
 

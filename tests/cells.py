@@ -1,6 +1,6 @@
 """Long matrices in parts: `--cells today` runs one part of each, another one every day, all of them within some days.
 
-`make test` does so; `--cells all`, which is pytest's default, runs them whole. A file of which one cell stands for
+`make test-all` does so; `--cells all`, which is pytest's default, runs them whole. A file of which one cell stands for
 many has the marker `cells(days)`, or some of its tests have. With `cells(days, by="fixture")`, tests that share this
 fixture are one cell, or one for each of its parameters.
 """

@@ -1,4 +1,4 @@
-"""Which tests `make check` leaves out, and what becomes of one that should be left out and is not."""
+"""Which tests `make check` and `make test` leave out, and what becomes of one that should be left out and is not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CONFIG = """
 asyncio_default_fixture_loop_scope = function
 markers =
     job: see tests/tiers.py
+    once: see tests/tiers.py
     vllm: needs an engine
 """
 
@@ -54,6 +55,25 @@ def test_a_file_that_takes_more_than_its_processor_time_fails_and_says_how_to_ma
     result.stdout.fnmatch_lines(
         ["*`make check` gives a file 0. Mark its long tests with pytest.mark.job, or add it to PLACES*"]
     )
+
+
+def test_a_job_is_in_make_test_if_it_is_listed(check, monkeypatch):
+    monkeypatch.setattr(tiers, "ONCE", {"an engine": ("test_a_job_is_in_make_test_if_it_is_listed.py::test_one",)})
+    jobs = "@pytest.mark.vllm\ndef test_one(): ...\n@pytest.mark.vllm\ndef test_other(): ...\n"
+    check(f"import pytest\n{jobs}def test_quick(): ...\n", "-m", tiers.MAKE_TEST).assert_outcomes(
+        passed=2, deselected=1
+    )
+
+
+def test_what_make_test_lists_and_nobody_has_ends_it_by_name(check, monkeypatch):
+    monkeypatch.setattr(tiers, "ONCE", {"an engine": ("test_renamed.py::test_it",)})
+    result = check("def test_quick(): ...\n", "-m", tiers.MAKE_TEST)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*no test begins with what ONCE in tests/tiers.py says: test_renamed.py::test_it*"])
+
+
+def test_the_makefile_asks_for_what_the_tiers_are():
+    assert f'-m "{tiers.MAKE_TEST}"' in (ROOT / "Makefile").read_text()
 
 
 def test_every_place_that_is_left_out_exists():

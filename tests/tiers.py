@@ -1,8 +1,12 @@
-"""Two tiers: `make check` runs what is quick and needs no engine, no Ray, no several processes; `make test` all.
+"""Three tiers: `make check`, `make test` and `make test-all`.
 
-What needs more gets the marker `job` here: from its fixtures, its markers, or its place. With `-m "not job"` the rest
-has to keep to a budget of processor time, which other work on the machine does not use up: a test that takes its file
-beyond it fails, and so does one that connects to Ray.
+`make check` runs what is quick and needs no engine, no Ray, no several processes. What needs more gets the marker `job`
+here: from its fixtures, its markers, or its place. With `-m "not job"` the rest has to keep to a budget of processor
+time, which other work on the machine does not use up: a test that takes its file beyond it fails, and so does one that
+connects to Ray.
+
+`make test` adds the jobs that get the marker `once` here: each capability once, with its real parts. `make test-all`
+adds the others; long matrices among them run in parts (tests/cells.py).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections import Counter
 
 import pytest
 
+MAKE_TEST = "not job or once"
 FIXTURES = {"ray_cluster", "warm", "ranks"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
@@ -40,20 +45,114 @@ PLACES = (
     "tests/workers/rollout/test_leftovers.py",
 )
 """They start members, ranks or runs as processes, or are long."""
+ONCE: dict[str, tuple[str, ...]] = {
+    "a hybrid run whose vLLM generates with the weights of every step, its files, metrics and reports": (
+        "tests/e2e/test_training.py::test_vllm_has_the_trainers_weights_on_every_step",
+        "tests/e2e/test_training.py::test_every_sync_leaves_a_report_whose_phases_add_up",
+        "tests/e2e/test_training.py::test_metrics_have_verls_names",
+        "tests/e2e/test_training.py::test_the_console_shows_progress_steps_and_a_summary_and_no_noise",
+        "tests/e2e/test_training.py::test_a_killed_driver_takes_every_process_and_its_shared_memory_along",
+        "tests/e2e/test_training.py::test_a_killed_run_goes_on_where_its_last_checkpoint_was",
+        "tests/e2e/test_training.py::test_the_hugging_face_export_loads_in_transformers",
+    ),
+    "a run that generates one step ahead": ("tests/e2e/test_one_step_off.py::test_what_the_trainer_learns_from_is",),
+    "a fully asynchronous run": (
+        "tests/e2e/test_fully_async.py::test_responses_that_a_sync_interrupts_go_on_with_the_new_weights",
+    ),
+    "code written for verl": ("tests/e2e/test_written_for_verl.py",),
+    "trainer ranks that die in every phase": (
+        "tests/e2e/test_recovery.py::test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory",
+    ),
+    "a rollouter and a queue that die": (
+        "tests/e2e/test_fully_async_recovery.py::test_a_rollouter_and_a_queue_that_die_in_any_phase_lose_nothing[draining]",
+    ),
+    "a rollout node, an agent loop's worker, and an interrupt": (
+        "tests/e2e/test_interrupts.py::test_a_rollout_node_that_is_lost_is_started_again_after_a_sync_has_failed_and_the_"
+        "run_goes_on[gloo, killed]",
+        "tests/experimental/agent_loop/test_manager.py::test_a_worker_that_dies_fails_the_batch_at_once",
+        "tests/e2e/test_interrupts.py::test_an_interrupt_during_generation_ends_the_run",
+    ),
+    "an engine that is killed": ("tests/workers/rollout/test_death.py::test_killing_any_process_of_vllm",),
+    "a killed member of a sync, and a flipped byte": ("tests/weight_sync/test_faults.py",),
+    "every wire, bit for bit": (
+        "tests/checkpoint_engine/test_contract.py::test_weights_are_cast_to_the_rollout_dtype",
+        "tests/checkpoint_engine/test_contract.py::test_nothing_is_left_behind_when_the_manager_closes",
+        "tests/checkpoint_engine/test_collective.py::test_the_default_group_of_the_trainer_is_not_touched",
+        "tests/checkpoint_engine/test_processes.py",
+    ),
+    "chains, broadcasts, and deltas": (
+        "tests/checkpoint_engine/test_chain.py::test_only_the_first_node_reads_the_bytes_of_owners",
+        "tests/checkpoint_engine/test_kimi_ckpt_engine.py::test_every_byte_leaves_its_owner_once",
+        "tests/checkpoint_engine/test_deltas.py::test_nodes_pass_deltas_on",
+    ),
+    "hosts with networks of their own": (
+        "tests/checkpoint_engine/test_namespaces.py::test_weights_cross_from_host_to_host[mooncake]",
+    ),
+    "other users of the host": (
+        "tests/checkpoint_engine/test_strangers.py::test_another_user_of_the_host_gets_no_answer",
+    ),
+    "FSDP2, FSDP1 and Megatron ranks that bring weights to vLLM": (
+        "tests/weight_sync/test_bit_equality.py::test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_"
+        "sync[qwen2]",
+        "tests/weight_sync/test_bit_equality.py::test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_"
+        "sync[megatron_tp2]",
+        "tests/weight_sync/test_bit_equality.py::test_greedy_tokens_equal_those_of_hugging_face_after_every_sync",
+    ),
+    "training engines": (
+        "tests/workers/engine/test_fsdp_engine.py",
+        "tests/workers/engine/test_megatron_engine.py",
+        "tests/workers/engine/test_fsdp_checkpoint.py",
+        "tests/workers/test_fsdp_workers.py::test_a_group_on_ray_computes_trains_saves_loads_and_exports",
+    ),
+    "adapters alone": ("tests/weight_sync/test_adapters.py",),
+    "rollout engines: vLLM, SGLang's Python and transformers": ("tests/workers/rollout/test_replica_contract.py",),
+    "a publisher beside a server of vLLM, and of SGLang": (
+        "tests/checkpoint_engine/publisher/test_publisher.py::TestAgainstVLLM::test_every_push_is_what_the_server_then",
+        "tests/checkpoint_engine/publisher/test_sglang.py::TestAgainstSGLang::test_every_push_is_what_the_server_then",
+        "tests/checkpoint_engine/publisher/test_what_is_pushed.py",
+    ),
+    "ParameterServer and update": (
+        "tests/checkpoint_engine/parameter_server/test_server.py::test_a_broadcast_brings_all_parts",
+        "tests/checkpoint_engine/parameter_server/test_server.py::test_p2p_brings_all_parts",
+        "tests/checkpoint_engine/test_update.py::TestAgainstVLLM::test_dummy_weights_become_the_checkpoints",
+    ),
+    "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
+    "calls of ranks on Ray": ("tests/single_controller",),
+    "a cluster that a doctor looks at": ("tests/doctor/test_cluster.py",),
+    "a reward model, and teachers": (
+        "tests/workers/reward_model/test_served.py::test_an_engine_gives_the_scores_of_transformers",
+        "tests/workers/teacher/test_scoring.py",
+    ),
+    "PyPI's verl beside us": ("tests/originals/test_losses.py",),
+    "one model of each kind in the trainers": tuple(
+        f"tests/models/test_trainer_models.py::test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_"
+        f"padded[fsdp2-{name}]"
+        for name in ("qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next")
+    ),
+    "input that is wrong": ("tests/e2e/test_bad_input.py::test_a_mistake_is_told_in_one_message",),
+}
+"""What `make test` shows, and how the names of the tests begin that show it."""
 FILE_CPU_S = 60.0
 """Of all tests of a file together, in this process and in those that it has waited for."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("markexpr") == MAKE_TEST and not config.getoption("file_or_dir"):
+        ids = [item.nodeid for item in items]
+        gone = [begin for begins in ONCE.values() for begin in begins if not any(one.startswith(begin) for one in ids)]
+        if gone:
+            raise pytest.UsageError(f"no test begins with what ONCE in tests/tiers.py says: {', '.join(gone)}")
     for item in items:
         marked = any(item.get_closest_marker(name) for name in MARKERS)
         if marked or FIXTURES & set(item.fixturenames) or item.nodeid.startswith(PLACES):
             item.add_marker(pytest.mark.job)
+            if item.nodeid.startswith(tuple(begin for begins in ONCE.values() for begin in begins)):
+                item.add_marker(pytest.mark.once)
 
 
 def pytest_configure(config):
-    if "not job" in config.getoption("markexpr"):
+    if config.getoption("markexpr") == "not job":
         config.pluginmanager.register(Budget(FILE_CPU_S), "budget")
 
 

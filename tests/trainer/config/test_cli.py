@@ -67,6 +67,11 @@ def test_any_other_exception_of_main_keeps_its_traceback():
         run_hydra(main, [])
 
 
+def test_a_run_warns_of_what_does_less_than_it_seems_to(caplog):
+    run("actor_rollout_ref.rollout.val_kwargs.n=4")
+    assert [record.getMessage() for record in caplog.records if "val_kwargs.n=4" in record.getMessage()] != []
+
+
 def test_cfg_job_prints_the_composed_yaml_and_does_not_run(capsys):
     assert run("--cfg", "job", "trainer.nnodes=2", "data.val_files=${data.train_files}") == []
     printed = yaml.safe_load(capsys.readouterr().out)

@@ -59,6 +59,7 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
             "async_training.use_trainer_do_validate=true",
             "is not supported here with true: the rollout engines validate",
         ),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "rollout_correction.bypass_mode=true says"),
         ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction: rollout_rs=token_k1 needs"),
     ],
 )
@@ -125,3 +126,26 @@ def test_values_arrive_with_their_types(override, read, value):
 
 def test_no_key_that_exists_is_listed_as_one_of_verl_that_does_not():
     assert [key for key in RULES if key in keys()] == []
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+def test_two_bounds_under_an_older_name_of_a_rejection_are_refused_with_those_to_write():
+    given = [f"{CORRECTION}.rollout_rs=geometric", f"{CORRECTION}.rollout_rs_threshold=0.8_1.25"]
+    with pytest.raises(ConfigError, match="rollout_rs=seq_mean_k1 and, for those bounds, .*_threshold=0.8_1.25"):
+        load_config(given)
+    with pytest.raises(ConfigError, match="_threshold=0.5_4"):
+        load_config([given[0], f"{CORRECTION}.rollout_rs_threshold=0.25_2.0"])
+    with pytest.raises(ConfigError, match="rollout_rs=token: an older release's name"):
+        load_config([f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=0.25_2.0"])
+    one = load_config([given[0], f"{CORRECTION}.rollout_rs_threshold=1.25"]).algorithm.rollout_correction
+    assert one.rejections == (("seq_mean_k1", 0.8, 1.25),)
+
+
+def test_verls_names_of_a_floor_and_of_the_loss_of_bypass_mode_are_taken():
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"
+    actor = load_config([loss, f"{CORRECTION}.bypass_mode=true"]).actor_rollout_ref.actor
+    assert (actor.policy_loss.loss_mode, actor.use_rollout_log_probs) == ("vanilla", True)
+    floor = load_config(["actor_rollout_ref.actor.optim.min_lr_factor=0.25", "critic.optim.min_lr_factor=0.5"])
+    assert (floor.actor_rollout_ref.actor.optim.min_lr_ratio, floor.critic.optim.min_lr_ratio) == (0.25, 0.5)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import possible_fewer_ranks, validate
 from verl.utils.config import ConfigError
@@ -173,3 +174,31 @@ def test_a_users_module_may_register_the_name_that_is_looked_up(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     name = "algorithm.adv_estimator=validate_test_estimator"
     validate(load_config([name, "actor_rollout_ref.model.external_lib=my_estimator"]))
+
+
+@pytest.mark.parametrize("sampling", ["top_p=0.9", "top_k=50", "do_sample=false"])
+@pytest.mark.parametrize(
+    "used",
+    ["bypass_mode=true", "rollout_is=token", "rollout_token_veto_threshold=1e-4", "rollout_is=sequence"],
+)
+def test_probabilities_of_a_truncated_distribution_are_compared_with_others_only_where_that_is_said(sampling, used):
+    key, sampled = "algorithm.rollout_correction", f"actor_rollout_ref.rollout.{sampling}"
+    chosen = [f"{key}.{used}", "actor_rollout_ref.rollout.calculate_log_probs=true"]
+    (problem,) = problems(sampled, *chosen)
+    assert used.partition("=")[0] in problem
+    assert sampling in problem
+    assert f"{key}.accept_truncated_sampling=true" in problem
+    validate(load_config([sampled, *chosen, f"{key}.accept_truncated_sampling=true"]))
+    validate(load_config([sampled]))
+    validate(load_config(chosen))
+
+
+@pytest.mark.parametrize(("validation", "key"), [((), "do_sample=false"), (("do_sample=true",), "temperature=0.0")])
+def test_several_greedy_answers_to_a_question_are_warned_of_once(validation, key):
+    chosen = [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in ("n=4", *validation)]
+    (warning,) = warnings(load_config(chosen))
+    assert f"val_kwargs.n=4 with {key}" in warning
+    sampled = ["do_sample=true", "temperature=0.7"]
+    chosen += [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in sampled]
+    assert list(warnings(load_config(chosen))) == []
+    assert list(warnings(PPOConfig())) == []

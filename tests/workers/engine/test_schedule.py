@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from verl.utils.config import ConfigError
 from verl.workers.config import OptimizerConfig
@@ -32,6 +34,21 @@ def test_a_cosine_ends_at_its_floor_and_stays_there():
 def test_a_linear_rate_falls_by_the_same_amount_every_step_to_its_floor():
     values = rates(7, lr_scheduler_type="linear", lr_warmup_steps=1, total_training_steps=5, min_lr_ratio=0.2)
     assert values == pytest.approx([0.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_every_rate_is_that_of_transformers(name, warmup):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    known = "constant_with_warmup" if name == "constant" else name
+    schedule = get_scheduler(known, optimizer, num_warmup_steps=warmup, num_training_steps=8)
+    expected = []
+    for _ in range(9):
+        expected += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    got = rates(9, lr_scheduler_type=name, lr_warmup_steps=warmup, total_training_steps=8)
+    assert got == pytest.approx(expected)
 
 
 def test_the_warm_up_may_begin_above_zero():

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl import __version__
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
+from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.help import print_help
 from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config, resolve_config
 from verl.trainer.config.validate import problems_of
@@ -106,6 +107,8 @@ def _usable(
     for note in resolved.notes:
         if note.costs:
             logger.warning("%s", note)
+    for line in warnings(config):
+        logger.warning("%s", line)
     return config
 
 
@@ -135,8 +138,8 @@ def _check(
         sys.stderr.write(grouped(problems))
         raise SystemExit(USAGE_ERROR)
     not_here = (f"not here: {line}" for line in dict.fromkeys([*lacking, *checked.lacking]))
-    warnings = (f"warning: {line}" for line in checked.warnings)
-    told = [*checked.plan, *noted(resolved.notes), *warnings, *checked.stand_ins, *not_here]
+    warned = (f"warning: {line}" for line in (*warnings(config), *checked.warnings))
+    told = [*checked.plan, *noted(resolved.notes), *warned, *checked.stand_ins, *not_here]
     sys.stdout.write("\n".join([*told, "nothing was started", ""]))
 
 

@@ -51,6 +51,11 @@ class RolloutCorrectionConfig(Section):
     rollout_token_veto_threshold: float | None = option(
         None, "a sequence with a token whose ratio is below this is not learned from", above=0
     )
+    accept_truncated_sampling: bool = option(
+        False,
+        "with rollout.top_k or top_p the rollout engine's log-probs are those of a truncated distribution, the "
+        "trainer's are not, and ratios are below 1 at equal weights; true: train with these ratios all the same",
+    )
     loss_type: str = option(
         "ppo_clip",
         "with actor.use_rollout_log_probs: the loss of actor.policy_loss, or reinforce, the plain policy gradient with "

@@ -28,6 +28,7 @@ def algorithm_keys(config: PPOConfig) -> Iterator[str]:
         ):
             if used:
                 yield f"{key} needs actor_rollout_ref.rollout.calculate_log_probs=true, not false"
+    yield from _truncated(config)
     replay = actor.megatron.router_replay.mode
     if replay != "disabled" and actor.strategy != "megatron":
         yield (
@@ -49,6 +50,40 @@ def algorithm_keys(config: PPOConfig) -> Iterator[str]:
         yield (
             "algorithm.rollout_correction.loss_type=reinforce weighs with the rollout engine's log-probs: it needs "
             "algorithm.rollout_correction.bypass_mode=true"
+        )
+
+
+def _truncated(config: PPOConfig) -> Iterator[str]:
+    """Ratios of the trainer's probabilities, of the whole vocabulary, to those of what sampling leaves of it."""
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    sampling = [f"top_k={rollout.top_k}"] if rollout.top_k > 0 else []
+    sampling += [f"top_p={rollout.top_p}"] if rollout.top_p < 1 else []
+    sampling += [] if rollout.do_sample else ["do_sample=false"]
+    used = {
+        "algorithm.rollout_correction.bypass_mode=true": config.actor_rollout_ref.actor.use_rollout_log_probs,
+        f"algorithm.rollout_correction.rollout_is={correction.rollout_is}": correction.rollout_is is not None,
+        f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs}": bool(correction.rejections),
+        "algorithm.rollout_correction.rollout_token_veto_threshold": correction.rejects,  # and no rollout_rs
+    }
+    by = next((key for key, is_used in used.items() if is_used), None)
+    if sampling and by and not correction.accept_truncated_sampling:
+        yield (
+            f"{by} compares probabilities with those of actor_rollout_ref.rollout.{sampling[0]}, which are divided by "
+            "what it leaves of the vocabulary; the trainer's are not, and equal weights have ratios below 1. Sample "
+            "from the whole vocabulary (top_k=-1, top_p=1, do_sample=true), or set "
+            "algorithm.rollout_correction.accept_truncated_sampling=true to train with these ratios"
+        )
+
+
+def warnings(config: PPOConfig) -> Iterator[str]:
+    """What runs and does less than it seems to."""
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+    if validation.n > 1 and (not validation.do_sample or validation.temperature == 0):
+        greedy = "temperature=0.0" if validation.do_sample else "do_sample=false"
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={validation.n} with {greedy}: the {validation.n} responses to a "
+            "prompt are the same one, and best and maj of them say nothing; set val_kwargs.do_sample=true and "
+            "val_kwargs.temperature"
         )
 
 

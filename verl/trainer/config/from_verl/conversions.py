@@ -115,10 +115,43 @@ def scraped(value: Any, at: Values) -> int | None:
     return present if isinstance(present, int) else 0
 
 
-def rejections(value: Any, _: Values) -> Any:
-    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean."""
+def rejections(value: Any, at: Values) -> Any:
+    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean.
+
+    Raises ConfigError for two bounds: theirs were those of the inverse ratio. One is the same either way.
+    """
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-    return older.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str) or value not in older:
+        return value
+    key = "algorithm.rollout_correction.rollout_rs"
+    bounds = at(f"{key}_threshold")
+    if "_" in str(bounds):
+        lower, _, upper = str(bounds).rpartition("_")
+        raise ConfigError(
+            f"an older release's name, with which {bounds} bounded the trainer's probability over the rollout's; "
+            f"*_k1 bound the inverse: write {key}={older[value]} and, for those bounds, {key}_threshold="
+            f"{_inverse(upper)}_{_inverse(lower)}"
+        )
+    return older[value]
+
+
+def _inverse(bound: str) -> str:
+    try:
+        return f"{1 / float(bound):.6g}"
+    except (ValueError, ZeroDivisionError):
+        return f"(1/{bound})"
+
+
+def policy_loss(value: Any, at: Values) -> Any:
+    """verl's name of the loss that its `bypass_mode` puts in the place of any other. Raises ConfigError without."""
+    if value != "bypass_mode":
+        return value
+    if at("actor_rollout_ref.actor.use_rollout_log_probs") is not True:
+        raise ConfigError(
+            "the loss takes the rollout engine's log-probs for the old ones, which "
+            "algorithm.rollout_correction.bypass_mode=true says: set that alone"
+        )
+    return "vanilla"
 
 
 def format_of_load(value: Any, _: Values) -> Any:

@@ -216,6 +216,7 @@ def of_optimizer(section: str, clip: str) -> dict[str, Rule]:
             to=(f"{section}.total_training_steps",), convert=lambda value, _: None if value in (None, -1) else value
         ),
         f"{section}.warmup_style": Moved(to=(f"{section}.lr_scheduler_type",), convert=scheduler),
+        f"{section}.min_lr_factor": Moved(to=(f"{section}.min_lr_ratio",)),
         f"{section}.min_lr": Moved(to=(f"{section}.min_lr_ratio",), convert=on_lr(section)),
         f"{section}.optimizer": NoEffect(
             why="it is AdamW", only=one_of("AdamW", "adam"), otherwise="the optimizer is AdamW"

@@ -14,6 +14,7 @@ from verl.trainer.config.from_verl.conversions import (
     kl_name,
     loggers,
     off_as_minus_1,
+    policy_loss,
     profiled_ranks,
     profiled_steps,
     profiler_tool,
@@ -65,6 +66,7 @@ SPELLINGS: dict[str, Callable[[Any, Values], Any]] = {
     "trainer.test_freq": off_as_minus_1,
     "trainer.save_freq": off_as_minus_1,
     f"{CORRECTION}.rollout_rs": rejections,
+    f"{ACTOR}.policy_loss.loss_mode": policy_loss,
     f"{CORRECTION}.rollout_is_threshold": lambda value, at: 2.0 if value is None else value,
 }
 

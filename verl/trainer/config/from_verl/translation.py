@@ -68,8 +68,15 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         except ConfigError as exc:
             result.problems.append(f"{key}={written(value)}: {exc}")
     for key, convert in SPELLINGS.items():
+        if not _has(result.values, key):
+            continue
         value = _get(result.values, key)
-        if _has(result.values, key) and (ours := convert(value, at)) is not value and ours != value:
+        try:
+            ours = convert(value, at)
+        except ConfigError as exc:
+            result.problems.append(f"{key}={written(value)}: {exc}")
+            continue
+        if ours is not value and ours != value:
             _put(result.values, key, ours)
             result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
     return replace(result, values=_without_empty(result.values))

@@ -45,6 +45,7 @@ def batch(
         "baselines": normal(rows),
         "sum_pi_squared": old.exp() ** 2 + others * (1 - old.exp()) ** 2,
         "weights": torch.rand(rows, columns, generator=draw) + 0.5,
+        "components": normal(rows, 3),
     }
     return {name: tensor.tolist() for name, tensor in tensors.items()} | {"index": list(index)}
 

@@ -50,6 +50,30 @@ def estimated(batch: Batch, name: str, options: dict[str, Any], weigh: bool = Fa
     return {"advantages": advantages[mask.bool()].tolist(), "returns": returns[mask.bool()].tolist()}
 
 
+def by_component(batch: Batch, options: dict[str, Any]) -> Numbers:
+    """Advantages of gdpo: verl finds the components beside the tensors, ours are a tensor."""
+    mask, components = batch["response_mask"], batch["components"]
+    keys = [f"component {column}" for column in range(components.shape[1])]
+    index, options = np.array(batch["index"], dtype=object), {"gdpo_reward_keys": keys, **options}
+    function: Any = core_algos.get_adv_estimator_fn("gdpo")
+    if of_verl:
+        from verl.trainer.config.algorithm import AlgoConfig
+
+        prompts = torch.ones(len(mask), 3, dtype=torch.long)
+        given = {
+            "norm_adv_by_std_in_grpo": options.get("norm_adv_by_std_in_grpo", True),
+            "config": AlgoConfig(**options),
+            "non_tensor_batch": dict(zip(keys, components.T.numpy(), strict=True)),
+            "batch": {"prompts": prompts, "attention_mask": torch.cat([prompts, mask.long()], dim=1)},
+        }
+    else:
+        from verl.workers.config import AlgorithmConfig
+
+        given = {"config": AlgorithmConfig(**options), "reward_components": components}
+    advantages, returns = function(batch["rewards"], mask, index, **given)
+    return {"advantages": advantages[mask.bool()].tolist(), "returns": returns[mask.bool()].tolist()}
+
+
 def divergence(batch: Batch, name: str) -> Numbers:
     log_prob = batch["log_prob"].clone().requires_grad_()
     found = core_algos.kl_penalty(log_prob, batch["old_log_prob"], name)
@@ -64,10 +88,10 @@ def aggregated(batch: Batch, mode: str, options: dict[str, Any]) -> Numbers:
     return {"value": [found.item()], "gradient": gradient.flatten().tolist()}
 
 
-def value_loss(batch: Batch, mode: str) -> Numbers:
+def value_loss(batch: Batch, mode: str, clip: float = 0.5) -> Numbers:
     predicted = batch["predicted"].clone().requires_grad_()
     found = core_algos.compute_value_loss(
-        predicted, batch["returns"], batch["values"], batch["response_mask"], 0.5, loss_agg_mode=mode
+        predicted, batch["returns"], batch["values"], batch["response_mask"], clip, loss_agg_mode=mode
     )
     loss, clipped = found[0], found[1]["critic/vf_clipfrac"] if isinstance(found[1], dict) else found[1].item()
     (gradient,) = torch.autograd.grad(loss, predicted)
@@ -154,6 +178,7 @@ def scheduled(_: Batch, warmup: int, total: int | None, floor: float, zero_index
 
 KINDS: dict[str, Any] = {
     "estimator": estimated,
+    "components": by_component,
     "divergence": divergence,
     "aggregation": aggregated,
     "value loss": value_loss,

@@ -1,4 +1,4 @@
-"""Policy losses by whichever verl is first on the path: {config, batches, cases} comes in as JSON.
+"""Policy losses by whichever verl is first on the path: {configs, batches, cases} comes in as JSON.
 
 Run as a file, with PyPI's verl or this project in front. Prints a JSON list: {loss, gradient, metrics}.
 """
@@ -32,6 +32,9 @@ def computed(config: ActorConfig, batch: dict[str, list[list[float]]], name: str
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    config = ActorConfig(**given["config"], policy_loss=PolicyLossConfig(dro_beta=0.3))
-    found = [computed(config, given["batches"][batch], *case) for batch, *case in given["cases"]]
+    configs = {
+        name: ActorConfig(**options, policy_loss=PolicyLossConfig(**of_loss))
+        for name, (options, of_loss) in given["configs"].items()
+    }
+    found = [computed(configs[config], given["batches"][batch], *case) for config, batch, *case in given["cases"]]
     sys.stdout.write("\n" + json.dumps(found))

@@ -9,7 +9,7 @@ import torch
 
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import RolloutCorrectionConfig
-from verl.workers.losses.correction import bounded, clamped, importance_weights, kept_tokens
+from verl.workers.losses.correction import bounded, bounds_of_drift, clamped, drift, importance_weights, kept_tokens
 
 
 @torch.no_grad()
@@ -68,6 +68,10 @@ def weight_metrics(
         "seq_fraction_high": (mean_ratios > upper).float().mean(),
         "seq_fraction_low": (mean_ratios < low).float().mean(),
     }
+    if lower is not None:
+        figures["oob_ratio"] = ((ratio < lower) | (ratio > upper))[mask].float().mean()
+    if config.rollout_is_batch_normalize:
+        figures["batch_norm_factor"] = bounded(ratios, config).mean()
     return {f"rollout_corr/rollout_is_{name}": value.item() for name, value in figures.items()}
 
 
@@ -85,12 +89,51 @@ def rejected(
     mask = response_mask.bool()
     if not config.rejects or not mask.any():
         return response_mask, {}
-    kept = kept_tokens(torch.where(mask, old_log_prob - rollout_log_prob, 0.0), mask, config)
+    log_ratio = torch.where(mask, old_log_prob - rollout_log_prob, 0.0)
+    kept = kept_tokens(log_ratio, mask, config)
     sequences = mask.any(-1)
-    return kept.to(response_mask.dtype), {
+    metrics: dict[str, float] = {}
+    for rejection in config.rejections:
+        metrics |= rejection_metrics(log_ratio, mask, *rejection)
+    return kept.to(response_mask.dtype), metrics | {
         "rollout_corr/rollout_rs_masked_fraction": 1.0 - (kept.sum() / mask.sum()).item(),
         "rollout_corr/rollout_rs_seq_masked_fraction": (kept != mask).any(-1)[sequences].float().mean().item(),
     }
+
+
+def rejection_metrics(
+    log_ratio: torch.Tensor, mask: torch.Tensor, name: str, lower: float | None, upper: float
+) -> dict[str, float]:
+    """What `rollout_rs=name` bounds, and rejects by itself, under verl's names and with its meaning.
+
+    Mean and extremes are those over tokens, and so is the deviation, of values cut off at the bounds; `seq_*` are about
+    the means over each sequence. `fraction_high` and `_low` are shares of what is bounded: of tokens, or of sequences.
+    """
+    low, high = bounds_of_drift(lower, upper)
+    values = drift(name, log_ratio, mask).expand_as(log_ratio)
+    sequences = mask.any(-1)
+    tokens, of_sequences = values[mask], masked_mean(values, mask, dim=-1)[sequences]
+    bounded_values = tokens if name.startswith("token") else of_sequences
+    outside = mask & ~((values >= low) & (values <= high))
+    figures = {
+        "mean": tokens.mean(),
+        "std": tokens.clamp(low, high).std(correction=0),
+        "min": tokens.min(),
+        "max": tokens.max(),
+        "fraction_high": (bounded_values > high).float().mean(),
+        "fraction_low": (bounded_values < low).float().mean(),
+        "seq_mean": of_sequences.mean(),
+        "seq_std": of_sequences.std() if len(of_sequences) > 1 else of_sequences.new_zeros(()),
+        "seq_min": of_sequences.min(),
+        "seq_max": of_sequences.max(),
+        "seq_max_deviation": of_sequences.abs().max(),
+        "seq_fraction_high": (of_sequences > high).float().mean(),
+        "masked_fraction": outside.sum() / mask.sum(),
+        "seq_masked_fraction": outside.any(-1)[sequences].float().mean(),
+    }
+    if lower is not None:
+        figures["seq_fraction_low"] = (of_sequences < low).float().mean()
+    return {f"rollout_corr/rollout_rs_{name}_{figure}": value.item() for figure, value in figures.items()}
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ engine's log-probs stand for that before the update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -73,17 +74,23 @@ def kept_tokens(log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorr
     """
     kept = mask.clone()
     for name, lower, upper in config.rejections:
-        level, _, kind = name.rpartition("_")
-        statistic = _over(level, _divergence(log_ratio, kind), mask)
-        if lower is None:
-            allowed = statistic <= upper
-        else:
-            bounds = statistic.new_tensor([lower, upper]).log()
-            allowed = (statistic >= bounds[0]) & (statistic <= bounds[1])
-        kept &= allowed
+        low, high = bounds_of_drift(lower, upper)
+        statistic = drift(name, log_ratio, mask)
+        kept &= (statistic >= low) & (statistic <= high)
     if (veto := config.rollout_token_veto_threshold) is not None:
         kept &= ~((clamped(log_ratio).exp() < veto) & mask).any(-1, keepdim=True)
     return kept
+
+
+def drift(name: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What `rollout_rs=name` bounds: [B, R] for tokens, 0 where the mask is, else [B, 1]."""
+    level, _, kind = name.rpartition("_")
+    return _over(level, _divergence(log_ratio, kind), mask)
+
+
+def bounds_of_drift(lower: float | None, upper: float) -> tuple[float, float]:
+    """From bounds of ratios, or from an upper one of a divergence alone, to those of `drift`."""
+    return (-math.inf, upper) if lower is None else (math.log(lower), math.log(upper))
 
 
 def _divergence(log_ratio: torch.Tensor, kind: str) -> torch.Tensor:

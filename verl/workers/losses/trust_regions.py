@@ -149,12 +149,13 @@ def _within_divergence(
     ratio = log_ratio.exp()
     above = (advantages > 0) & (ratio > 1.0) & (divergence > high)
     below = (advantages < 0) & (ratio < 1.0) & (divergence > low)
+    left_out = above | below
     losses = -advantages * ratio.detach().clamp(max=config.clip_ratio_c) * log_prob
-    losses = weighted(torch.where(above | below, 0.0, losses), rollout_is_weights)
+    losses = weighted(torch.where(left_out, 0.0, losses), rollout_is_weights)
     metrics = {
-        "actor/pg_clipfrac": token_share(above | below, mask, totals),
+        "actor/pg_clipfrac": token_share(left_out, mask, totals),
         "actor/ppo_kl": token_share(-log_ratio, mask, totals),
-        "actor/pg_clipfrac_lower": token_share((advantages < 0) & (ratio > config.clip_ratio_c), mask, totals),
+        "actor/pg_clipfrac_lower": token_share(~left_out & (ratio > config.clip_ratio_c), mask, totals),
     }
     return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics
 

@@ -106,7 +106,8 @@ def _converted(config: Any) -> tuple[Any, Conversion]:
         with torch.device("meta"):
             model = auto.from_config(config, dtype=torch.float32)
     except (ValueError, ImportError, AttributeError, TypeError) as exc:
-        raise ConfigError(f"transformers cannot build a causal language model of {config.model_type}: {exc}") from exc
+        why = str(exc).strip().splitlines()[0]  # names of all other classes follow
+        raise ConfigError(f"transformers cannot build a causal language model of {config.model_type}: {why}") from exc
     again = first_names(model)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
     symbolic: Any = {name: Rearranged.of(name, shape) for name, shape in own.items()}

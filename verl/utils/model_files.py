@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
+from verl.utils.trainable import require_trainable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -69,10 +70,12 @@ def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     """Raises ConfigError if the model of `config` has other layers than the weights, or layers of other shapes.
 
     Compared are tensors that both have by the same name: some architectures keep theirs otherwise than their weights
-    do, and the trainer's engine knows how. `remote`: the model's own code may be run. Quantised weights are refused.
+    do, and the trainer's engine knows how. `remote`: the model's own code may be run. What cannot be trained by its
+    kind is refused, see `require_trainable`.
     """
-    _require_unquantized(config, key)
+    require_trainable(config, key)
     expected, ignored = _expected(config, key, remote=remote)
+    require_trainable(config, key, beside_model=shapes.keys() - expected.keys())
     problems = [
         f"{name} is {list(shapes[name])} there and {list(shape)} by the config"
         for name, shape in expected.items()
@@ -87,16 +90,6 @@ def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]],
     ]
     if problems:
         raise ConfigError(f"{key}: config.json, with overrides, does not fit the weights: {_some(problems, '; ')}")
-
-
-def _require_unquantized(config: PretrainedConfig, key: str) -> None:
-    found: Any = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    if found is not None:
-        fields = found if isinstance(found, Mapping) else vars(found)
-        raise ConfigError(
-            f"{key}: the weights are quantised (quantization_config.quant_method={fields.get('quant_method')}), and "
-            "what is trained must be bfloat16, float16 or float32: write a dequantised copy of the model and name that"
-        )
 
 
 def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, key: str) -> None:
@@ -122,7 +115,8 @@ def _expected(config: PretrainedConfig, key: str, *, remote: bool) -> tuple[Shap
         with torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=remote)
     except Exception as exc:
-        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {exc}") from exc
+        why = " ".join(str(exc).split())
+        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {why}") from exc
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, ignored_patterns(model)
 
 

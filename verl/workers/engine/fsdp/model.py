@@ -23,6 +23,7 @@ from transformers import (
 
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.model import ATTENTION
+from verl.utils.trainable import require_trainable
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.adapters import add_adapters, base_tensors, initialize, is_adapter
 from verl.workers.engine.filling import fill, require_equal
@@ -116,6 +117,8 @@ def build_model(
         if not trainable:  # what the class itself freezes stays as it is
             model.requires_grad_(False)
         conversion = conversion_of(model, checkpoint.shapes, may_lack=head.new)
+        nowhere = (*conversion.unexpected, *conversion.aside)
+        require_trainable(hf_config, f"model.path={model_config.path}", beside_model=nowhere)
         conversion.require_whole()
         require_precision(conversion.shapes, checkpoint, dtype)
         _tell_aside(conversion, head)
@@ -275,4 +278,5 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
         if not hasattr(hf_config, key):
             raise ConfigError(f"model.override_config.{key}: unknown field.{did_you_mean(key, hf_config.to_dict())}")
         setattr(hf_config, key, value)
+    require_trainable(hf_config, f"model.path={model_config.path}")
     return hf_config

@@ -1,0 +1,146 @@
+"""What cannot be trained by its kind is refused in a sentence: before a run, and where a trainer loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config
+from verl.utils.model_files import require_fit, weight_shapes
+from verl.utils.trainable import require_trainable
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.model import load_hf_config as load_in_engine
+
+KEY = "model.path"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def rewrite(directory, **fields) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def refusals(directory) -> list[str]:
+    """Of the driver, and of a trainer's engine."""
+    model = HFModelConfig(path=str(directory))
+    with pytest.raises(ConfigError) as before:
+        require_fit(load_hf_config(model), weight_shapes(directory, KEY), KEY, remote=False)
+    with pytest.raises(ConfigError) as loading:
+        load_in_engine(model)
+    return [str(before.value), str(loading.value)]
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("fp8", "FineGrainedFP8Config(dequantize=True)"),
+        ("mxfp4", "Mxfp4Config(dequantize=True)"),
+        ("bitsandbytes", ".dequantize()"),
+        ("gptq", "the checkpoint that they were made of"),
+        ("awq", "the checkpoint that they were made of"),
+        ("compressed-tensors", "the checkpoint that they were made of"),
+    ],
+)
+def test_a_config_of_quantised_weights_is_told_with_what_to_do(model_dir, method, remedy):
+    rewrite(model_dir, quantization_config={"quant_method": method})
+    for refusal in refusals(model_dir):
+        assert f"the weights are quantised ({method})" in refusal
+        assert remedy in refusal
+        assert len(refusal.splitlines()) == 1
+
+
+def test_quantised_weights_below_a_nested_config_are_told(model_dir):
+    config = load_hf_config(HFModelConfig(path=str(model_dir)))
+    config.text_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "compressed-tensors"})
+    with pytest.raises(ConfigError, match=r"quantised \(compressed-tensors\)"):
+        require_trainable(config, KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", "fp8"),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "mxfp4"),
+        ("model.layers.0.mlp.up_proj.qweight", "gptq or awq"),
+        ("model.layers.0.mlp.up_proj.weight_packed", "compressed-tensors"),
+        ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
+        ("model.layers.0.mlp.up_proj.weight_scale_2", "modelopt"),
+    ],
+)
+def test_quantised_weights_whose_config_does_not_say_so_are_told_by_their_tensors(model_dir, name, method):
+    config, shapes = load_hf_config(HFModelConfig(path=str(model_dir))), weight_shapes(model_dir, KEY)
+    with pytest.raises(ConfigError, match=rf"quantised \({method}\)"):
+        require_fit(config, shapes | {name: (1, 1)}, KEY, remote=False)
+
+
+def test_an_engine_tells_them_by_their_tensors_too(model_dir):
+    from tests.workers.engine.engine_cases import make_engine
+
+    weights = load_file(model_dir / "model.safetensors")
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    save_file(weights | {f"{name}_scale_inv": torch.ones(1, 1)}, model_dir / "model.safetensors", {"format": "pt"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"quantised \(fp8\)"):
+            make_engine(model_dir)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_the_refusal_says_to_run_makes_a_model_that_is_taken(model_dir):
+    weights = load_file(model_dir / "model.safetensors")
+    found = {}
+    for name, weight in weights.items():
+        found[name] = weight
+        if name.endswith("_proj.weight"):
+            found[name] = (weight.float() / 2).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = torch.full([-(-size // 128) for size in weight.shape], 2.0)
+    save_file(found, model_dir / "model.safetensors", {"format": "pt"})
+    rewrite(model_dir, quantization_config=FP8)
+    assert "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16', quantization_config=" in refusals(model_dir)[0]
+    new = model_dir.parent / "new"
+    quantization = FineGrainedFP8Config(dequantize=True)
+    AutoModelForCausalLM.from_pretrained(model_dir, dtype="bfloat16", quantization_config=quantization).save_pretrained(
+        new
+    )
+    for file in model_dir.glob("tokenizer*"):
+        shutil.copy(file, new)
+    require_fit(load_hf_config(HFModelConfig(path=str(new))), weight_shapes(new, KEY), KEY, remote=False)
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    assert load_file(new / "model.safetensors")[name].float() == pytest.approx(weights[name].float(), rel=0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen2_5_vl", "also takes images"),
+        ("qwen3_vl", "also takes images"),
+        ("llava", "also takes images"),
+        ("mistral3", "also takes images"),
+        ("idefics3", "also takes images"),
+        ("qwen2_audio", "also takes audio"),
+        ("qwen2_5_omni", "also takes audio and images"),
+        ("whisper", "is an encoder with a decoder"),
+        ("bart", "is an encoder with a decoder"),
+        ("t5", "is an encoder with a decoder"),
+        ("vit", "is no causal language model"),
+    ],
+)
+def test_models_of_another_kind_are_refused_in_a_sentence(model_dir, kind, said):
+    CONFIG_MAPPING[kind]().save_pretrained(model_dir)
+    for refusal in refusals(model_dir):
+        assert said in refusal
+        assert kind in refusal
+        assert len(refusal) < 350

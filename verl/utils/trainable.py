@@ -1,0 +1,95 @@
+"""What cannot be trained by its kind: models that are no language models, and weights that are quantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SENSES = {"vision": "images", "image": "images", "visual": "images", "audio": "audio", "speech": "audio"}
+"""Words in the names of nested configurations."""
+LOAD = "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16'"
+WRITES = {
+    "fp8": f"{LOAD}, quantization_config=FineGrainedFP8Config(dequantize=True)).save_pretrained(NEW)",
+    "mxfp4": f"{LOAD}, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
+    "bitsandbytes": f"{LOAD}).dequantize().save_pretrained(NEW)",
+}
+"""By method: what of transformers writes a copy whose weights are not quantised."""
+SIGNS = {
+    "gptq or awq": re.compile(r"\.(qweight|qzeros)$"),
+    "mxfp4": re.compile(r"_(blocks|scales)$"),
+    "fp8": re.compile(r"\.weight_scale(_inv)?$"),
+    "compressed-tensors": re.compile(r"\.weight_(packed|shape|zero_point)$"),
+    "modelopt": re.compile(r"\.weight_scale_2$"),
+    "bitsandbytes": re.compile(r"\.(SCB|weight\.(absmax|quant_map|nested_absmax|quant_state\..*))$"),
+}
+"""By method: names of tensors that only quantised weights have."""
+
+
+def require_trainable(config: PretrainedConfig, key: str, *, beside_model: Collection[str] = ()) -> None:
+    """Raises ConfigError, which names `key`, for a model of another kind than causal language models, and for
+    quantised weights.
+
+    `beside_model` are tensors of the files that are none of the model's.
+    """
+    _require_unquantised(config, beside_model, key)
+    _require_language_model(config, key)
+
+
+def _require_unquantised(config: PretrainedConfig, names: Collection[str], key: str) -> None:
+    method = next(_methods(vars(config)), None)
+    if method is None:
+        method = next((method for method, sign in SIGNS.items() for name in names if sign.search(name)), None)
+    if method is None:
+        return
+    remedy = "give the checkpoint that they were made of, or a dequantised copy"
+    if how := next((text for known, text in WRITES.items() if known in method), None):
+        remedy = f"give a dequantised copy, which `{how}` of transformers writes"
+    raise ConfigError(
+        f"{key}: the weights are quantised ({method}), and what is trained must be bfloat16, float16 or float32: "
+        f"{remedy}"
+    )
+
+
+def _nested(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, fields) of the configurations in one, at any depth, and then of those in them."""
+    for name, value in fields.items():
+        inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+        if name.endswith("config") and inner is not None:
+            yield name, inner
+            yield from _nested(inner)
+
+
+def _methods(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Of quantisations that it says."""
+    for name, inner in _nested(fields):
+        if name in ("quantization_config", "compression_config"):
+            method = inner.get("quant_method") or "method not stated"
+            yield str(getattr(method, "value", method))
+
+
+def _require_language_model(config: PretrainedConfig, key: str) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    what = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{key}: {config.model_type} ({what}) is an encoder with a decoder, and no causal language model"
+        )
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own:
+        return
+    names = [name for name, _ in _nested(vars(config))]
+    senses = dict.fromkeys(sense for name in names for word, sense in SENSES.items() if word in name)
+    if senses:
+        raise ConfigError(
+            f"{key}: {config.model_type} ({what}) also takes {' and '.join(senses)}, and transformers has no causal "
+            "language model for its configuration: give a checkpoint of the language model in it, under that model's "
+            "own config.json"
+        )
+    raise ConfigError(f"{key}: {config.model_type} ({what}) is no causal language model of transformers")

@@ -19,9 +19,6 @@ from tests.models.cases import Built, differences
 REFUSED: dict[str, str] = {}
 """Architecture: what its refusal says, in the words of the message. Every property of its row is then "refused"."""
 
-DROPS = frozenset({"gpt2", "gpt_bigcode", "opt", "biogpt", "xglm"})
-"""Their configurations have dropout, which is active in updates: gradients are random there, and not compared."""
-
 STRATEGIES = ("fsdp2", "fsdp")
 # Neighbours have their reference in common.
 CELLS = [(strategy, name) for name in ARCHITECTURES for strategy in STRATEGIES]
@@ -124,8 +121,6 @@ def test_an_export_has_the_tensors_of_the_source_and_transformers_loads_them_all
 
 def test_gradients_of_one_micro_batch_have_the_norm_of_those_row_by_row(built, cell, references):
     """The last property of a cell: it changes the weights."""
-    if cell[1] in DROPS:
-        pytest.skip("dropout of the model's configuration is active in updates")
     if built is not None:
         data = cases.padded_batch()
         expected = cases.reference_gradient_norm(references(cell[1]), data)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,7 +56,11 @@ class Finding:
     """Not further, in words."""
 
 
-_FOUND: dict[str, Finding] = {}
+class NoProbe(Exception):
+    """No small model can be asked; says why, in words."""
+
+
+_FOUND: dict[str, Any] = {}
 """By digests of what was asked."""
 
 
@@ -68,42 +72,41 @@ def find_way(
     `shared`: with the attention of rows that ranks share. Takes little memory and a second at most, and no random
     numbers of anybody else. Implementations of attention that a CPU has not are not asked: torch's is, in their place.
     """
-    asked = implementation if implementation in (None, "eager") else "sdpa"
-    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {asked} {furthest} {shared}"
+
+    def find() -> Finding:
+        try:
+            return Probe.of(config, build, implementation).find(furthest, shared)
+        except NoProbe as exc:
+            return Finding(Way.ALONE, str(exc))
+
+    return answered(config, f"{implementation} {furthest} {shared}", find)
+
+
+_Answer = TypeVar("_Answer")
+
+
+def answered(config: PretrainedConfig, question: str, find: Callable[[], _Answer]) -> _Answer:
+    """What `find` returns, asked once for a configuration, with random numbers, warnings and messages of its own."""
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {question}"
     digest = hashlib.sha256(key.encode()).hexdigest()
     if digest not in _FOUND:
         with _aside():
-            _FOUND[digest] = _find(config, build, asked, furthest, shared)
-    return _FOUND[digest]
+            _FOUND[digest] = find()
+    found: _Answer = _FOUND[digest]
+    return found
 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Random numbers, warnings and messages of probes stay theirs."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def _find(config: PretrainedConfig, build: Build, implementation: str | None, furthest: Way, shared: bool) -> Finding:
-    problem = "transformers builds no small model of its configuration"
-    for short, narrow in SHRINKINGS:
-        try:
-            small = shrunk(config, short=short, narrow=narrow)
-            original, ours = _pair(small, build, implementation)
-            probe = _Probe(original, ours)
-        except Exception as exc:  # a class of models may raise anything about a configuration
-            problem = f"no small model of its configuration can be computed ({type(exc).__name__}: {exc})"
-            logger.debug("no probe of %s", type(config).__name__, exc_info=True)
-            continue
-        return probe.find(furthest, shared)
-    return Finding(Way.ALONE, problem)
 
 
 def _pair(
@@ -124,32 +127,52 @@ def _pair(
     return original, ours
 
 
-class _Probe:
+class Probe:
     """One small model, and what is right for it."""
 
     def __init__(self, original: nn.Module, ours: PreTrainedModel) -> None:
-        self._model = ours
+        self.original, self.model = original, ours
         self._trouble = ""
         """What the model said where it could not be computed."""
         self._regimes = Regimes(ours)
-        self._sequences = [torch.randint(1, VOCABULARY - 1, (length,)) for length in LENGTHS]
+        self.sequences = [torch.randint(1, VOCABULARY - 1, (length,)) for length in LENGTHS]
         # The shortest come first: what models remember of the length of earlier calls does not change these.
-        self._right = [original(input_ids=ids[None], use_cache=False).logits[0].float() for ids in self._sequences]
+        self._right = [original(input_ids=ids[None], use_cache=False).logits[0].float() for ids in self.sequences]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, build: Build, implementation: str | None) -> Probe:
+        """Raises NoProbe."""
+        asked = implementation if implementation in (None, "eager") else "sdpa"
+        problem = ""
+        for of_a_kind, narrow in SHRINKINGS:
+            try:
+                small = shrunk(config, of_a_kind=of_a_kind, narrow=narrow)
+                return cls(*_pair(small, build, asked))
+            except Exception as exc:  # a class of models may raise anything about a configuration
+                problem = f"no small model of its configuration can be computed ({type(exc).__name__}: {exc})"
+                logger.debug("no probe of %s", type(config).__name__, exc_info=True)
+        raise NoProbe(problem)
+
+    def is_right(self, index: int, values: torch.Tensor, position: int | None = None) -> bool:
+        """Whether `values` are the logits of the sequence of this index: of all its tokens, or of one."""
+        right = self._right[index]
+        expected = right if position is None else right[position]
+        return bool((values.float() - expected).abs().max() <= TOLERANCE * right.std())
 
     def find(self, furthest: Way, shared: bool) -> Finding:
-        name = type(self._model).__name__
-        if self._differs(_in_rows, [(index,) for index in range(len(LENGTHS))]):
+        name = type(self.model).__name__
+        if self._differs(in_rows, [(index,) for index in range(len(LENGTHS))]):
             return Finding(Way.NONE, f"{name} computes something else in rows of one sequence" + self._trouble)
-        if self._differs(_in_rows, NEIGHBOURHOODS):
+        if self._differs(in_rows, NEIGHBOURHOODS):
             return Finding(Way.ALONE, f"a sequence changes in {name} with those beside it" + self._trouble)
         if furthest < Way.PACKED:
             return Finding(Way.ROWS)
-        if remembers_tokens(self._model) or scales_by_column(self._model):
+        if remembers_tokens(self.model) or scales_by_column(self.model):
             return Finding(Way.ROWS, f"{name} mixes sequences that are in one row")
         if shared:
-            self._model.set_attn_implementation(SHARED)
+            self.model.set_attn_implementation(SHARED)
         else:
-            attend_sequences_apart(self._model)
+            attend_sequences_apart(self.model)
         if self._differs(_packed, NEIGHBOURHOODS):
             return Finding(Way.ROWS, f"a sequence changes in {name} with its place in a row" + self._trouble)
         return Finding(Way.PACKED)
@@ -159,15 +182,13 @@ class _Probe:
             for together in self._of_a_regime(group):
                 try:
                     self._regimes.forget()
-                    found = compute(self._model, [self._sequences[index] for index in together])
+                    found = compute(self.model, [self.sequences[index] for index in together])
                 except Exception as exc:  # what cannot be computed so is computed otherwise
                     self._trouble = f" ({exc})"
-                    logger.debug("%s raises in a probe", type(self._model).__name__, exc_info=True)
+                    logger.debug("%s raises in a probe", type(self.model).__name__, exc_info=True)
                     return True
-                for index, values in zip(together, found, strict=True):
-                    right = self._right[index]
-                    if not bool((values.float() - right).abs().max() <= TOLERANCE * right.std()):
-                        return True
+                if not all(map(self.is_right, together, found)):
+                    return True
         return False
 
     def _of_a_regime(self, group: Sequence[int]) -> list[list[int]]:
@@ -178,20 +199,21 @@ class _Probe:
         return list(found.values())
 
 
-_Compute = Callable[[PreTrainedModel, list[torch.Tensor]], list[torch.Tensor]]
+_Compute = Callable[[PreTrainedModel, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-def _in_rows(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    columns = torch.arange(ids.shape[1])
+def in_rows(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits [length, vocabulary] of each sequence [length], which have a row each."""
+    ids = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=ids.device)
+    columns = torch.arange(ids.shape[1], device=ids.device)
     mask = (columns < lengths[:, None]).long()
     logits = model(input_ids=ids, attention_mask=mask, position_ids=columns * mask, use_cache=False).logits
     return [row[: len(sequence)] for row, sequence in zip(logits, sequences, strict=True)]
 
 
-def _packed(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+def _packed(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    given = row_inputs(model, torch.cat(sequences)[None], positions, lengths)
+    given = row_inputs(model, torch.cat(list(sequences))[None], positions, lengths)
     return list(model(**given, use_cache=False).logits[0].split(lengths))

@@ -31,8 +31,9 @@ _EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$|^zero_expert_n
 _PER_TOKEN = re.compile(r"^(moe_)?(num_experts_per_tok(en)?|top_?k)$|^(top_k_experts|moe_num_experts_per_tok)$")
 _FEED_FORWARD = re.compile(r"(intermediate|ffn).*(size|dim)$")
 _RANK = re.compile(r"^(q|kv|o)_lora_rank$")
+_STATE = re.compile(r"^(mamba_d_state|ssm_state_size|state_size)$")
 _GROUP = re.compile(r"^(n_group|topk_group|num_expert_groups?|n_groups|mamba_n_groups|mamba_ngroups)$")
-_LIMITS = ((_FEED_FORWARD, WIDTH), (_RANK, 32), (_EXPERTS, EXPERTS), (_PER_TOKEN, 2), (_GROUP, 1))
+_LIMITS = ((_FEED_FORWARD, WIDTH), (_RANK, 32), (_EXPERTS, EXPERTS), (_PER_TOKEN, 2), (_GROUP, 1), (_STATE, 16))
 _STATES = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
     ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
@@ -41,12 +42,12 @@ _STATES = (
 """Names of numbers of heads, of their width, and of how much wider than the model they are together."""
 
 
-SHRINKINGS = ((True, 2), (True, 1), (False, 2), (False, 1), (True, 0), (False, 0))
-"""Ways to shrink, the furthest first: whether layers are left out, and how narrow the others become. Not every class of
-models can be built from the first, or is one with others."""
+SHRINKINGS = ((1, 2), (2, 2), (1, 1), (2, 1), (None, 2), (None, 1), (1, 0), (None, 0))
+"""Ways to shrink, the furthest first: how many layers of each kind there are (None: all), and how narrow they become.
+Not every class of models can be built from the first, or is one with others."""
 
 
-def shrunk(config: PretrainedConfig, *, short: bool, narrow: int) -> PretrainedConfig:
+def shrunk(config: PretrainedConfig, *, of_a_kind: int | None, narrow: int) -> PretrainedConfig:
     """A copy of `config`, one of `SHRINKINGS`. May raise whatever a class of configurations raises."""
     other = copy.deepcopy(config)
     text = other.get_text_config()
@@ -57,8 +58,8 @@ def shrunk(config: PretrainedConfig, *, short: bool, narrow: int) -> PretrainedC
         _set(part, "num_hidden_layers", 1)
     _keep_tokens_inside(other)
     _keep_tokens_inside(text)
-    if short:
-        _leave_out_layers(text)
+    if of_a_kind is not None:
+        _leave_out_layers(text, of_a_kind)
     if narrow:
         _make_narrow(text, apart=narrow == 2)
     return other
@@ -110,8 +111,8 @@ def _keep_tokens_inside(config: PretrainedConfig) -> None:
             setattr(config, name, VOCABULARY - 1)
 
 
-def _leave_out_layers(config: PretrainedConfig) -> None:
-    """All but the first of each kind, by the lists that have an entry for each layer."""
+def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
+    """All but the first ones of each kind, by the lists that have an entry for each layer."""
     count = _get(config, "num_hidden_layers")
     if not isinstance(count, int):
         _set(config, "num_layers", 2)
@@ -124,11 +125,14 @@ def _leave_out_layers(config: PretrainedConfig) -> None:
         if isinstance(dense, int):
             kind = (*kind, str(layer < dense))
         seen.setdefault(kind, []).append(layer)
-    kept = sorted(layer for layers in seen.values() for layer in layers[:1])
+    kept = sorted(layer for layers in seen.values() for layer in layers[:of_a_kind])
     if len(kept) == 1 and count > 1:
         kept = list(range(2))
     for name, values in lists.items():
         setattr(config, name, [values[layer] for layer in kept])
+    for name, numbers in list(vars(config).items()):
+        if name.endswith("_layer_ids") and isinstance(numbers, list):
+            setattr(config, name, [kept.index(number) for number in numbers if number in kept])
     if isinstance(dense, int):
         config.first_k_dense_replace = sum(layer < dense for layer in kept)
     config.num_hidden_layers = len(kept)
@@ -165,9 +169,10 @@ def _narrow_attention(config: PretrainedConfig, *, apart: bool) -> None:
     width = _get(config, "head_dim")
     apart = apart and isinstance(width, int)
     width = width if isinstance(width, int) else hidden // heads
-    few_shared = min(2, shared if isinstance(shared, int) else heads)
-    few = few_shared * (min(heads // shared, 4) if isinstance(shared, int) and heads % shared == 0 else 1)
+    few = min(4, heads)
     if isinstance(shared, int):
+        few_shared = min(2, shared)
+        few = few_shared * (min(heads // shared, 2) if heads % shared == 0 else 1)
         config.num_key_value_heads = few_shared
     config.num_attention_heads = few
     config.hidden_size = WIDTH if apart else few * width
@@ -185,7 +190,9 @@ def _narrow_states(config: PretrainedConfig) -> None:
             inner = _get(config, widened) * config.hidden_size
             if isinstance(_get(config, "mamba_d_ssm"), int):
                 config.mamba_d_ssm = inner
-            setattr(config, heads, max(1, inner // _get(config, width)))
+            few = max(1, inner // _get(config, width))
+            setattr(config, heads, few)
+            setattr(config, width, inner // few)
     _set(config, "linear_num_heads", 2)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         value = _get(config, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,12 @@ from tests.workers.engine.engine_cases import assemble, make_engine, shown_by
 from verl.checkpoint_engine.errors import PlanError
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.rollout.engine import EngineSpec
+from verl.workers.rollout.hf.engine import HFEngine
+from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,6 +35,10 @@ PACKS = "fsdp2"
 """The strategy that is tried with packed sequences; another one has a row for each."""
 NEIGHBOURHOODS = ((0, 1, 2, 3), (3, 2, 0), (2, 1))
 """Rows of `padded_batch` that share a micro-batch: each is beside others, and elsewhere."""
+DECODED = ((NUM_PROMPT, NUM_RESPONSE), (2, 2 * NUM_RESPONSE), (WINDOW - 1, 4))
+"""Tokens of prompts and of responses: beyond a window while they are decoded, and before."""
+ORDERS = ((0, 1, 2), (2, 1))
+"""Prompts that are decoded at once."""
 EXTRA = ("mtp.",)
 """Tensors of a file that are no part of the causal LM: kept, and not trained."""
 
@@ -171,3 +181,63 @@ def _of_response(model: Any, data: DataProto, row: int) -> torch.Tensor:
     num_response = int(data.batch["response_mask"][row].sum())
     logits = model(input_ids=ids[None], use_cache=False).logits[0, -num_response - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[-num_response:, None])[:, 0]
+
+
+async def decoded(
+    directory: Path, orders: Sequence[Sequence[int]], **model: Any
+) -> list[list[tuple[list[int], TokenOutput]]]:
+    """Prompts of `PROMPTS` and what the hf engine says after them: those of an order, at once.
+
+    Two sequences are decoded together, so that others join and leave. Raises what the start of the engine raises.
+    """
+    config = RolloutConfig(name="hf", dtype="float32", load_format="auto", max_num_seqs=2, ignore_eos=True)
+    spec = EngineSpec(
+        name="replica-0",
+        engine="verl.workers.rollout.hf.engine:HFEngine",
+        config=config,
+        model=HFModelConfig(path=str(directory)),
+        device="cpu",
+        max_model_len=64,
+        seed=1,
+    )
+    engine = HFEngine(spec)
+    await engine.start()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 250, (length,), generator=generator).tolist() for length, _ in DECODED]
+    try:
+        return [
+            [(prompts[row], output) for row, output in zip(order, await _answers(engine, prompts, order), strict=True)]
+            for order in orders
+        ]
+    finally:
+        await engine.shutdown()
+
+
+async def _answers(engine: HFEngine, prompts: list[list[int]], order: Sequence[int]) -> list[TokenOutput]:
+    return await asyncio.gather(
+        *(
+            engine.generate(
+                prompts[row], SamplingOptions(max_tokens=DECODED[row][1], ignore_eos=True, logprobs=True), str(row)
+            )
+            for row in order
+        )
+    )
+
+
+@torch.no_grad()
+def foretold(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-probs of the response, from the logits of the whole sequence."""
+    ids = torch.tensor([*prompt, *response])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])[:, 0]
+
+
+@torch.no_grad()
+def foretold_as_it_grows(make: Callable[[], Any], prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-probs of the response, each by a model that `make` makes and that is given the tokens before it alone."""
+    found = []
+    for step, token in enumerate(response):
+        before = torch.tensor([[*prompt, *response[:step]]])
+        logits = make()(input_ids=before, use_cache=False).logits[0, -1].float()
+        found.append(logits.log_softmax(-1)[token])
+    return torch.stack(found)

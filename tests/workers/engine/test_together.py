@@ -20,7 +20,7 @@ from tests.models.configurations import KINDS
 from tests.workers.engine.engine_cases import make_engine
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.hf.attention import attention_implementation
-from verl.workers.hf.probing import Way, find_way
+from verl.workers.hf.probing import Probe, Way, find_way
 
 ORIGINAL = 12
 """Tokens that positions are made for: two of the four sequences of `padded_batch` have more, in all but one case."""
@@ -162,11 +162,27 @@ def test_gradients_are_those_of_the_sequences_alone(directory, engine):
     assert metrics["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
 
 
+async def test_decoded_tokens_have_the_log_probs_of_what_is_before_them_alone(directory):
+    model = untouched(directory)
+    for together in await cases.decoded(directory, cases.ORDERS):
+        for prompt, output in together:
+            expected = cases.foretold_as_it_grows(lambda: copy.deepcopy(model), prompt, output.token_ids)
+            torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_sequences_go_together_as_far_as_a_small_model_keeps_them_as_they_are(name):
     config = architecture(name).make_config()
     found = find_way(config, build, attention_implementation(config), furthest=Way.PACKED)
     assert found.way is WAYS[name], found.why
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "zamba", "zamba2", "codegen", "bamba", "deepseek_v3"])
+@torch.no_grad()
+def test_models_that_probes_ask_are_small(model_type):
+    small = Probe.of(CONFIG_MAPPING[model_type](), build, None).model
+    assert small.config.num_hidden_layers <= 4
+    assert sum(parameter.numel() for parameter in small.parameters()) < 30e6
 
 
 def test_a_model_that_no_probe_can_build_has_one_sequence_at_a_time_and_says_why():

@@ -1,22 +1,46 @@
-"""Sequences that are decoded together, one token per step, with transformers' KV cache."""
+"""Sequences that are decoded together, one token per step: with transformers' cache, or anew where it is not right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Hashable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from verl.workers.hf.probing import in_rows
+from verl.workers.hf.regimes import Regimes
 from verl.workers.rollout.hf.routes import RouteWatch
+
+CACHES = ("past_key_values", "cache_params")
+"""What models call the cache that they are called with: keys and values, or states."""
+
+
+class Decoding(IntEnum):
+    """How the next token is computed: each is safe where the next one is."""
+
+    ALONE = 0
+    """From the whole sequence, one after the other."""
+    ROWS = 1
+    """From whole sequences, in rows of their own."""
+    CACHED = 2
+    """From the last token of each and what a cache keeps of those before it."""
 
 
 class DecodeBatch:
-    """Left-padded sequences and their KV cache. Used from one thread at a time."""
+    """Sequences that grow by a token at a time. Used from one thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, watch: RouteWatch | None = None) -> None:
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel, watch: RouteWatch | None = None, decoding: Decoding = Decoding.CACHED
+    ) -> None:
+        self._model: Any = model
         self._watch = watch
+        self._decoding = decoding
+        self._regimes = Regimes(model)
+        self._takes_cache_as = cache_name(model)
         self.routes: list[np.ndarray] = []
         """Of the tokens of each sequence that the last step read, where they are watched."""
         self._cache: DynamicCache | None = None
@@ -32,6 +56,11 @@ class DecodeBatch:
 
         Between two calls without `forget` or `keep`, every sequence has grown by one token.
         """
+        return self._with_cache(sequences) if self._decoding is Decoding.CACHED else self._anew(sequences)
+
+    def _with_cache(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Rows end in the last column."""
+        assert self._takes_cache_as is not None
         if self._cache is None:
             self._cache = DynamicCache(config=self._model.config)
             width = max(len(sequence) for sequence in sequences)
@@ -46,7 +75,7 @@ class DecodeBatch:
             input_ids=input_ids.to(device),
             attention_mask=self._mask.to(device),
             position_ids=positions.to(device),
-            past_key_values=self._cache,
+            **{self._takes_cache_as: self._cache},
             use_cache=True,
             logits_to_keep=1,
         )
@@ -55,9 +84,38 @@ class DecodeBatch:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
+    def _anew(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Rows begin in the first column, as a trainer's do."""
+        logits: dict[int, torch.Tensor] = {}
+        routes: dict[int, np.ndarray] = {}
+        for together in self._groups(sequences):
+            rows = [torch.tensor(sequences[index], device=self._model.device) for index in together]
+            self._regimes.forget()
+            found = in_rows(self._model, rows)
+            logits |= {index: values[-1] for index, values in zip(together, found, strict=True)}
+            if self._watch is not None:
+                mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                routes |= dict(zip(together, self._watch.take(mask.cpu()), strict=True))
+        self.routes = [routes[index] for index in sorted(routes)]
+        return torch.stack([logits[index] for index in range(len(sequences))])
+
+    def _groups(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of those that may share a call."""
+        groups: dict[Hashable, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            alone = self._decoding is Decoding.ALONE
+            groups.setdefault(index if alone else self._regimes.of(len(sequence)), []).append(index)
+        yield from groups.values()
+
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         if self._cache is not None:
-            index = torch.tensor(rows)
+            index: Any = torch.tensor(rows)
             self._mask = self._mask[index]
-            self._cache.batch_select_indices(index.to(self._model.device))
+            self._cache.reorder_cache(index.to(self._model.device))  # states know no other selection of rows
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """The parameter in which `model` is given a cache; None if it has none, or swallows one under another name."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)

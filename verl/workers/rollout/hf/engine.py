@@ -7,25 +7,35 @@ an engine has to do.
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
+from verl.utils.config import ConfigError
+from verl.utils.model import ATTENTION
+from verl.workers.hf.attention import attention_implementation
+from verl.workers.hf.probing import Build
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
-from verl.workers.rollout.hf.batch import DecodeBatch
+from verl.workers.rollout.hf.batch import DecodeBatch, Decoding
+from verl.workers.rollout.hf.decoding import find_decoding
 from verl.workers.rollout.hf.routes import RouteWatch
 from verl.workers.rollout.hf.sampling import sample
 from verl.workers.rollout.hf.weights import load_weights
 from verl.workers.rollout.records import NO_VERSION, SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -95,21 +105,50 @@ class HFEngine:
         self._generator = torch.Generator(self._spec.device).manual_seed(self._spec.seed)
         self._model = await self._in_model_thread(self._build)
         watch = RouteWatch(self._model) if self._spec.config.enable_rollout_routing_replay else None
-        self._batch = DecodeBatch(self._model, watch)
+        self._batch = DecodeBatch(self._model, watch, self._way)
         self._decoding = asyncio.create_task(self._decode())
 
     def _build(self) -> PreTrainedModel:
+        """With the attention of the trainer. Raises ConfigError for a model that does not compute what it defines."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model, trust = self._spec.model, self._spec.model.trust_remote_code
         dtype = getattr(torch, self._spec.config.dtype)
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust, **model.override_config)
+        changed = {key: value for key, value in model.override_config.items() if key != ATTENTION}
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust, **changed)
         factory: Any = AutoModelForCausalLM
+        implementation = attention_implementation(config, model.override_config.get(ATTENTION))
+
+        def from_config(config: PretrainedConfig, implementation: str | None, dtype: torch.dtype) -> PreTrainedModel:
+            asked = {ATTENTION: implementation} if implementation else {}
+            built: PreTrainedModel = factory.from_config(
+                copy.deepcopy(config), dtype=dtype, trust_remote_code=trust, **asked
+            )
+            return built
+
+        self._way = self._find_way(config, partial(from_config, dtype=torch.float32), implementation)
         if self._spec.config.load_format == "auto":
-            built = factory.from_pretrained(model.path, config=config, dtype=dtype, trust_remote_code=trust)
+            asked = {ATTENTION: implementation} if implementation else {}
+            built = factory.from_pretrained(model.path, config=config, dtype=dtype, trust_remote_code=trust, **asked)
         else:
-            built = factory.from_config(config, dtype=dtype, trust_remote_code=trust)
+            built = from_config(config, implementation, dtype)
         whole: PreTrainedModel = built.to(self._spec.device).eval()
         return whole
+
+    def _find_way(self, config: PretrainedConfig, build: Build, implementation: str | None) -> Decoding:
+        """How the model is decoded. Says what it is, where it is not with a cache."""
+        path, found = self._spec.model.path, find_decoding(config, build, implementation)
+        if found.decoding is None:
+            raise ConfigError(f"model.path={path}: {found.why}")
+        if found.why:
+            how = "one after the other" if found.decoding is Decoding.ALONE else "in rows"
+            logger.warning("%s is decoded without a cache, %s: %s", path, how, found.why)
+        if found.changes_later:
+            logger.warning(
+                "%s says something else of a token once others follow it: log-probs of the trainer, which sees whole "
+                "sequences, are others than those of its rollouts",
+                path,
+            )
+        return found.decoding
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
         generator = self._generator

@@ -1,0 +1,102 @@
+"""How a model is decoded step by step so that it says what it says of whole sequences, asked of a small one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from verl.workers.hf.probing import LENGTHS, NEIGHBOURHOODS, TOLERANCE, Build, NoProbe, Probe, answered
+from verl.workers.hf.regimes import Regimes
+from verl.workers.rollout.hf.batch import DecodeBatch, Decoding, cache_name
+
+PROMPT_SHARE = 3
+"""A sequence of a probe begins with one token in so many; what it sees at once ends while it is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    decoding: Decoding | None
+    """The fastest that changes nothing. None: not even the slowest is what transformers computes."""
+    why: str = ""
+    """Not a faster one, in words."""
+    changes_later: bool = False
+    """Whether the model says something else of a token once others follow: log-probs of whole sequences differ."""
+
+
+def find_decoding(config: PretrainedConfig, build: Build, implementation: str | None) -> Found:
+    """How sequences of a model of `config` are decoded, with this implementation of attention.
+
+    Held against the model as transformers builds it, which has each sequence alone, and no cache.
+    """
+
+    def find() -> Found:
+        try:
+            return _Decoded(Probe.of(config, build, implementation)).find()
+        except NoProbe as exc:
+            return Found(Decoding.ALONE, str(exc))
+
+    return answered(config, f"decoding {implementation}", find)
+
+
+class _Decoded:
+    """The sequences of a probe, each from its first tokens on."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._name = type(probe.model).__name__
+        self._changes_later = False
+        self._grown: dict[tuple[int, int], torch.Tensor] = {}
+        """Logits after so many tokens of a sequence, by the untouched model that has no others."""
+
+    def find(self) -> Found:
+        why = ""
+        for decoding in sorted(Decoding, reverse=True):
+            problem = self._what_differs(decoding)
+            if problem is None:
+                return Found(decoding, why, self._changes_later)
+            why = why or f"{self._name}: {problem}"
+        return Found(None, f"{self._name} is not what transformers' eager attention computes")
+
+    def _what_differs(self, decoding: Decoding) -> str | None:
+        if decoding is Decoding.CACHED:
+            if cache_name(self._probe.model) is None:
+                return "it takes no cache"
+            if Regimes(self._probe.model):
+                return "its rotary embeddings depend on how long a sequence is, and a cache keeps older ones"
+        try:
+            right = all(self._is_right(decoding, group) for group in NEIGHBOURHOODS)
+        except Exception as exc:  # noqa: BLE001 - what cannot be computed so is computed otherwise
+            return f"{type(exc).__name__}: {exc}"
+        if right:
+            return None
+        return "a cache changes it" if decoding is Decoding.CACHED else "a sequence changes with those beside it"
+
+    def _is_right(self, decoding: Decoding, group: Sequence[int]) -> bool:
+        batch = DecodeBatch(self._probe.model, decoding=decoding)
+        lengths = {index: max(1, LENGTHS[index] // PROMPT_SHARE) for index in group}
+        while lengths:
+            given = [self._probe.sequences[index][:length].tolist() for index, length in lengths.items()]
+            found = batch.next_logits(given)
+            if not all(map(self._foretells, lengths, lengths.values(), found)):
+                return False
+            going_on = [row for row, (index, length) in enumerate(lengths.items()) if length < LENGTHS[index]]
+            lengths = {index: length + 1 for index, length in lengths.items() if length < LENGTHS[index]}
+            if lengths and len(going_on) < len(found):
+                batch.keep(going_on)
+        return True
+
+    def _foretells(self, index: int, length: int, logits: torch.Tensor) -> bool:
+        """Whether these are the logits after so many tokens of a sequence."""
+        if self._probe.is_right(index, logits, length - 1):
+            return True
+        if (index, length) not in self._grown:
+            ids = self._probe.sequences[index][None, :length]
+            Regimes(self._probe.original).forget()
+            self._grown[index, length] = self._probe.original(input_ids=ids, use_cache=False).logits[0, -1].float()
+        expected = self._grown[index, length]
+        right = bool((logits.float() - expected).abs().max() <= TOLERANCE * expected.std())
+        self._changes_later |= right
+        return right

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ...compat.vllm import know_own_experts, load_numel
+from ...compat.vllm import know_own_experts, load_numel, own_rotary_tables
 from ...errors import ActivationError
 from .build import quantizes_online, standing_alone, without_quantization
 
@@ -78,9 +78,10 @@ def _trial(vllm_config: Any) -> Iterator[_Trial]:
 
 
 def _built(vllm_config: Any, device: str) -> tuple[Any, Any]:
-    """The model, and the configuration that its layers have entered themselves into."""
+    """The model, and the configuration that its layers have entered themselves into. Nothing of it is the live one's:
+    that would lose its memory when this one is put on the meta device."""
     alone = standing_alone(vllm_config)
-    with torch.device(device):
+    with torch.device(device), own_rotary_tables():
         return initialize_model(alone), alone
 
 

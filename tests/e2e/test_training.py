@@ -127,7 +127,7 @@ def test_metrics_have_verls_names(real):
     for step in (1, 2, 3):
         wanted = [f"{group}/{name}" for group, names in EVERY_STEP.items() for name in names]
         assert [name for name in wanted if name not in run.metrics[step]] == []
-    held_out = "val-core/builtin/arithmetic/reward/mean@1"
+    held_out = "val-core/builtin/arithmetic/acc/mean@1"
     assert [step for step, metrics in run.metrics.items() if held_out in metrics] == [0, 2, 3]
     assert "timing_s/testing" in run.metrics[2]
     assert [step for step, metrics in run.metrics.items() if "timing_s/save_checkpoint" in metrics] == [2, 3]

@@ -96,7 +96,9 @@ def test_the_kl_of_the_loss_goes_before_the_kl_of_the_clip():
 
 
 def test_validation_rewards_are_found_by_data_source():
-    assert validation_rewards(METRICS | {"val-aux/x/acc/mean@1": 1.0}) == {"arithmetic": 0.62}
+    assert validation_rewards(METRICS | {"val-aux/x/acc/mean@1": 1.0, "val-core/y/acc/best@2/mean": 1.0}) == {
+        "arithmetic": 0.62
+    }
 
 
 @pytest.mark.parametrize("force_color", ["", "1"])

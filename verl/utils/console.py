@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
@@ -33,18 +34,16 @@ LINE_FIELDS: tuple[tuple[str, tuple[str, ...], int, str], ...] = (
 NEEDED = tuple(label for label, *_ in LINE_FIELDS[:7])
 """Labels of what is shortened before anything of it is left out."""
 SHORT_LABELS = {"response ": "", "probs diff ": "diff "}
+HELD_OUT = re.compile(r"val-core/(?P<source>.*)/(?:acc|reward)/mean@\d+")
 SECONDS = ("gen ", "update ", "sync ")
 """Shown as one sum where space is short."""
 
 
 def validation_rewards(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Held-out mean reward by data source, out of the metrics of one step; empty if it was not validated."""
-    prefix, infix = "val-core/", "/reward/mean@"
-    return {
-        name[len(prefix) :].rpartition(infix)[0]: value
-        for name, value in metrics.items()
-        if name.startswith(prefix) and infix in name and value is not None
-    }
+    """Held-out mean by data source, of `acc`, or else of the reward, out of the metrics of one step; empty if it was
+    not validated."""
+    found = {HELD_OUT.fullmatch(name): value for name, value in metrics.items() if value is not None}
+    return {match["source"]: value for match, value in found.items() if match}
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int = WIDTH) -> str:

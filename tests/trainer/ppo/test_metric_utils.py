@@ -4,11 +4,13 @@ import torch
 
 from verl import DataProto
 from verl.trainer.ppo.metric_utils import (
+    _majority,
     compute_data_metrics,
     compute_staleness_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
     process_validation_metrics,
+    validation_names,
 )
 from verl.workers.rollout.records import NO_VERSION
 
@@ -102,40 +104,40 @@ def test_throughput_is_tokens_per_second_and_rank(batch):
     )
 
 
-def test_validation_with_several_responses_has_mean_best_and_majority():
-    got = process_validation_metrics(
-        ["math"] * 6,
-        ["p", "q", "p", "q", "p", "q"],
-        {
-            "reward": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0],
-            "pred": ["7", "3", "8", "3", "8", "4"],
-            "seconds": [1, 1, 2, 2, 3, 3],
-        },
+def test_validation_with_several_responses_has_mean_best_and_majority_in_the_core():
+    got = validation_names(
+        process_validation_metrics(
+            ["math"] * 6,
+            ["p", "q", "p", "q", "p", "q"],
+            {
+                "reward": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0],
+                "pred": ["7", "3", "8", "3", "8", "4"],
+                "seconds": [1, 1, 2, 2, 3, 3],
+            },
+        )
     )
-    assert got == pytest.approx(
-        {
-            "val-core/math/reward/mean@3": 1 / 3,
-            "val-aux/math/reward/best@3": 1.0,
-            "val-aux/math/reward/maj@3": 0.0,  # 8 and 3 are the majorities, both wrong
-            "val-aux/math/seconds/mean@3": 2.0,
-            "val-aux/math/seconds/best@3": 3.0,
-        }
-    )
+    core = {name for name in got if name.startswith("val-core")}
+    statistics = ["mean@3", *(f"{name}@3/{of}" for name in ("best", "maj") for of in ("mean", "std"))]
+    assert core == {f"val-core/math/reward/{statistic}" for statistic in statistics}
+    assert got["val-core/math/reward/mean@3"] == pytest.approx(1 / 3)
+    assert got["val-aux/math/reward/std@3"] == pytest.approx(2**0.5 / 3)
+    assert got["val-core/math/reward/best@3/mean"] > 0.6 > 0.1 > got["val-aux/math/reward/worst@3/mean"]
+    assert got["val-aux/math/seconds/mean@3"] == 2.0
+    assert got["val-aux/math/seconds/best@2/mean"] < got["val-aux/math/seconds/best@3/mean"]
 
 
 def test_the_earliest_of_equally_common_predictions_is_the_majority():
-    got = process_validation_metrics(["m", "m"], ["p", "p"], {"reward": [0.25, 1.0], "pred": ["a", "b"]})
-    assert got["val-aux/m/reward/maj@2"] == 0.25
+    drawn = np.array([[0, 1], [1, 0], [2, 2]])
+    assert _majority(np.array([0, 1, 1]), drawn).tolist() == [0, 1, 2]
 
 
 def test_data_sources_are_reported_apart_and_prompts_weigh_the_same_whatever_their_name():
-    got = process_validation_metrics(
-        ["a", "a", "b"], ["same uid", "other", "same uid"], {"reward": [True, False, 0.5], "acc": [1, None, None]}
-    )
-    assert got == {
-        "val-core/a/reward/mean@1": 0.5,
+    infos = {"reward": [True, False, 0.5], "acc": [1, None, None]}
+    got = process_validation_metrics(["a", "a", "b"], ["same uid", "other", "same uid"], infos)
+    assert validation_names(got) == {
+        "val-aux/a/reward/mean@1": 0.5,
         "val-core/b/reward/mean@1": 0.5,
-        "val-aux/a/acc/mean@1": 1.0,
+        "val-core/a/acc/mean@1": 1.0,
     }
 
 
@@ -147,9 +149,12 @@ def test_validation_results_of_different_length_are_rejected():
 @pytest.mark.parametrize("number", [np.float32(1), np.array(1), np.bool_(True), torch.tensor(1), True])
 def test_numbers_of_every_library_count_in_validation(number):
     metrics = process_validation_metrics(["a"], ["0"], {"reward": [1.0], "right": [number]})
-    assert metrics["val-aux/a/right/mean@1"] == 1.0
+    assert metrics["a"]["right"]["mean@1"] == 1.0
 
 
 def test_equal_numbers_are_equal_predictions_of_any_type():
-    infos = {"reward": [0.0, 1.0, 1.0], "pred": ["5", np.int64(3), 3.0]}
-    assert process_validation_metrics(["a"] * 3, ["0"] * 3, infos)["val-aux/a/reward/maj@3"] == 1.0
+    statistics = [
+        process_validation_metrics(["a"] * 3, ["0"] * 3, {"reward": [0.0, 1.0, 0.5], "pred": predictions})
+        for predictions in (["5", np.int64(3), 3.0], ["5", "3", "3"])
+    ]
+    assert statistics[0]["a"]["reward"] == statistics[1]["a"]["reward"]

@@ -46,7 +46,7 @@ def test_the_score_stands_on_the_last_valid_token_and_nowhere_else():
     assert output.reward_tensor.dtype == torch.float32
     assert output.reward_tensor.tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
     assert output.responses == ["82", "7", "12345"]
-    assert output.extra_info == {}
+    assert output.extra_info == {"acc": output.reward_tensor.sum(-1).tolist()}
 
 
 def test_an_empty_response_is_scored_but_has_no_token_to_carry_it():
@@ -92,7 +92,7 @@ NUMBERS = [
 @pytest.mark.parametrize("score", NUMBERS, ids=lambda value: f"{type(value).__name__}-{value}")
 def test_any_finite_number_is_a_score(score):
     with asyncio.Runner() as runner:
-        assert call(lambda: score, {}, runner) == Scored(float(score), {})
+        assert call(lambda: score, {}, runner) == Scored(float(score), {"acc": float(score)})
         assert call(lambda: {"score": score, "other": score}, {}, runner).score == float(score)
 
 
@@ -173,7 +173,7 @@ def dies(): os.kill(os.getpid(), signal.SIGKILL)
 def exits(): os._exit(3)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, how):
-    return globals()[how]() if solution_str == "22" else {"score": 1.0, "process": os.getpid()}
+    return globals()[how]() if solution_str == "22" else {"score": 1.0, "acc": True, "process": os.getpid()}
 """
 
 
@@ -197,6 +197,7 @@ def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, cap
         output = manager(make_batch(["1", "22", "333", "4"]))
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert output.abandoned == [1]
+    assert output.extra_info["acc"] == [True, 0.0, True, True]
     [record] = [record for record in caplog.records if record.name.startswith("verl.")]
     assert "sample 1 (uid uid-1, data_source builtin/arithmetic, response '22')" in record.message
     assert why in record.message

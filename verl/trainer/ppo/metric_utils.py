@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.plain import as_float, as_number
 from verl.workers.rollout.records import NO_VERSION
 
+BOOTSTRAPS, SEED = 1000, 42
+"""verl's, of validation."""
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
 """Phases whose seconds are also reported per token: of the responses, or of prompts and responses."""
@@ -98,57 +101,101 @@ def compute_throughput_metrics(batch: DataProto, timings: Mapping[str, float], n
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
-) -> dict[str, float]:
-    """Validation results per data source; all sequences have one entry per response.
+    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = SEED
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Validation results by data source, variable and statistic; all sequences have one entry per response.
 
-    `sample_uids` are equal for the n responses to one prompt. `infos` has the key `reward` and whatever else the reward
-    function returned: numbers, None where a response has none, and optionally `pred`, the extracted answers.
+    `sample_uids` are equal for the n responses to one prompt. `infos_dict` has the key `reward` and whatever else the
+    reward function returned: numbers, None where a response has none, and optionally `pred`, the extracted answers.
 
-    * `val-core/<data_source>/reward/mean@n`: mean over prompts of the mean over a prompt's n responses.
-    * `val-aux/<data_source>/reward/best@n`: the best of the n; `maj@n`: the response with the commonest `pred`, the
-      earliest of equals. For n > 1 only.
-    * `val-aux/<data_source>/<other>/mean@n` and `best@n` for other numbers.
-
-    Prompts with different numbers of responses are reported apart, each under its own n.
+    `mean@n` and `std@n` are of a prompt's n responses. For n > 1 there are `best@k/mean`, `worst@k/mean` and, with
+    `pred`, `maj@k/mean`, each with its `/std`: of the best, the worst, and the first with the commonest `pred`, of k
+    responses that are drawn BOOTSTRAPS times from the n, with replacement; k is 2, 4, 8, ... and n. All are means over
+    prompts. Prompts with different numbers of responses are reported apart, each under its own n.
     """
     lengths = {"data_sources": len(data_sources), "sample_uids": len(sample_uids)}
-    lengths |= {name: len(values) for name, values in infos.items()}
+    lengths |= {name: len(values) for name, values in infos_dict.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"validation results differ in length: {lengths}")
     prompts: dict[tuple[str, str], list[int]] = defaultdict(list)
     for position, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompts[prompt].append(position)
 
-    collected: dict[str, list[float]] = defaultdict(list)
-    predictions = infos.get("pred")
+    collected: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    predictions = infos_dict.get("pred")
     for (data_source, _), positions in prompts.items():
-        for variable, values in infos.items():
+        for variable, values in infos_dict.items():
             found = [(position, as_float(values[position])) for position in positions]
             numbers = [(position, number) for position, number in found if number is not None]
             if not numbers:
                 continue
-            section = "val-core" if variable == "reward" else "val-aux"
-            scores = [number for _, number in numbers]
-            collected[f"{section}/{data_source}/{variable}/mean@{len(scores)}"].append(_mean(scores))
-            if len(scores) == 1:
-                continue
-            collected[f"val-aux/{data_source}/{variable}/best@{len(scores)}"].append(max(scores))
-            if variable == "reward" and predictions is not None:
-                majority = _majority([predictions[position] for position, _ in numbers])
-                collected[f"val-aux/{data_source}/reward/maj@{len(scores)}"].append(scores[majority])
-    return {name: _mean(values) for name, values in collected.items()}
+            votes = None if predictions is None else [_text(predictions[position]) for position, _ in numbers]
+            for statistic, value in _of_prompt([number for _, number in numbers], votes, seed).items():
+                collected[data_source, variable, statistic].append(value)
+    metrics: dict[str, dict[str, dict[str, float]]] = {}
+    for (data_source, variable, statistic), of_prompts in collected.items():
+        metrics.setdefault(data_source, {}).setdefault(variable, {})[statistic] = _mean(of_prompts)
+    return metrics
+
+
+def validation_names(metrics: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """What `process_validation_metrics` returns, in one dict.
+
+    `val-core/<data source>/<variable>/<statistic>` are mean, best and majority of the most responses that a prompt
+    has; the variable is `acc`, or `reward` where there is none. All others are `val-aux/...`.
+    """
+    named: dict[str, float] = {}
+    for data_source, variables in metrics.items():
+        core = "acc" if "acc" in variables else "reward"
+        for variable, statistics in variables.items():
+            most = max(map(_size, statistics))
+            for statistic, value in statistics.items():
+                first = variable == core and statistic.startswith(("mean", "best", "maj")) and _size(statistic) == most
+                named[f"{'val-core' if first else 'val-aux'}/{data_source}/{variable}/{statistic}"] = value
+    return named
+
+
+def _size(statistic: str) -> int:
+    return int(statistic.partition("@")[2].partition("/")[0])
+
+
+def _of_prompt(scores: Sequence[float], votes: Sequence[str] | None, seed: int) -> dict[str, float]:
+    """The statistics of the responses to one prompt."""
+    found, values = {f"mean@{len(scores)}": _mean(scores)}, np.array(scores)
+    if len(scores) == 1:
+        return found
+    with np.errstate(invalid="ignore"):
+        found[f"std@{len(scores)}"] = float(np.std(values))
+        for size in [*(2**power for power in range(1, 64) if 2**power < len(scores)), len(scores)]:
+            drawn = _bootstraps(len(scores), size, seed)
+            chosen = {"best": values[drawn].max(axis=1), "worst": values[drawn].min(axis=1)}
+            if votes is not None:
+                chosen["maj"] = values[_majority(np.unique(votes, return_inverse=True)[1], drawn)]
+            for name, each in chosen.items():
+                found[f"{name}@{size}/mean"] = float(np.mean(each))
+                found[f"{name}@{size}/std"] = float(np.std(each))
+    return found
+
+
+@cache
+def _bootstraps(total: int, size: int, seed: int) -> np.ndarray:
+    """Positions [BOOTSTRAPS, size]; the draws of NumPy's old generator, as verl's numbers come from them."""
+    drawn: np.ndarray = np.random.RandomState(seed).choice(total, size=(BOOTSTRAPS, size), replace=True)
+    return drawn
+
+
+def _majority(votes: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """Of each draw [B, k] the position of the first of the commonest kind, [B]."""
+    cast, draws = votes[drawn], np.arange(len(drawn))[:, None]
+    counts = np.zeros((len(drawn), votes.max() + 1), dtype=int)
+    np.add.at(counts, (draws, cast), 1)
+    winners: np.ndarray = drawn[draws[:, 0], counts[draws, cast].argmax(axis=1)]
+    return winners
 
 
 def _mean(values: Sequence[float]) -> float:
     with np.errstate(invalid="ignore"):  # of infinities of both signs
         return float(np.mean(values))
-
-
-def _majority(predictions: Sequence[Any]) -> int:
-    """Position of the first prediction of the commonest kind."""
-    keys = [_text(prediction) for prediction in predictions]
-    return keys.index(Counter(keys).most_common(1)[0][0])
 
 
 def _text(prediction: Any) -> str:

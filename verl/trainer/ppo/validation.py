@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Rollouts
-from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.metric_utils import process_validation_metrics, validation_names
 from verl.trainer.ppo.samples import SampleWriter
 from verl.utils.dataset import PromptLoader
 from verl.workers.config import PPOConfig
@@ -43,6 +43,7 @@ class Validator:
         sources: list[str] = []
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
+        turns: list[int] = []
         abandoned = 0
         self._samples.forget_after(step - 1)
         for batch_index, rows in enumerate(self._dataloader):
@@ -61,6 +62,11 @@ class Validator:
                 infos[name] += reward.extra_info.get(name, [None] * len(batch))
             sources += batch.non_tensor_batch[self._config.data.reward_fn_key].tolist()
             uids += batch.non_tensor_batch["uid"].tolist()
+            turns += batch.non_tensor_batch.get("__num_turns__", np.array([])).tolist()
             self._samples.write(step, batch, reward)
             self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
-        return process_validation_metrics(sources, uids, infos) | {"reward/val_abandoned": abandoned}
+        metrics = validation_names(process_validation_metrics(sources, uids, infos))
+        if turns:
+            spread = {"min": min(turns), "max": max(turns), "mean": float(np.mean(turns))}
+            metrics |= {f"val-aux/num_turns/{name}": value for name, value in spread.items()}
+        return metrics | {"reward/val_abandoned": abandoned}

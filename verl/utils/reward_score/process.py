@@ -32,7 +32,7 @@ class Scored:
 
     score: float
     others: dict[str, Any]
-    """What else it returned, as `plain` has it."""
+    """What else it returned, as `plain` has it; of a number alone, this number as `acc`, as with verl."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], runner: asy
         score = as_float(named.get("score"))
         if score is None or not abs(score) <= LARGEST:
             return NoNumber(as_text(result)[:SHOWN_CHARACTERS])
+        if named is not result:
+            return Scored(score, {"acc": score})
         return Scored(score, {str(name): plain(value) for name, value in named.items() if name != "score"})
     except (Exception, SystemExit) as exc:  # noqa: BLE001 - told to the driver, which names the sample
         return _raised(exc)

@@ -123,6 +123,8 @@ class NaiveRewardManager:
         texts = self._texts([row[:length].tolist() for row, length in zip(responses, lengths.tolist(), strict=True)])
         results, abandoned = self._score_all(self._samples(data, texts))
         scores, extra_info = _columns(results)
+        for position in abandoned if "acc" in extra_info else ():
+            extra_info["acc"][position] = 0.0
         if self._penalty is not None:
             extra_info.setdefault("acc", scores)  # as verl's: what the function says, without the penalty
             penalties = [self._penalty(length) for length in lengths.tolist()]

@@ -16,6 +16,7 @@ from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.protocol import DataProto, tensors_of
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import LossFunction
+from verl.workers.engine.decay import decay_groups
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.micro_batches import MicroBatchLimits, partition, sequence_widths
@@ -71,10 +72,9 @@ class SingleRankEngine:
     def build(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self._model_config.path, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            decay_groups(self.model.named_parameters(), self._optim_config),
             lr=learning_rate(0, self._optim_config),
             betas=(self._optim_config.betas[0], self._optim_config.betas[1]),
-            weight_decay=self._optim_config.weight_decay,
         )
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -103,14 +103,17 @@ def reference_steps(
     grad_clip: float,
     rates: tuple[float, ...] | None = None,
     frozen: Collection[str] = (),
+    decay: Callable[[str], float] = lambda name: 0.01,
 ):
     """What plain torch makes of the mini-batches: loss and gradient norm of the last step, weights after it."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
+    groups = [{"params": [each], "weight_decay": decay(name)} for name, each in model.named_parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.999))
     for data, rate in zip(mini_batches, rates or [LEARNING_RATE] * len(mini_batches), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         totals = LossTotals.of(data.batch["response_mask"])
         log_prob, entropy = reference_log_probs(model, data, temperature)
         loss, _ = weighted_loss(log_prob, entropy, data, totals)
@@ -119,6 +122,11 @@ def reference_steps(
         optimizer.step()
         optimizer.zero_grad()
     return loss.item(), norm.item(), checkpoint_weights(model)
+
+
+def decay_of(name: str, *, spares: bool = True) -> float:
+    """Of a parameter of Qwen2; one that `spares` norms and biases has none for them."""
+    return 0.0 if spares and name.endswith(("norm.weight", "bias")) else 2.0
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

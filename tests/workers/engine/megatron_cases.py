@@ -68,7 +68,10 @@ def as_in_the_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: dict | None = None):
+OPTIM = {"lr": LEARNING_RATE, "lr_warmup_steps": 2, "zero_indexed_step": False}
+
+
+def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: dict | None = None, **optim):
     """A built engine that computes in float32 unless `options` say otherwise; `recompute` among them is the model's."""
     from verl.workers.engine.megatron.engine import MegatronEngine
 
@@ -77,9 +80,7 @@ def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: d
     engine = MegatronEngine(
         model_config=HFModelConfig(path=str(path), enable_gradient_checkpointing=recompute, **(model or {})),
         megatron_config=MegatronConfig(**parallel),
-        optim_config=(
-            OptimizerConfig(lr=LEARNING_RATE, lr_warmup_steps=2, zero_indexed_step=False) if trainable else None
-        ),
+        optim_config=OptimizerConfig(**OPTIM | optim) if trainable else None,
         grad_clip=0.5,
     )
     engine.build()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
     batch,
+    decay_of,
     held_parts,
     make_engine,
     reference_log_probs,
@@ -127,6 +129,17 @@ def test_steps_equal_those_of_one_process_that_sees_the_whole_mini_batch(
         assert metrics["tokens"] == pytest.approx(1.0)
         assert metrics["skipped_steps"] == 0.0
     assert_same_weights(assemble([parts for _, parts in results]), weights)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_norms_and_biases_decay_only_where_that_is_asked_for(ranks, models, strategy):
+    path, data = models("qwen2"), batch(12)
+    for spares in (False, True):
+        optim = {"weight_decay": 2.0, "decay_norms_and_biases": not spares}
+        decay = partial(decay_of, spares=spares)
+        _, _, weights = reference_steps(path, [data, data], temperature=0.7, grad_clip=0.5, decay=decay)
+        results = ranks.run(train, 2, path, data, SMALL, {"strategy": strategy, "optim": optim}, 2)
+        assert_same_weights(assemble([parts for _, parts in results]), weights)
 
 
 def weights_during_a_step_of(path, options):

@@ -14,6 +14,7 @@ from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
     batch,
+    decay_of,
     held_parts,
     make_engine,
     reference_log_probs,
@@ -119,6 +120,26 @@ def test_a_layout_computes_trains_exports_and_resumes_as_one_process_does(
         assert same_bits(other["trained"], rank["trained"])
         assert torch.equal(other["drawn"], rank["drawn"])
         assert other["metrics"] == rank["metrics"]
+
+
+def trained_without_decay_of_vectors(path):
+    engine = make_megatron(path, TP2, weight_decay=2.0, decay_norms_and_biases=False)
+    train(engine, (0, 1))
+    return held_parts(engine)
+
+
+def test_norms_and_biases_decay_only_where_that_is_asked_for(ranks, models):
+    path, seeds = models("qwen2", True), (0, 1)
+    _, _, weights = reference_steps(
+        path,
+        [batch(12, seed) for seed in seeds],
+        temperature=0.7,
+        grad_clip=0.5,
+        rates=RATES[: len(seeds)],
+        decay=decay_of,
+    )
+    parts = ranks.run(trained_without_decay_of_vectors, 2, path)
+    assert_same_weights(assemble(parts), as_in_the_file(weights))
 
 
 def held_moments(path, options, directory):

@@ -23,6 +23,9 @@ class OptimizerConfig:
     lr_scheduler_type: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
     min_lr_ratio: float = option(0.0, "cosine and linear end at this share of lr", least=0, most=1)
     weight_decay: float = option(0.01, "decoupled weight decay", least=0)
+    decay_norms_and_biases: bool = option(
+        True, "weight_decay is that of every parameter; false: not of norms, biases and whatever has one dimension"
+    )
     betas: list[float] = option([0.9, 0.999], "Adam's exponential decay rates", least=0, below=1)
     total_training_steps: int = option(-1, "length of the schedule; set by the trainer when negative", least=-1)
 

@@ -17,13 +17,14 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.copies import gather_rows, same_draws
+from verl.workers.engine.decay import decay_groups
 from verl.workers.engine.fsdp import snapshot
 from verl.workers.engine.fsdp.checkpoint import load_training_state, save_training_state
 from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.mesh import DTYPES, sharers_of
 from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
-from verl.workers.engine.fsdp.tensors import as_in_checkpoint
+from verl.workers.engine.fsdp.tensors import as_in_checkpoint, named_parameters
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_lengths, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -106,11 +107,12 @@ class FSDPEngine:
             self._require_shared()
         self._packs = self._sharers.size > 1 or (built.together.way is Way.PACKED and self._keeps_sequences_apart())
         if self._optim_config is not None:
+            whole = {name: len(held.shape) for name, held in self.sharding.held(self.model).items()}
+            trained = ((name, each) for name, each in named_parameters(self.model) if each.requires_grad)
             self.optimizer = torch.optim.AdamW(
-                [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+                decay_groups(trained, self._optim_config, whole),
                 lr=learning_rate(0, self._optim_config),
                 betas=(self._optim_config.betas[0], self._optim_config.betas[1]),
-                weight_decay=self._optim_config.weight_decay,
                 fused=True,
             )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from verl.checkpoint_engine.compat.torch import scale_all
 from verl.workers.config import OptimizerConfig
+from verl.workers.engine.decay import decay_groups
 from verl.workers.engine.megatron.architectures import Cut
 from verl.workers.engine.megatron.layout import LocalTensor, divide
 from verl.workers.engine.megatron.library import parallel_state
@@ -95,13 +96,12 @@ class Optimizer:
         self._owners = _owners(weights, tensors) if distributed else {}
         self._own = [tensor for tensor in tensors if self._is_own(tensor)]
         self._steps = 0
-        own = [weights.tensors[tensor.name] for tensor in self._own]
+        own = decay_groups(((tensor.name, weights.tensors[tensor.name]) for tensor in self._own), config)
         self._adamw = (
             torch.optim.AdamW(
                 own,
                 lr=learning_rate(0, config),
                 betas=(config.betas[0], config.betas[1]),
-                weight_decay=config.weight_decay,
                 fused=True,
             )
             if own

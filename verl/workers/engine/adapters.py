@@ -5,13 +5,17 @@ A layer that computes x W' gets (B A) scale added to its W, with A [rank, inputs
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -20,9 +24,12 @@ from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.tensors import HeldTensor, tied_aliases
+from verl.workers.hf.conversion import listed_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.model"
 BASE = ".base_layer."
@@ -43,21 +50,34 @@ def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> list[str]:
     except ImportError as exc:
         raise BackendUnavailable(f"{KEY}.lora_rank needs the package 'peft': pip install 'verl-sync[lora]'") from exc
     key = f"{KEY}.target_modules={config.target_modules}"
-    targets = _all_linear(model) if config.target_modules == "all-linear" else config.target_modules
+    targets = _targets(model, config.target_modules)
+    if not targets:
+        raise ConfigError(f"{key}: {type(model).__name__} has no linear layer of that kind{_transposed(model)}")
+    unknown = _left_out(model).keys() & _matching(model, targets)
+    if unknown:
+        raise ConfigError(f"{key}: {listed_names(sorted(unknown))}: {type(model).__name__} reads their weights itself")
+    # Inside of another module, so that peft does not know the model: its rules for some would add stacked experts.
+    holder = nn.ModuleDict({"of": model})
     try:
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # of tied layers and stacked experts, which are refused below
-            inject_adapter_in_model(_peft_config(config, targets), model, low_cpu_mem_usage=True)
+            warnings.simplefilter("ignore")  # of tied layers, which are refused below
+            inject_adapter_in_model(_peft_config(config, targets), holder, low_cpu_mem_usage=True)
     except ValueError as exc:
         raise ConfigError(f"{key} does not fit {type(model).__name__}: {exc}") from exc
     tied = tied_aliases(model)
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    wrong = [name for name, layer in adapted.items() if type(layer) is not Linear or f"{name}{BASE}weight" in tied]
+    wrong = [
+        name
+        for name, layer in adapted.items()
+        if type(layer) is not Linear or not _is_linear(layer.base_layer) or f"{name}{BASE}weight" in tied
+    ]
     if wrong:
-        raise ConfigError(f"{key}: adapters are for linear layers with weights of their own, not {', '.join(wrong)}")
-    absent = [target for target in targets if not _names_one(target, adapted)] if isinstance(targets, list) else []
+        raise ConfigError(f"{key}: adapters are for linear layers with weights of their own, not {listed_names(wrong)}")
+    absent = [target for target in targets if not _names_one(target, adapted)]
     if absent:
         raise ConfigError(f"{key}: {type(model).__name__} has no linear layer {', '.join(absent)}")
+    if config.target_modules == "all-linear":
+        _tell_without(model)
     largest = max(min(layer.weight.shape) for layer in adapted.values())
     if config.lora_rank > largest:
         raise ConfigError(f"{KEY}.lora_rank={config.lora_rank} is more than {largest}, the highest rank of its layers")
@@ -120,11 +140,103 @@ def _names_one(target: str, layers: Mapping[str, Any]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in layers)
 
 
+def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:
+    """Names, or last parts of names. A text is a regular expression of whole names, as peft has it."""
+    if target_modules == "all-linear":
+        return _all_linear(model)
+    if isinstance(target_modules, str):
+        return [name for name, _ in model.named_modules() if re.fullmatch(target_modules, name)]
+    return target_modules
+
+
 def _all_linear(model: PreTrainedModel) -> list[str]:
-    """Every linear layer but the output; peft's own `all-linear` also takes routers and stacked experts."""
+    """Every linear layer but the output, and but those that a model does not call."""
+    architecture: Any = model
+    output, left_out = architecture.get_output_embeddings(), _left_out(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if module is not output and name not in left_out and _is_linear(module)
+    ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it computes x W' + b, of one W. Routers that are derived from linear layers choose experts."""
+    if not isinstance(module, nn.Linear):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    try:
+        values = module(torch.empty(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(values, torch.Tensor) and values.shape == (1, module.out_features)
+
+
+_READS = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data))")
+
+
+def _left_out(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear layers whose weights are read by the module around them, which then does not see an adapter.
+
+    Those of routers are never called; those of state-space layers are not, where their kernels compute the product.
+    """
+    found: dict[str, nn.Module] = {}
+    sources: dict[str, str] = {}
+    for prefix, parent in model.named_modules():
+        kind = f"{type(parent).__module__}.{type(parent).__qualname__}"
+        if kind not in sources:
+            sources[kind] = _source(type(parent))
+        computes_states = isinstance(getattr(parent, "conv1d", None), nn.Conv1d)
+        for name in set(_READS.findall(sources[kind])):
+            child = getattr(parent, name, None)
+            if isinstance(child, nn.Linear) and (computes_states or f"self.{name}(" not in sources[kind]):
+                found[f"{prefix}.{name}" if prefix else name] = child
+    return found
+
+
+def _source(of: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(of)
+    except (OSError, TypeError):  # it was not read from a file
+        return ""
+
+
+def _matching(model: nn.Module, targets: list[str]) -> set[str]:
+    return {name for name, _ in model.named_modules() for target in targets if _names_one(target, {name: None})}
+
+
+def _transposed(model: nn.Module) -> str:
+    kinds = {type(module).__name__ for module in model.modules() if type(module).__name__ == "Conv1D"}
+    return ": its layers are transposed ones (Conv1D), which have no adapters here" if kinds else ""
+
+
+def _tell_without(model: nn.Module) -> None:
+    """Name the matrices that are neither adapted nor embeddings: stacked experts, routers, convolutions."""
+    known = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)} | {
+        f"{name}.weight" for name in _output_names(model)
+    }
+    without = [
+        name
+        for name, parameter in model.named_parameters()
+        if sum(size > 1 for size in parameter.shape) > 1
+        and name not in known
+        and not is_adapter(name)
+        and BASE not in name
+    ]
+    families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in without))
+    if families and not (dist.is_initialized() and dist.get_rank()):
+        logger.info(
+            "%s.target_modules=all-linear: no adapters beside %s, which are no linear layers that the model calls",
+            KEY,
+            listed_names(families),
+        )
+
+
+def _output_names(model: nn.Module) -> list[str]:
     architecture: Any = model
     output = architecture.get_output_embeddings()
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output]
+    return [name for name, module in model.named_modules() if module is output]
 
 
 def _peft_config(config: HFModelConfig, targets: str | list[str]) -> Any:

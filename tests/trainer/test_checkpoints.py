@@ -91,6 +91,17 @@ def test_what_was_written_first_is_deleted_first_and_nothing_else_is(config):
     assert names(config) == ["global_step_1.best", "global_step_10", "global_step_9", LATEST]
 
 
+def test_none_is_deleted_while_what_was_saved_last_may_be_no_good(config):
+    config = replace(config, max_actor_ckpt_to_keep=1)
+    checkpoints = CheckpointDirectory(config)
+    for step, keeps_all in ((1, False), (2, True), (3, True), (4, False)):
+        checkpoints.keeps_all = keeps_all
+        with checkpoints.writing(state(step)):
+            pass
+        checkpoints.publish()
+        assert steps(config) == ({4} if step == 4 else set(range(1, step + 1)))
+
+
 def steps(config):
     return {int(name.removeprefix("global_step_")) for name in names(config) if name.startswith("global_step_")}
 

@@ -61,6 +61,8 @@ class CheckpointDirectory:
         """The checkpoint that `resume_from_path` named, for this run or one that it goes on from."""
         self._written: Path | None = None
         """What `publish` has to do."""
+        self.keeps_all = False
+        """Old ones are not deleted: what was saved last may be no good."""
         self.last: Path | None = None
         """The one that was published last, by this object."""
 
@@ -189,7 +191,7 @@ class CheckpointDirectory:
         What the pointer names is one of them. What this run branched from stays beside them: its user named it.
         """
         keep = self._config.max_actor_ckpt_to_keep
-        if keep is None:
+        if keep is None or self.keeps_all:
             return
         others = [path for path in self._found() if path.name not in (latest.name, self._branched_from)]
         newest_first = sorted(others, key=_age, reverse=True)

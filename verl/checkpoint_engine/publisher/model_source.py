@@ -16,6 +16,7 @@ from ..errors import ConfigError, PlanError
 from ..memory.publishing import copy_values
 from ..plan.layout import listed
 from ..plan.types import Box, Shard, TensorSpec
+from ..support.finite import extremes, named_extremes
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 """What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""
@@ -95,16 +96,14 @@ class ModelSource:
             copy_values(destination, values)
 
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
-        if self._allow_nonfinite or not values.is_floating_point() or not values.numel():
+        dtype = getattr(torch, self._by_name[name].dtype)
+        if self._allow_nonfinite or not dtype.is_floating_point:
             return
-        dtype = self._by_name[name].dtype
-        low, high = torch.aminmax(values if values.dtype.itemsize > 1 else values.float())  # not of float8
-        most = torch.finfo(getattr(torch, dtype)).max
-        if not (-most <= float(low) and float(high) <= most):  # nothing compares with NaN
-            found = "NaN" if bool(low.isnan()) else f"values of {float(low):.3g} to {float(high):.3g}"
+        (low, high), most = extremes(values), torch.finfo(dtype).max
+        if not (-most <= low and high <= most):  # nothing compares with NaN
             raise ConfigError(
-                f"{name} has {found}, which is not finite in {dtype}: an update before it went wrong. "
-                "allow_nonfinite=True pushes it all the same"
+                f"{name} has {named_extremes(low, high)}, which is not finite in {self._by_name[name].dtype}: an "
+                "update before it went wrong. allow_nonfinite=True pushes it all the same"
             )
 
     def _values(self, shard: Shard) -> torch.Tensor:

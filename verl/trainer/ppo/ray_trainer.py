@@ -32,6 +32,7 @@ from verl.trainer.ppo.reports import Reports
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.sampling import Sampling
 from verl.trainer.ppo.saves import Saves
+from verl.trainer.ppo.skipped_steps import Diverged, SkippedSteps
 from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
@@ -105,6 +106,7 @@ class RayPPOTrainer:
         self._brings_weights = False
         cluster.recovery.watch(WEIGHTS, self._bring_weights)
         self._slow_ranks = SlowRanks(self._process_of)
+        self._skipped_steps = SkippedSteps(config.trainer.max_skipped_steps)
         self.traces, self.reports = Traces(config, cluster), Reports(config, cluster)
         self.sampling = Sampling(config, rollouts, reward_manager, train_dataloader, self.traces)
         self._experience = Experience(config, cluster, reward_manager, self.kl_ctrl, self._samples)
@@ -241,8 +243,19 @@ class RayPPOTrainer:
             if now.number > self.config.trainer.critic_warmup:
                 with now.timed("update_actor"):
                     now.metrics |= self.cluster.actor.update_actor(learned_from)[0]
+        self._look_for_skipped(now)
         now.metrics |= self._slow_ranks.look(self.cluster.actor.take_own_time())
         return without_padding(batch)
+
+    def _look_for_skipped(self, now: Step) -> None:
+        """Raises Diverged. The metrics of that step are told first."""
+        try:
+            self._skipped_steps.look(now.number, now.metrics)
+        except Diverged:
+            self.tracking.log(now.metrics, now.number, now.histograms)
+            raise
+        finally:
+            self.checkpoints.keeps_all = self._skipped_steps.in_a_row > 0
 
     def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
         """Give the rollout engines what the trainer has learned."""

@@ -68,6 +68,12 @@ class TrainerConfig:
     )
     save_freq: int = option(-1, "checkpoint every so many steps, and at the end; -1: never", least=-1)
     max_actor_ckpt_to_keep: int | None = option(None, "older checkpoints are deleted; null: keep all", least=1)
+    max_skipped_steps: int = option(
+        3,
+        "a run ends with an error after so many steps in a row in which an update was left out because gradients were "
+        "not finite; from the first of them on no checkpoint is deleted",
+        least=1,
+    )
     on_full_disk: str = option(
         "go_on",
         "a checkpoint for which there is no space: go on and try again at the next save, or stop the run",

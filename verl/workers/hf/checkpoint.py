@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from verl.checkpoint_engine.plan.types import Box
+from verl.checkpoint_engine.support.finite import extremes, named_extremes
 from verl.utils.config import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -76,10 +77,19 @@ class HFCheckpoint:
         return max(numel, key=numel.__getitem__)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """The elements of `box`, or all, in the dtype of the file; only the bytes of these rows are read."""
+        """The elements of `box`, or all, in the dtype of the file; only the bytes of these rows are read.
+
+        Raises ConfigError if they are not all finite: nobody trains, or goes on, from such weights.
+        """
         box = box or Box.whole(self.shape(name))
         index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
         values: torch.Tensor = self._slice(name)[index]
+        low, high = extremes(values)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ConfigError(
+                f"{name} in {self.directory / self._file_of[name]} has {named_extremes(low, high)}: these are no "
+                "weights to begin with"
+            )
         return values
 
     def _slice(self, name: str) -> Any:

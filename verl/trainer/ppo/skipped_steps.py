@@ -1,0 +1,57 @@
+"""Training steps whose updates are left out because gradients are not finite: a run in which none is made ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from math import isfinite
+
+logger = logging.getLogger(__name__)
+
+KEYS = ("actor/skipped_steps", "critic/skipped_steps")
+
+
+class Diverged(Exception):
+    """The run cannot learn any more: so many steps in a row were without an update."""
+
+
+class SkippedSteps:
+    """Looks at every step of a run. Used on the driver."""
+
+    def __init__(self, most: int) -> None:
+        """`most` steps in a row end the run."""
+        self._most = most
+        self._first = 0
+        self.in_a_row = 0
+        """Steps, up to the last one, in which an update was left out. One that is made again counts once."""
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Of `step`, which has just been learned from. Warns of the first; raises Diverged after the last."""
+        skipped = {key: metrics[key] for key in KEYS if metrics.get(key)}
+        if not skipped:
+            self.in_a_row = 0
+            return
+        is_first = not self.in_a_row or step < self._first
+        if is_first:
+            self._first = step
+        self.in_a_row, cause = step - self._first + 1, _cause(metrics)
+        if is_first:
+            counts = " and ".join(f"{count:g} of the {key.partition('/')[0]}'s" for key, count in skipped.items())
+            logger.warning("step %d: %s optimizer steps were left out: %s", step, counts, cause)
+        if self.in_a_row >= self._most:
+            raise Diverged(
+                f"since step {self._first} an update was left out in each of {self.in_a_row} steps: {cause}. Nothing "
+                "is learned any more. Go on from a checkpoint before it with a lower learning rate "
+                "(trainer.resume_mode=resume_path), or look for NaN in the data's rewards; trainer.max_skipped_steps "
+                "is how many are borne"
+            )
+
+
+def _cause(metrics: Mapping[str, float]) -> str:
+    """What is known of it: gradients alone, or what they come from, too."""
+    parts = ("actor/", "critic/", "rollout_corr/")
+    wrong = [key for key, value in metrics.items() if key.startswith(parts) and not isfinite(value)]
+    others = [key for key in wrong if not key.endswith("grad_norm")]
+    if not others:
+        return "the gradients' norm is not finite, though the loss is"
+    return f"not finite are {', '.join(others[:5])}, and with them the gradients"

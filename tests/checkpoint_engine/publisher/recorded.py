@@ -27,6 +27,11 @@ class RecordingServer(RecordingReplica):
         if self.refuses is not None:
             raise self.refuses
 
+    async def claim(self) -> str:
+        return self.name
+
+    async def release(self) -> None: ...
+
 
 class RecordedPublisher(WeightPublisher):
     def __init__(self, model: Any, **named: Any) -> None:

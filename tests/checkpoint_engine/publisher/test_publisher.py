@@ -24,9 +24,11 @@ from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine import ActivationError, ConfigError, SyncAborted, TRLWeightTransfer, WeightPublisher
+from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS
 from verl.utils.builtin import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
+LOOK = {"method": ANSWERS, "args": ['{"number": "1", "act": "look"}']}
 EXAMPLE = ROOT / "examples" / "any_trainer" / "train.py"
 
 
@@ -152,6 +154,26 @@ class TestAgainstVLLM:
             assert_serves(server, model, directory)
         assert arenas_in(shm) == []
         assert len((shm / "reports.jsonl").read_text().splitlines()) == 3
+
+    def test_a_server_has_one_writer_and_what_a_dead_one_has_begun_is_ended(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        other = AutoModelForCausalLM.from_pretrained(directory)
+        nudge(model, 20)
+        with WeightPublisher(model, [server.url]) as publisher, WeightPublisher(other, [server.url]) as second:
+            publisher.push(100)
+            with pytest.raises(ConfigError, match=f"is written by another: the publisher of process {os.getpid()} on"):
+                second.push(100)
+            assert_serves(server, model, directory)
+            server.call("/start_weight_update", {})
+            nudge(model, 21)
+            publisher.push(101)
+            assert (server.version(), server.call("/collective_rpc", LOOK)["results"][0]["version"]) == ("101", 101)
+            assert_serves(server, model, directory)
+            publisher.close()
+            second.push(100)
+            assert_serves(server, other, directory)
 
     def test_named_tensors_and_a_file_of_endpoints(self, server: ServedVLLM, directory: Path, shm: Path):
         model = AutoModelForCausalLM.from_pretrained(directory)

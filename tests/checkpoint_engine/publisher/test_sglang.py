@@ -263,6 +263,11 @@ class TestAgainstSGLang:
 class CheckedReplica(RecordingReplica):
     async def check(self, tensors: Any) -> None: ...
 
+    async def claim(self) -> str:
+        return self.name
+
+    async def release(self) -> None: ...
+
 
 class MisleadingPublisher(WeightPublisher):
     """Has servers load their next versions from the arena `misleads`, and `other` in this process in place of one."""

@@ -18,6 +18,20 @@ def knows_weight_transfer_engine(name: str) -> bool:
     return name in WeightTransferEngineFactory._registry
 
 
+def let_workers_answer(method: str, answer: Callable[[Any, str, bool], dict[str, Any]]) -> None:
+    """Give workers `method`, for `/collective_rpc`: what `answer` returns for the worker's weight-transfer engine, what
+    the caller has sent, and whether an update is active. Idempotent.
+
+    vLLM's routes for weight updates return nothing of what workers say; a `worker_extension_cls` is the user's.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def answered(worker: Any, sent: str) -> dict[str, Any]:
+        return answer(worker.weight_transfer_engine, sent, bool(getattr(worker, "_weight_update_active", False)))
+
+    setattr(WorkerBase, method, answered)
+
+
 @contextmanager
 def own_rotary_tables() -> Iterator[None]:
     """Inside, a model that is built gets tables of rotary embeddings of its own.

@@ -49,6 +49,11 @@ class Manifest:
                 )
         return cls(version, plan, np.concatenate(per_owner) if per_owner else np.zeros(0, np.uint64))
 
+    @property
+    def digest(self) -> str:
+        """Of the weights: of names, dtypes and shapes, and of every piece."""
+        return xxhash.xxh3_64_hexdigest(self.plan.layout.digest.encode() + self.digests.tobytes())
+
     def encode(self) -> bytes:
         return msgspec.msgpack.encode([MANIFEST_FORMAT, self.version, self.plan.encode(), self.digests.tobytes()])
 

@@ -7,18 +7,24 @@ vLLM has these routes only where `VLLM_SERVER_DEV_MODE=1`, and our engine only w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import ActivationError, ConfigError, TransportError
+import msgspec
+
+from ..errors import ActivationError, CheckpointEngineError, ConfigError, TransportError
 from ..support.package import PACKAGE
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from .writers import Answer, Writer, answers_to, order, require_loaded, require_own
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.
 
 `verl_arena`, or `verl_sync_arena`: where both distributions are installed, an engine speaks with its own."""
+ANSWERS = f"{ENGINE_NAME}_answers"
+"""The method of vLLM's workers, which our plugin gives them, that answers to an `Order`."""
 PAUSE_MODES = ("abort", "wait", "keep")
 FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 
@@ -71,45 +77,83 @@ class Endpoint(HttpServer):
                 f"no vLLM answers at {self.url} ({exc.message}): start it, or correct --endpoint"
             ) from exc
 
+    def claim(self, writer: Writer) -> str:
+        """Make the server `writer`'s, or renew that; what tells this server from others, and from one that is started
+        in its place. It goes on serving.
+
+        Raises ConfigError if it is somebody else's, or has what updates cannot be loaded into.
+        """
+        answers = self._ask("claim", writer)
+        require_own(answers, writer, self.url)
+        return answers[0].server
+
+    def release(self, writer: Writer) -> None:
+        """Others may write it. Idempotent."""
+        self._ask("release", writer)
+
+    def _ask(self, act: Literal["look", "claim", "release"], writer: Writer | None = None) -> Sequence[Answer]:
+        """Every worker. None of them ever refuses: the answers of others would stay unread in vLLM's executor."""
+        asked = order(act, writer)
+        body = {"method": ANSWERS, "args": [msgspec.json.encode(asked).decode()]}
+        try:
+            said = self.call("POST", "/collective_rpc", body)
+        except Refused as exc:
+            raise ConfigError(f"the workers at {self.url} do not say what they hold: start vLLM with {FLAG}") from exc
+        return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
+
     def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
         """Have every worker take its weights from its socket, and serve them as `version`.
 
-        Raises ActivationError if the engine refuses. It then serves nothing: it holds a mixture of weights and stays
-        paused until an update succeeds.
+        Raises ConfigError if the server is somebody else's, ActivationError if the engine refuses. It then serves
+        nothing: it holds a mixture of weights and stays paused until an update succeeds.
         """
-        self.pause(pause_mode)
-        self.load({"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, version)
-        self.resume()
+        writer = Writer.here("update")
+        self.claim(writer)
+        try:
+            self.pause(pause_mode)
+            self.load({"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, version, writer)
+            self.resume()
+        finally:
+            with suppress(CheckpointEngineError):
+                self.release(writer)
 
     def pause(self, mode: str) -> None:
         """Stop generating; `mode` is one of `PAUSE_MODES`. Idempotent."""
         self.call("POST", f"/pause?mode={mode}")
 
-    def load(self, update_info: Mapping[str, Any], version: str) -> None:
-        """Have every worker load what `update_info` says, as `version`, while the engine is paused. As `update`."""
-        self._start()
+    def load(self, update_info: Mapping[str, Any], version: str, writer: Writer) -> None:
+        """Have every worker load what `update_info` says, as `version`, while the engine is paused. As `update`.
+
+        The server says `version` once all workers say that they have loaded it.
+        """
+        load = secrets.token_hex(8)
+        self._start(writer)
         try:
-            self.call("POST", "/update_weights", {"update_info": dict(update_info)})
-        except (ActivationError, TransportError):
+            info = dict(update_info) | {"writer": writer.id, "load": load}
+            self.call("POST", "/update_weights", {"update_info": info})
+            require_loaded(self._ask("look"), load, update_info.get("version"), self.url)
+        except (ActivationError, ConfigError, TransportError):
             with suppress(ActivationError, TransportError):  # of its workers, one has raised; the others wait for this
                 self.call("POST", "/finish_weight_update")
             raise
         self.call("POST", "/finish_weight_update", {"weight_version": version})
+        require_loaded(self._ask("look"), load, update_info.get("version"), self.url)
+        if (said := self.version()) != version:
+            raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded {version!r}")
         self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
 
     def resume(self) -> None:
         """Generate again. Idempotent."""
         self.call("POST", "/resume")
 
-    def _start(self) -> None:
-        try:
-            self.call("POST", "/start_weight_update", {})
-        except Refused as exc:
-            if "already active" not in exc.message:
-                raise
+    def _start(self, writer: Writer) -> None:
+        answers = self._ask("claim", writer)
+        require_own(answers, writer, self.url)
+        if any(answer.active for answer in answers):
             # Whoever began it was killed in the middle. Of several workers one has given up, the others wait.
-            self.call("POST", "/finish_weight_update")
-            self.call("POST", "/start_weight_update", {})
+            with suppress(*([] if all(answer.active for answer in answers) else [Refused])):
+                self.call("POST", "/finish_weight_update")
+        self.call("POST", "/start_weight_update", {})
 
     def version(self) -> str:
         """What the engine says that it serves; `default` for the weights that it started with."""

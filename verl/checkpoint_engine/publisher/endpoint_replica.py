@@ -11,6 +11,7 @@ from typing import Protocol
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..parameter_server.endpoints import Endpoint
+from ..parameter_server.writers import Writer
 from ..support.apart import apart
 from .reports import Reports
 from .sglang_endpoint import SGLangEndpoint, is_sglang
@@ -25,6 +26,8 @@ class Server(Protocol):
     engine: str
 
     def check(self, tensors: Tensors) -> None: ...
+    def claim(self) -> str: ...
+    def release(self) -> None: ...
     def pause(self, mode: str) -> None: ...
     async def activate(self, arena_path: str, version: int) -> None: ...
     def resume(self) -> None: ...
@@ -34,30 +37,43 @@ class Server(Protocol):
 class VLLMServer:
     engine = "vLLM"
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._endpoint = Endpoint(url, timeout_s=timeout_s)
+    def __init__(self, url: str, writer: Writer, *, timeout_s: float) -> None:
+        self._endpoint, self._writer = Endpoint(url, timeout_s=timeout_s), writer
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
 
     def check(self, tensors: Tensors) -> None:
         self._endpoint.check(None, tensors)
 
+    def claim(self) -> str:
+        return self._endpoint.claim(self._writer)
+
+    def release(self) -> None:
+        self._endpoint.release(self._writer)
+
     async def activate(self, arena_path: str, version: int) -> None:
         update = {"arena_path": arena_path, "version": version}
-        await apart(self._endpoint.load, update, str(version))
+        await apart(self._endpoint.load, update, str(version), self._writer)
 
 
 class EndpointReplica:
     """Implements `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
 
     def __init__(
-        self, url: str, node_index: int, config: CheckpointEngineConfig, *, timeout_s: float, reports: Reports
+        self,
+        url: str,
+        node_index: int,
+        config: CheckpointEngineConfig,
+        *,
+        timeout_s: float,
+        reports: Reports,
+        writer: Writer | None = None,
     ) -> None:
-        """`node_index`: of its host's node. `timeout_s`: for each request. `reports`: of its host. Raises ConfigError
-        for what is no URL."""
+        """`node_index`: of its host's node. `timeout_s`: for each request. `reports`: of its host. `writer`: whose the
+        server will be; by default its own. Raises ConfigError for what is no URL."""
         self.name = url
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
-        self._server: Server = VLLMServer(url, timeout_s=timeout_s)
+        self._server: Server = VLLMServer(url, writer or Writer.here("publisher"), timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> None:
         """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
@@ -71,6 +87,16 @@ class EndpointReplica:
             raise TransportError(
                 f"no {sought} answers at {self.name} ({exc.message}): start it, or take it out of the endpoints"
             ) from exc
+
+    async def claim(self) -> str:
+        """Make the server its writer's, or renew that: what tells it from others. It goes on serving.
+
+        Raises ConfigError if it is another's, ActivationError, TransportError."""
+        return await apart(self._server.claim)
+
+    async def release(self) -> None:
+        """Others may write it. Raises as `claim`."""
+        await apart(self._server.release)
 
     def _sglang(self) -> SGLangEndpoint:
         return SGLangEndpoint(

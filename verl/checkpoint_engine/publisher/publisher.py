@@ -10,10 +10,12 @@ It is a `CheckpointEngineManager` with a rollout node in the process that trains
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol, Self, SupportsIndex
@@ -22,8 +24,9 @@ import torch
 from torch import nn
 
 from ..config import CheckpointEngineConfig
-from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted
+from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted, TransportError
 from ..parameter_server.http_server import require_url
+from ..parameter_server.writers import LEASE_S, Writer
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
@@ -60,6 +63,13 @@ class CheckedReplica(Replica, Protocol):
     """A replica that can say beforehand whether the weights fit its model."""
 
     async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None: ...
+
+    async def claim(self) -> str:
+        """Make its server this publisher's, or renew that; what tells it from others. Raises ConfigError that says
+        whose it is otherwise."""
+        ...
+
+    async def release(self) -> None: ...
 
 
 class WeightPublisher:
@@ -108,6 +118,9 @@ class WeightPublisher:
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
         """dtypes and shapes that were held against the models of those who are known."""
+        self._writer = Writer.here("publisher")
+        self._servers: dict[str, str] = {}
+        """By name, what tells a server from others, and from one that was started in its place."""
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
             self._hosts = Hosts(nodes, node_key, settings)
@@ -119,6 +132,8 @@ class WeightPublisher:
                 looks_anew=True,
             )
         self._loop = LoopThread("weight-publisher")
+        if self._manager is not None:
+            self._loop.start(self._renew_claims())
         self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
         self._pending: Future[SyncReport] | None = None
         self._closed = False
@@ -168,7 +183,7 @@ class WeightPublisher:
         self._closed = True
         self._give_up_pending()
         if self._manager is not None:
-            closing = self._loop.start(self._manager.close())
+            closing = self._loop.start(self._let_go(self._manager))
             wait([closing], ENDS_WITHIN_S)
             self._loop.cancel(closing)
             self._hosts.close()
@@ -245,14 +260,12 @@ class WeightPublisher:
         needed = {*map(self._node_of, names)}
         gone = [self._known.pop(name) for name in [*self._known] if name not in names]
         await manager.remove_replicas(gone)
+        await _release(gone)
         for index in needed - self._hosts.nodes.keys():
             await self._join(manager, index)
         tensors = {spec.name: (spec.dtype, spec.shape) for spec in self._source.specs()}
         for name in names:
-            replica = self._known.get(name) or self._replica(name)
-            if name not in self._known or tensors != self._checked:
-                await replica.check(tensors)
-            self._known[name] = replica
+            await self._admit(name, tensors)
         self._checked = tensors
         serving = {replica.name for replica in manager.replicas}
         try:
@@ -261,6 +274,40 @@ class WeightPublisher:
             logger.warning("left out: %s", exc)
         if idle := self._hosts.nodes.keys() - needed:
             await self._leave(manager, idle)
+
+    async def _admit(self, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """A server that does not take these weights, or is another's, is found out here, before any is paused."""
+        replica, is_known = self._known.get(name) or self._replica(name), name in self._known
+        if not is_known or tensors != self._checked:
+            await replica.check(tensors)
+        try:
+            server = await replica.claim()
+            if is_known and server != self._servers.get(name):
+                await replica.check(tensors)  # it was started anew, perhaps with another model
+            for other in self._known.keys() - {name}:
+                if self._servers.get(other) == server:
+                    raise ConfigError(f"{other} and {name} are the same server: name it once")
+        except TransportError as exc:
+            if not is_known:
+                raise
+            logger.warning("%s does not answer: %s", name, exc)  # the push itself leaves it out
+        except CheckpointEngineError:
+            if not is_known:
+                await _release([replica])
+            raise
+        else:
+            self._known[name], self._servers[name] = replica, server
+
+    async def _renew_claims(self) -> None:
+        """As long as this is open: between pushes a server is its publisher's, too."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            for replica in list(self._known.values()):
+                with suppress(CheckpointEngineError):  # the next push says it
+                    await replica.claim()
+
+    async def _let_go(self, manager: CheckpointEngineManager) -> None:
+        await asyncio.gather(_release(self._known.values()), manager.close())
 
     async def _join(self, manager: CheckpointEngineManager, index: int) -> None:
         """Raises what keeps that host's node from getting the version in service; the push has not begun then."""
@@ -292,7 +339,12 @@ class WeightPublisher:
     def _replica(self, name: str) -> CheckedReplica:
         index = self._node_of(name)
         return EndpointReplica(
-            name, index, self._settings, timeout_s=self._timeout_s, reports=self._hosts.reports(index)
+            name,
+            index,
+            self._settings,
+            timeout_s=self._timeout_s,
+            reports=self._hosts.reports(index),
+            writer=self._writer,
         )
 
     def _await_pending(self) -> None:
@@ -348,6 +400,14 @@ class PublishingRank(TrainerRank):
             )
         await super().publish(version, slots, waits, deltas)
         self.has_begun.set()
+
+
+async def _release(replicas: Iterable[CheckedReplica]) -> None:
+    """Those that do not answer find out by themselves."""
+    outcomes = await asyncio.gather(*(replica.release() for replica in replicas), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            logger.info("a server is not released: %s", outcome)
 
 
 def number_of(version: SupportsIndex) -> int:

@@ -67,6 +67,12 @@ class SGLangEndpoint(HttpServer):
             raise ConfigError(f"the SGLang at {self.url} runs with {several[0]}={about[several[0]]}, and needs 1")
         self._ranks = about["tp_size"]
 
+    def claim(self) -> str:
+        """Nothing: SGLang's ranks know no writers. Its URL."""
+        return self.url
+
+    def release(self) -> None: ...
+
     def pause(self, mode: str) -> None:
         """Stop generating. Idempotent."""
         self.call("POST", "/pause_generation", {"mode": MODES[mode]})

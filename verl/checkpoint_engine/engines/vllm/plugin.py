@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+from typing import Any
 
-from ...compat.vllm import knows_weight_transfer_engine
+from ...compat.vllm import knows_weight_transfer_engine, let_workers_answer
 from ...compat.vllm_0_24 import adapt_workers, makes_engines_of_less
-from ...parameter_server.endpoints import ENGINE_NAME
+from ...parameter_server.endpoints import ANSWERS, ENGINE_NAME
 from ...support.lifetime import end_with
 from .deaths import tell_deaths
 
@@ -23,9 +24,19 @@ def register() -> None:
         name = "ArenaEngineOfLess"
     if not knows_weight_transfer_engine(ENGINE_NAME):
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", name)
+    let_workers_answer(ANSWERS, answer_of)
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
     tell_deaths()
+
+
+def answer_of(engine: Any, order: str, active: bool) -> dict[str, Any]:
+    """Of a worker, to an `Order`. Never raises: the answers of other workers would stay unread in vLLM's executor."""
+    try:
+        found: dict[str, Any] = engine.answer(order, active=active)
+    except Exception as exc:  # noqa: BLE001 - who asks says it
+        found = {"failed": f"{type(exc).__name__}: {exc}"}
+    return found
 
 
 def end_with_parent() -> None:

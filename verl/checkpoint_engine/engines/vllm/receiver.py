@@ -35,6 +35,7 @@ from ...parameter_server.checkpoint_directory import checkpoint_files
 from ...parameter_server.devices import device_id
 from ...parameter_server.engine_receiver import IncomingWeights
 from ...parameter_server.safetensors_files import read_checkpoint
+from ...parameter_server.writers import Ledger
 from ...plan.types import EngineCheckResult
 from .build import Weights, load_as_from_disk
 from .check import EngineCheck, free_nbytes, needed_nbytes
@@ -72,6 +73,10 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
     """Where each worker writes what it found when it looked whether it computes with the version."""
     timeout_s: float = 600.0
     """For each wait for the ParameterServer."""
+    writer: str | None = None
+    """Who asks for it, by `Writer.id`."""
+    load: str = ""
+    """What a worker answers to an `Order`, once all have loaded it."""
 
     def __post_init__(self) -> None:
         if (self.arena_path is None) == (self.socket_paths is None) or (self.arena_path and self.version is None):
@@ -87,6 +92,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._check = EngineCheck("first", self.vllm_config, self.device)
+        self.ledger = Ledger()
         self._slots = PinnedSlots() if self.device.type == "cuda" else None
         self._loaded: Loaded | None = None
         """What the model computes with, if it came out of an arena through the reload."""
@@ -133,20 +139,32 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         Raises ActivationError if the model has parameters that the version does not bring, naming all of them, the
         version has tensors that the model does not know, the model cannot be loaded right, or the arena's committed
         version is another; IntegrityError if the model then computes with anything else than that version, naming the
-        tensors; TransportError if the ParameterServer is gone, silent or gave up.
+        tensors; TransportError if the ParameterServer is gone, silent or gave up. ActivationError, and nothing has
+        changed, if another writer has claimed the server.
         """
         failure: Exception | None = None
+        digest = ""
         try:
-            self._receive(update_info)
+            self._require_free(update_info.writer)
+            digest = self._receive(update_info)
         except Exception as exc:  # noqa: BLE001 - raised below, on one of the ranks
             failure = exc
         finally:
             self._check.forget()
         if update_info.report_directory is not None:
             write_report(Path(update_info.report_directory), self._rank, self.checked, failure)
-        self._raise_on_last(failure)
+        if self._raise_on_last(failure):
+            self.ledger.loaded(update_info.load, update_info.version, digest)
 
-    def _receive(self, update_info: ArenaUpdateInfo) -> None:
+    def _require_free(self, writer: str | None) -> None:
+        """On all ranks alike. What the worker computes with is unknown from here on, until it has loaded."""
+        if not self._all_agree(self.ledger.is_free_for(writer)):
+            self.ledger.require(writer)
+            raise ActivationError("on another rank the server is being written by somebody else")
+        self.ledger.begin_load()
+
+    def _receive(self, update_info: ArenaUpdateInfo) -> str:
+        """The digest of the version, where it comes with one."""
         if update_info.socket_paths is not None:
             path = self._own_socket(update_info.socket_paths)
             with IncomingWeights(path, self.device, update_info.timeout_s) as incoming:
@@ -154,6 +172,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         elif update_info.arena_path is not None and update_info.version is not None:
             with open_to_activate(update_info.arena_path, update_info.version, self._slots) as (manifest, slot):
                 self.load_version(slot.tensors, manifest, update_info.since)
+                return manifest.digest
+        return ""
 
     def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
         """The version of `manifest`, whose tensors `weights` lends."""
@@ -341,8 +361,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             )
         return socket_paths[key]
 
-    def _raise_on_last(self, failure: Exception | None) -> None:
-        """Raise what failed on any rank, on the last one alone.
+    def _raise_on_last(self, failure: Exception | None) -> bool:
+        """Raise what failed on any rank, on the last one alone; whether nothing has, on the others.
 
         vLLM's executor reads the ranks' answers in order and stops at an error: the unread answers of later ranks would
         be taken for those to its next call, and so on for ever.
@@ -351,7 +371,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         if world.world_size == 1:
             if failure is not None:
                 raise failure
-            return
+            return True
         failures: list[str | None] = [None] * world.world_size
         mine = f"{type(failure).__name__}: {failure}" if failure is not None else None
         torch.distributed.all_gather_object(failures, mine, group=world.cpu_group)
@@ -361,9 +381,20 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             self._check.start_over()  # of some ranks it has passed: they would not wait for each other's answers
         if told and world.rank_in_group == world.world_size - 1:
             raise (IntegrityError if differs else ActivationError)("; ".join(told)) from failure
+        return not told
 
     def finish_weight_update(self) -> None:
-        """Everything has been done by now. Called after a failure, too: of several ranks, one raises."""
+        """Everything has been done by now. Called after a failure, too: of several ranks, one raises. Whoever has the
+        claim ends so what a dead writer has begun."""
+
+    def answer(self, order: str, *, active: bool) -> dict[str, Any]:
+        """To an `Order` in JSON: see `Ledger`. Never raises on one rank of several."""
+        refuses = ""
+        if self.vllm_config.lora_config is not None:
+            refuses = "it serves LoRA adapters, under whose layers names are others: start vLLM without --enable-lora"
+        elif getattr(self.parallel_config, "enable_eplb", False):
+            refuses = "it moves experts between ranks: start vLLM without --enable-eplb"
+        return self.ledger.answer(order, rank=self._rank, active=active, refuses=refuses)
 
     def shutdown(self) -> None:
         if self._slots is not None:

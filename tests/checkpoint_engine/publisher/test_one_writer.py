@@ -1,0 +1,202 @@
+"""A server has one writer at a time, and what a push reports is what the server's workers say that they have loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
+from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
+from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+from verl.checkpoint_engine.parameter_server.writers import LEASE_S, Ledger, Order, Writer, order
+
+Served = tuple[StandIn, str]
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with stand_in(request.param) as found:
+        yield found
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((8, 3), value), "norm": torch.full((5,), -value)}
+
+
+def assert_serves(vllm: StandIn, version: int, value: float) -> None:
+    assert (vllm.version, vllm.paused) == (str(version), False)
+    assert all(torch.equal(vllm.weights[name], tensor) for name, tensor in tensors(value).items())
+    assert [[*worker.unread] for worker in vllm.workers] == [[]] * vllm.ranks
+
+
+def test_a_second_publisher_is_told_whose_a_server_is_until_the_first_is_closed(served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as first:
+        first.push(100)
+        with WeightPublisher(tensors(2), [url]) as second:
+            with pytest.raises(ConfigError, match=rf"{url} is written by another: the publisher of process \d+ on "):
+                second.push(100)
+            assert_serves(vllm, 100, 1)
+            first.push(101)
+            first.close()
+            second.push(100)
+            assert_serves(vllm, 100, 2)
+
+
+def test_update_is_told_whose_a_server_is(served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        publisher.push(1)
+        with pytest.raises(ConfigError, match="is written by another: the publisher"):
+            Endpoint(url, timeout_s=60).update({}, "2")
+        assert_serves(vllm, 1, 1)
+
+
+def test_a_writer_that_gets_in_between_does_not_get_its_weights_in(served: Served, shm: Path):
+    """The claim is looked at when workers load, not only before."""
+    vllm, url = served
+    other = Writer.here("other")
+
+    def steals(path: str) -> None:
+        if path == "/update_weights":
+            for worker in vllm.workers:
+                worker.ledger = Ledger()
+                worker.answer(msgspec.json.encode(order("claim", other)).decode())
+
+    held = tensors(1)
+    with WeightPublisher(held, [url]) as publisher:
+        publisher.push(1)
+        vllm.before = steals
+        held["w"] = torch.full((8, 3), 5.0)
+        with pytest.raises(SyncAborted, match="is being written by the other of process"):
+            publisher.push(2)
+        assert vllm.version == "1"
+        assert torch.equal(vllm.weights["w"], tensors(1)["w"])
+
+
+@pytest.mark.parametrize("begun", [["start"], ["start", "update"]])
+def test_an_update_that_a_dead_publisher_has_begun_leaves_no_answer_unread(begun: list[str], served: Served, shm: Path):
+    vllm, url = served
+    vllm.rpc("start")
+    if "update" in begun:  # of an arena that is gone: one rank has given up, the others wait
+        with pytest.raises(ActivationError):
+            vllm.rpc("update", {"arena_path": str(shm / "gone"), "version": 1, "writer": "dead", "load": "l"})
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        for version in range(2):
+            publisher.push(version)
+            assert_serves(vllm, version, 1)
+
+
+def test_a_status_is_not_believed(served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        publisher.push(1)
+        vllm.sleeps_through = True
+        with pytest.raises(SyncAborted, match="loaded what .* was told to load, though it did not refuse"):
+            publisher.push(2)
+        assert vllm.version == "1"
+        vllm.sleeps_through = False
+        publisher.push(3)
+        assert_serves(vllm, 3, 1)
+
+
+def test_answers_that_lag_are_found_out_before_anything_is_paused(shm: Path):
+    with stand_in(2) as (vllm, url), WeightPublisher(tensors(1), [url]) as publisher:
+        publisher.push(1)
+        with pytest.raises(ActivationError):
+            vllm.rpc("finish")  # as others provoke it: rank 1 has refused, too, and nobody has read that
+        vllm.log.clear()
+        with pytest.raises(ConfigError, match="do not say what they hold"):
+            publisher.push(2)
+        with pytest.raises(ActivationError, match="answer a question that was asked before"):
+            publisher.push(2)
+        assert "/pause" not in vllm.log
+        vllm.start()
+        publisher.push(2)
+        assert_serves(vllm, 2, 1)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_cannot_take_weights_is_refused_before_anything_is_paused(is_known: bool, served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        if is_known:
+            publisher.push(0)
+        vllm.log.clear()
+        vllm.refuses = "it serves LoRA adapters"
+        with pytest.raises(ConfigError, match="takes no weights: it serves LoRA adapters"):
+            publisher.push(1)
+        assert "/pause" not in vllm.log
+    assert vllm.holders == {None}
+
+
+def test_one_server_under_two_names_is_refused(served: Served, shm: Path):
+    vllm, url = served
+    other = url.replace("127.0.0.1", "localhost")
+    with (
+        WeightPublisher(tensors(1), [url, other]) as publisher,
+        pytest.raises(ConfigError, match=f"{url} and {other} are the same server: name it once"),
+    ):
+        publisher.push(1)
+    assert "/pause" not in vllm.log
+    assert vllm.holders == {None}
+
+
+def test_a_server_that_was_started_anew_is_asked_again_and_gets_all(served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        publisher.push(1)
+        vllm.start()
+        publisher.push(2)
+        assert len(vllm.checked) == vllm.ranks
+        assert_serves(vllm, 2, 1)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+def asked(ledger: Ledger, one: Order) -> dict[str, Any]:
+    return ledger.answer(msgspec.json.encode(one).decode(), rank=0, active=False, refuses="")
+
+
+def test_a_claim_ends_unless_it_is_renewed():
+    now = [0.0]
+    ledger, first, second = Ledger(lambda: now[0]), Writer.here("first"), Writer.here("second")
+    asked(ledger, order("claim", first))
+    now[0] += LEASE_S - 1
+    assert asked(ledger, order("claim", second))["claimed_by"]["id"] == first.id
+    asked(ledger, order("claim", first))
+    now[0] += LEASE_S - 1
+    asked(ledger, order("release", second))
+    assert ledger.holder == first
+    now[0] += 1
+    assert ledger.holder is None
+    assert asked(ledger, order("claim", second))["claimed_by"]["id"] == second.id
+    asked(ledger, order("release", second))
+    assert ledger.holder is None
+
+
+def test_a_claim_ends_with_its_process():
+    program = (
+        "import msgspec, sys; from verl.checkpoint_engine.parameter_server.writers import Writer;"
+        "sys.stdout.buffer.write(msgspec.json.encode(Writer.here('publisher'))); sys.stdout.flush(); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None
+        told = process.stdout.peek()
+        writer = msgspec.json.decode(told, type=Writer)
+        ledger = Ledger()
+        asked(ledger, order("claim", writer))
+        assert ledger.holder == writer
+        process.kill()
+        process.wait()
+    assert ledger.holder is None

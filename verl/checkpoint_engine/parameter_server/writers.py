@@ -1,0 +1,191 @@
+"""Who writes into a server, and what its workers say that they have loaded. No torch.
+
+A server has one writer at a time. Each of its workers has a `Ledger`: the claim of the writer, which ends when it is
+released, not renewed in time, or when its process is gone; and what was loaded last. Writers ask all workers at once
+(`Order`) and believe their `Answer`s, not the status of a request.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import ActivationError, ConfigError
+
+LEASE_S = 60.0
+"""For which a claim stands, unless it is renewed."""
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """One publisher, or one run of `update`."""
+
+    id: str
+    who: str
+    """For messages."""
+    machine: str
+    """Where `pid` can be looked for: a boot of a host, and its namespace of processes."""
+    pid: int
+    started: str
+    """When the process began: another one may have its number later."""
+
+    @classmethod
+    def here(cls, kind: str) -> Writer:
+        """This process, as a `kind`, such as `publisher`."""
+        pid = os.getpid()
+        who = f"{kind} of process {pid} on {socket.gethostname()}"
+        return cls(secrets.token_hex(8), who, _machine(), pid, _started(pid))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended, as far as that can be seen from here."""
+        return bool(self.machine) and self.machine == _machine() and _started(self.pid) != self.started
+
+
+def _machine() -> str:
+    """Empty where that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """In ticks since the machine's start; empty if there is no such process, or it is one that has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a writer asks of every worker."""
+
+    number: str
+    """Comes back with the answer: one that lags belongs to another order."""
+    act: Literal["look", "claim", "release"]
+    writer: Writer | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    number: str
+    rank: int
+    server: str
+    """Of this worker since it was started."""
+    active: bool
+    """Whether an update has begun and not ended."""
+    load: str
+    """Of the update whose weights it computes with; empty before the first, and once one has failed."""
+    version: int | None
+    digest: str
+    """Of the weights in that version, where they came with one."""
+    claimed_by: Writer | None
+    refuses: str
+    """Why no update can be loaded; empty if one can."""
+
+
+class Ledger:
+    """Of one worker."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._server = secrets.token_hex(8)
+        self._claim: tuple[Writer, float] | None = None
+        self._version: int | None = None
+        self._load = self._digest = ""
+
+    @property
+    def holder(self) -> Writer | None:
+        """Whose the server is now."""
+        if self._claim is not None and (self._now() >= self._claim[1] or self._claim[0].is_gone):
+            self._claim = None
+        return self._claim[0] if self._claim is not None else None
+
+    def is_free_for(self, writer: str | None) -> bool:
+        holder = self.holder
+        return holder is None or holder.id == writer
+
+    def require(self, writer: str | None) -> None:
+        """Raises ActivationError if somebody else than `writer` has claimed the server."""
+        holder = self.holder
+        if holder is not None and holder.id != writer:
+            raise ActivationError(f"the server is being written by the {holder.who}")
+
+    def begin_load(self) -> None:
+        """From now on, and until `loaded`, nobody can say what the worker computes with."""
+        self._load, self._version, self._digest = "", None, ""
+
+    def loaded(self, load: str, version: int | None, digest: str) -> None:
+        """On every rank, once all have loaded."""
+        self._load, self._version, self._digest = load, version, digest
+
+    def answer(self, order: str, *, rank: int, active: bool, refuses: str) -> dict[str, Any]:
+        """To an `Order` in JSON."""
+        asked = msgspec.json.decode(order, type=Order)
+        holder, writer = self.holder, asked.writer
+        if writer is not None and (holder is None or holder.id == writer.id):
+            if asked.act == "claim":
+                self._claim = writer, self._now() + LEASE_S
+            elif asked.act == "release":
+                self._claim = None
+        answer = Answer(
+            number=asked.number,
+            rank=rank,
+            server=self._server,
+            active=active,
+            load=self._load,
+            version=self._version,
+            digest=self._digest,
+            claimed_by=self.holder,
+            refuses=refuses,
+        )
+        found: dict[str, Any] = msgspec.to_builtins(answer)
+        return found
+
+
+def order(act: Literal["look", "claim", "release"], writer: Writer | None = None) -> Order:
+    return Order(secrets.token_hex(8), act, writer)
+
+
+def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
+    """Of every worker of the server at `url`. Raises ActivationError for what is no answer to `order`."""
+    try:
+        answers = msgspec.convert(said, list[Answer])
+    except msgspec.ValidationError as exc:
+        raise ActivationError(f"the workers of {url} do not say what they hold: {said!r:.300}", member=url) from exc
+    if not answers or any(answer.number != order.number for answer in answers):
+        raise ActivationError(
+            f"the workers of {url} answer a question that was asked before: a refusal has left answers unread. "
+            "Restart the server",
+            member=url,
+        )
+    return answers
+
+
+def require_own(answers: Sequence[Answer], writer: Writer, url: str) -> None:
+    """Raises ConfigError if the server is somebody else's, or takes no updates."""
+    if refuses := next((answer.refuses for answer in answers if answer.refuses), ""):
+        raise ConfigError(f"the engine at {url} takes no weights: {refuses}", member=url)
+    others = [answer.claimed_by for answer in answers if answer.claimed_by and answer.claimed_by.id != writer.id]
+    if others:
+        raise ConfigError(
+            f"the server at {url} is written by another: the {others[0].who}. Close that one first; if it is gone, its "
+            f"claim ends within {LEASE_S:g} s",
+            member=url,
+        )
+
+
+def require_loaded(answers: Sequence[Answer], load: str, version: int | None, url: str) -> None:
+    """Raises ActivationError unless every worker computes with what `load` brought, the same on all."""
+    late = [str(answer.rank) for answer in answers if answer.load != load or answer.version != version]
+    if late or len({answer.digest for answer in answers}) != 1:
+        named = f"ranks {', '.join(late)} have not" if late else "ranks have not all"
+        raise ActivationError(f"{named} loaded what {url} was told to load, though it did not refuse", member=url)

@@ -54,7 +54,7 @@ class Worker:
         if self._vllm.sleeps_through:
             return
         try:
-            self.ledger.require(info["writer"])
+            self.ledger.require(info.get("writer"))
             self.ledger.begin_load()
             with open_to_activate(info["arena_path"], info["version"]) as (manifest, slot):
                 self.weights = {name: tensor.clone() for name, tensor in slot.tensors()}

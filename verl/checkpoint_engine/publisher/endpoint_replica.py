@@ -14,6 +14,7 @@ from ..parameter_server.endpoints import Endpoint
 from ..parameter_server.writers import Writer
 from ..support.apart import apart
 from .reports import Reports
+from .rescue import Rescue
 from .sglang_endpoint import SGLangEndpoint, is_sglang
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -67,12 +68,15 @@ class EndpointReplica:
         timeout_s: float,
         reports: Reports,
         writer: Writer | None = None,
+        rescue: Rescue | None = None,
     ) -> None:
         """`node_index`: of its host's node. `timeout_s`: for each request. `reports`: of its host. `writer`: whose the
-        server will be; by default its own. Raises ConfigError for what is no URL."""
+        server will be; by default its own. `rescue` sees to it that it does not stay paused. Raises ConfigError for
+        what is no URL."""
         self.name = url
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
+        self._rescue = rescue
         self._server: Server = VLLMServer(url, writer or Writer.here("publisher"), timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> None:
@@ -110,6 +114,8 @@ class EndpointReplica:
     async def pause(self, mode: str) -> None:
         """Once it is given up, a server that pauses all the same goes on at once."""
         is_paused, given_up = Event(), Event()
+        if self._rescue is not None:
+            self._rescue.pausing(self.name, self._server.engine)
 
         def pause() -> None:
             self._server.pause(mode)
@@ -126,10 +132,14 @@ class EndpointReplica:
             raise
 
     async def activate(self, arena_path: str, version: int) -> None:
+        if self._rescue is not None:
+            self._rescue.loading(self.name, self._server.engine, arena_path, version)
         await self._told(self._server.activate(arena_path, version))
 
     async def resume(self) -> None:
         await self._ask(self._server.resume)
+        if self._rescue is not None:
+            self._rescue.serving(self.name, self._server.engine)
 
     async def health(self) -> None:
         await self._ask(self._server.version)

@@ -30,6 +30,7 @@ from ..parameter_server.writers import LEASE_S, Writer
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
+from ..support import envs
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
 from ..sync.members import Holding
@@ -38,6 +39,7 @@ from .endpoint_replica import EndpointReplica
 from .hosts import Hosts
 from .model_source import ModelSource
 from .ranks import Ended, Ranks, rank_and_size
+from .rescue import Rescue
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ class WeightPublisher:
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
         """dtypes and shapes that were held against the models of those who are known."""
-        self._writer = Writer.here("publisher")
+        self._writer, self._rescue = Writer.here("publisher"), Rescue(envs.shm_dir())
         self._servers: dict[str, str] = {}
         """By name, what tells a server from others, and from one that was started in its place."""
         self._manager: CheckpointEngineManager | None = None
@@ -187,6 +189,7 @@ class WeightPublisher:
             wait([closing], ENDS_WITHIN_S)
             self._loop.cancel(closing)
             self._hosts.close()
+            self._rescue.close()
             self._ranks.end(Ended())
         else:
             self._ranks.serve()
@@ -345,6 +348,7 @@ class WeightPublisher:
             timeout_s=self._timeout_s,
             reports=self._hosts.reports(index),
             writer=self._writer,
+            rescue=self._rescue,
         )
 
     def _await_pending(self) -> None:

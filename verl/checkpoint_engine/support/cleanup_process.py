@@ -23,7 +23,7 @@ _open: weakref.WeakSet[CleanupProcess] = weakref.WeakSet()
 
 def _leave_all() -> None:
     for one in list(_open):
-        one._leave()
+        one.leave()
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -59,8 +59,12 @@ class CleanupProcess:
         """Tell the script something. It is read when this process ends."""
         os.write(self._write_end, f"{line}\n".encode())
 
-    def _leave(self) -> None:
-        """In a fork of this process, such as a DataLoader's worker: for the script it is this process that ends."""
+    def leave(self) -> None:
+        """Have the script run now, if no other process has this one's end of the pipe; do not wait for it. Idempotent.
+
+        In a fork of this process, such as a DataLoader's worker, it is done at once: for the script it is this process
+        that ends.
+        """
         if self._write_end >= 0:
             os.close(self._write_end)
             os.close(self._read_end)

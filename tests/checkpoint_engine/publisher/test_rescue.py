@@ -1,0 +1,73 @@
+"""A server whose publisher is killed while it is paused serves again, with the version that it names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint_engine.fakes import soon
+from tests.checkpoint_engine.stand_in_vllm import stand_in
+from verl.checkpoint_engine import SyncAborted, WeightPublisher
+from verl.checkpoint_engine.parameter_server.writers import Writer
+
+STEPS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, ranks: int, shm: Path):
+    with stand_in(ranks) as (vllm, url):
+        pushing = [2 * STEPS.count(step)]
+
+        def kill(path: str) -> None:
+            if path == step:
+                pushing[0] -= 1
+                if pushing[0] == 0:  # in the second push
+                    os.kill(process.pid, signal.SIGKILL)
+
+        vllm.before = kill
+        module = "tests.checkpoint_engine.publisher.killed_publisher"
+        with subprocess.Popen([sys.executable, "-m", module, url]) as process:
+            assert process.wait() == -signal.SIGKILL
+        assert soon(lambda: vllm.log[-1] != step and not vllm.paused and list(shm.glob("verl-*")) == [])
+        version = vllm.version
+        assert version == ("1" if step == "/pause" else "2")
+        assert torch.equal(vllm.weights["w"], torch.full((8, 3), float(version)))
+        assert [worker.active for worker in vllm.workers] == [False] * ranks
+        with WeightPublisher({"w": torch.full((8, 3), 5.0)}, [url]) as publisher:
+            publisher.push(3)
+        assert (vllm.version, vllm.paused) == ("3", False)
+
+
+def test_a_server_that_could_not_load_is_not_let_go_on_with_torn_weights(shm: Path):
+    with stand_in(2) as (vllm, url):
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            vllm.sleeps_through = True
+            with pytest.raises(SyncAborted):
+                publisher.push(1)
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert (vllm.version, vllm.paused) == ("default", True)
+
+
+def test_a_server_that_is_anothers_by_then_is_left_to_that(shm: Path):
+    other = Writer.here("other")
+    with stand_in(1) as (vllm, url), WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+        publisher.push(1)
+
+        def taken(path: str) -> None:
+            if path == "/pause":
+                vllm.workers[0].ledger._claim = (other, float("inf"))
+
+        vllm.before = taken
+        with pytest.raises(SyncAborted):
+            publisher.push(2)
+        publisher.close()
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert vllm.paused
+        assert vllm.holders == {other}

@@ -136,6 +136,18 @@ async def test_others_in_the_place_of_trainer_ranks_may_make_a_version_once_more
         assert_serves(fleet.replicas[0], version)
 
 
+@pytest.mark.parametrize("method", ["publish", "published"])
+@pytest.mark.parametrize("error", [KeyError("w"), TypeError("no tensor"), AssertionError("shapes"), ConfigError("NaN")])
+async def test_what_is_no_transports_failure_is_not_tried_again(method: str, error: Exception, tmp_path: Path):
+    async with Fleet(weights(0), tmp_path, retries=3) as fleet:
+        await sync(fleet, 1)
+        fleet.trainers[1].before[method] = raising(error, times=1)
+        abort = await aborted(fleet, 2)
+        assert (abort.phase, abort.member) == ("publish", "trainer-1")
+        assert str(error.args[0]) in str(abort)
+        assert_serves(fleet.replicas[0], 1)
+
+
 async def test_nodes_open_their_slots_while_ranks_copy_unless_the_ranks_write_into_them(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, **OVER_GLOO) as fleet:
         copying = asyncio.Event()

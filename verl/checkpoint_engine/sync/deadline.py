@@ -10,14 +10,17 @@ from ..errors import CheckpointEngineError, TransportError, TransportTimeout
 
 T = TypeVar("T")
 
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""In code or data: no transport raises them."""
+
 
 async def all_within(
     timeout_s: float, calls: Mapping[str, Awaitable[T]], *, version: int | None, phase: str
 ) -> dict[str, T]:
     """The results by member name. The first failure ends the wait at once; the other calls are cancelled.
 
-    Raises the member's own CheckpointEngineError (completed with version, phase and member), TransportError for any
-    other failure of a member, TransportTimeout that lists who is done and who is not when `timeout_s` have passed.
+    Raises the member's own CheckpointEngineError (completed with version, phase and member), what `located` makes of
+    any other failure of a member, TransportTimeout that lists who is done and who is not when `timeout_s` have passed.
     """
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     if not tasks:
@@ -61,7 +64,8 @@ async def each_within(
 
 
 def located(error: BaseException, *, version: int | None, phase: str, member: str) -> CheckpointEngineError:
-    """`error` as one of ours that says where it happened. Cancellation and exits are not errors and pass through."""
+    """`error` as one of ours that says where it happened: TransportError, unless it is somebody's mistake, which would
+    only be made again. Cancellation and exits are not errors and pass through."""
     if not isinstance(error, Exception):
         raise error
     if isinstance(error, CheckpointEngineError):
@@ -69,7 +73,8 @@ def located(error: BaseException, *, version: int | None, phase: str, member: st
         error.phase = error.phase or phase
         error.member = error.member or member
         return error
-    wrapped = TransportError(f"{type(error).__name__}: {error}", version=version, phase=phase, member=member)
+    kind = CheckpointEngineError if isinstance(error, MISTAKES) else TransportError
+    wrapped = kind(f"{type(error).__name__}: {error}", version=version, phase=phase, member=member)
     wrapped.__cause__ = error
     return wrapped
 

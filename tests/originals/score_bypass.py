@@ -1,0 +1,59 @@
+"""Losses of `bypass_mode` by whichever verl is first on the path: {batches, cases} comes in as JSON.
+
+Run as a file, with PyPI's verl or this project in front. A case is (batch, aggregation, options of the correction), and
+old log-probs are the rollout engine's. Prints a JSON list: {loss, gradient}, or {error}.
+"""
+
+import importlib
+import json
+import sys
+from importlib import util
+from typing import Any
+
+import torch
+
+from verl.workers.config.actor import ActorConfig, PolicyLossConfig
+
+OF_VERL = util.find_spec("verl.trainer.ppo.rollout_corr_helper") is not None
+
+
+def by_verl(batch: dict[str, torch.Tensor], mode: str, options: dict[str, Any]) -> torch.Tensor:
+    """As its engines call it, which tell the tokens and sequences of the mini-batch."""
+    correction = importlib.import_module("verl.trainer.config.algorithm").__dict__["RolloutCorrectionConfig"]
+    chosen: Any = PolicyLossConfig(rollout_correction=correction(**{"rollout_is": None, **options}))
+    needed: dict[str, Any] = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    config: Any = ActorConfig(**needed, policy_loss=chosen)
+    config.global_batch_info.update(
+        dp_size=1, batch_num_tokens=batch["response_mask"].sum(), global_batch_size=len(batch["response_mask"])
+    )
+    losses = importlib.import_module("verl.trainer.ppo.core_algos").__dict__
+    return losses["compute_policy_loss_bypass_mode"](**batch, loss_agg_mode=mode, config=config)[0]
+
+
+def by_us(batch: dict[str, torch.Tensor], mode: str, options: dict[str, Any]) -> torch.Tensor:
+    from verl.protocol import DataProto
+    from verl.workers.actor_loss import ActorLoss
+    from verl.workers.config import RolloutCorrectionConfig
+    from verl.workers.losses import LossTotals
+
+    given = {name: batch[name] for name in ("advantages", "response_mask")} | {"old_log_probs": batch["old_log_prob"]}
+    loss_fn = ActorLoss(ActorConfig(loss_agg_mode=mode), RolloutCorrectionConfig(**options))
+    totals = LossTotals.of(batch["response_mask"])
+    return loss_fn(batch["log_prob"], None, DataProto.from_dict(tensors=given), totals)[0]
+
+
+def computed(given: dict[str, list[list[float]]], mode: str, options: dict[str, Any]) -> object:
+    batch = {name: torch.tensor(rows) for name, rows in given.items()}
+    log_prob = batch["log_prob"].requires_grad_()
+    try:
+        loss = (by_verl if OF_VERL else by_us)(batch, mode, options)
+    except ZeroDivisionError:
+        return {"error": "ZeroDivisionError"}
+    (gradient,) = torch.autograd.grad(loss, log_prob, allow_unused=True, materialize_grads=True)
+    return {"loss": loss.item(), "gradient": gradient.flatten().tolist()}
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    found = [computed(given["batches"][batch], *case) for batch, *case in given["cases"]]
+    sys.stdout.write("\n" + json.dumps(found))

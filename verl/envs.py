@@ -24,6 +24,11 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
+def shows_tracebacks() -> bool:
+    """`VERL_TRACEBACK=1`: errors in code of the user's own come with their traceback. Default: in one line."""
+    return os.environ.get("VERL_TRACEBACK", "") not in ("", "0")
+
+
 def raylet_pid() -> int | None:
     """`RAY_RAYLET_PID`, which Ray sets in its workers: the process that manages Ray's workers on this machine."""
     pid = os.environ.get("RAY_RAYLET_PID")

@@ -2,8 +2,9 @@
 
 Without arguments it teaches a tiny built-in model arithmetic on two CPU cores. `--help` lists every key.
 
-Exit codes: 0, 1 (a failure, with its traceback), 2 (something to change on the command line, in one line per mistake),
-130 (ended by Ctrl-C or SIGTERM). Whatever the code, no process and no shared memory of the run is left.
+Exit codes: 0, 1 (a failure: one of the user's reward function in a line, others with their traceback), 2 (something to
+change on the command line, in one line per mistake), 130 (ended by Ctrl-C or SIGTERM). Whatever the code, no process
+and no shared memory of the run is left.
 """
 
 from __future__ import annotations

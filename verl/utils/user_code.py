@@ -14,6 +14,11 @@ from verl.utils.config import ConfigError, did_you_mean
 MODULE = "pkg://"
 
 
+class UserCodeError(RuntimeError):
+    """Code of the user's own failed in a run. The message says all that it takes to mend it; commands show that alone,
+    and the traceback with VERL_TRACEBACK=1."""
+
+
 def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
     """The object `name` that the file at `path`, or the module in `pkg://package.module`, defines; `key` is the
     configuration section, for messages.

@@ -11,6 +11,7 @@ from verl.trainer.config.cli import run_hydra
 from verl.trainer.config.help import plain_page, print_help
 from verl.trainer.config.schema import keys
 from verl.utils.config import ConfigError
+from verl.workers.reward_manager import RewardError
 
 
 def run(*argv):
@@ -48,6 +49,21 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv, capsys):
     assert output.out == ""
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
+
+
+def test_a_failure_of_the_users_reward_is_one_line_and_a_traceback_if_asked_for(capsys, monkeypatch):
+    def main(config):
+        raise RewardError("the reward function raised ValueError: first\n  second on sample 3")
+
+    monkeypatch.delenv("VERL_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run_hydra(main, [])
+    assert caught.value.code == 1
+    said = "error: the reward function raised ValueError: first second on sample 3 (VERL_TRACEBACK=1 shows where)\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("VERL_TRACEBACK", "1")
+    with pytest.raises(RewardError):
+        run_hydra(main, [])
 
 
 def test_a_config_error_from_main_is_reported_the_same_way(capsys):

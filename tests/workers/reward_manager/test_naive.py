@@ -198,6 +198,8 @@ def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, cap
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert output.abandoned == [1]
     assert output.extra_info["acc"] == [True, 0.0, True, True]
+    assert output.first_failure.startswith("sample 1 (")
+    assert why in output.first_failure
     [record] = [record for record in caplog.records if record.name.startswith("verl.")]
     assert "sample 1 (uid uid-1, data_source builtin/arithmetic, response '22')" in record.message
     assert why in record.message

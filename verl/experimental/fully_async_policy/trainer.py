@@ -163,7 +163,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
         filled = filling(self.config, len(self.train_dataloader))
         while True:
             batch = self._joined_samples(samples, now)
-            kept = filled.add(batch, self.reward_manager(batch), batches=Fraction(len(samples), required))
+            reward = now.counted(self.reward_manager(batch), self.config.reward_model.max_failed)
+            kept = filled.add(batch, reward, batches=Fraction(len(samples), required))
             others = [sample.index for sample in samples if sample.batch.non_tensor_batch["uid"][0] not in kept]
             if others:
                 self.supply.replace(others)

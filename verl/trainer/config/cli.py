@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl import __version__
+from verl import __version__, envs
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.checks.algorithms import warnings
@@ -22,11 +22,14 @@ from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
 from verl.utils.torch_companions import require_loadable
+from verl.utils.user_code import UserCodeError
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger("verl")
 USAGE_ERROR = 2
-"""Exit code for what the user wrote; anything else that goes wrong in a run has a traceback and exit code 1."""
+"""Exit code for what the user wrote on the command line, or names there."""
+FAILURE = 1
+"""For anything else that goes wrong in a run: with its traceback, or in a line if it is code of the user's own."""
 
 
 def run_hydra(
@@ -41,12 +44,14 @@ def run_hydra(
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
-    starts anything, becomes `error: ...` on stderr and exit code 2; every other exception passes through with its
-    traceback. `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports
-    --help [SECTION ...], --version and --check, for which `check` looks at the model and data of a configuration and
-    starts nothing; and as Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir;
-    `config_path` and `config_name` are their defaults, and files of the user's own can begin with those of
-    `config_path`. Leaves no output directory behind.
+    starts anything, becomes `error: ...` on stderr and exit code 2, a UserCodeError the same with exit code 1; every
+    other exception, and with VERL_TRACEBACK=1 the latter, passes through with its traceback.
+
+    `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports --help [SECTION ...],
+    --version and --check, for which `check` looks at the model and data of a configuration and starts nothing; and as
+    Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and
+    `config_name` are their defaults, and files of the user's own can begin with those of `config_path`. Leaves no
+    output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path, config_name=config_name)
@@ -74,6 +79,10 @@ def run_hydra(
         main(_usable(arguments.overrides, where, adapt))
     except (ConfigError, BackendUnavailable) as exc:
         _fail(str(exc))
+    except UserCodeError as exc:
+        if envs.shows_tracebacks():
+            raise
+        _fail(f"{' '.join(str(exc).split())} (VERL_TRACEBACK=1 shows where)", code=FAILURE)
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -161,6 +170,6 @@ def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]
         raise ConfigError(f"--resolve: {str(exc).splitlines()[0]}") from exc
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, *, code: int = USAGE_ERROR) -> NoReturn:
     sys.stderr.write("".join(f"error: {line}\n" for line in message.splitlines()))
-    raise SystemExit(USAGE_ERROR)
+    raise SystemExit(code)

@@ -46,7 +46,9 @@ class Experience:
 
     def score(self, batch: DataProto, now: Step) -> DataProto:
         """`token_level_scores`, and the reward function's other numbers as metrics."""
-        reward = now.reward = now.reward or self._reward_manager(batch)
+        if now.reward is None:
+            now.reward = now.counted(self._reward_manager(batch), self._config.reward_model.max_failed)
+        reward = now.reward
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
         if core_algos.COMPONENTS in self._needed:
             keys = self._config.algorithm.gdpo_reward_keys

@@ -18,7 +18,7 @@ from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
 from verl.utils.dataset import PromptLoader
 from verl.workers.config import PPOConfig
-from verl.workers.reward_manager import RewardManager
+from verl.workers.reward_manager import RewardManager, RewardOutput
 
 
 class Sampling:
@@ -61,11 +61,11 @@ class Sampling:
         if not self._config.algorithm.filter_groups.enable:
             return batch
         filled = filling(self._config, len(self._dataloader))
-        filled.add(batch, self._reward_manager(batch))
+        filled.add(batch, self._scored(batch, now))
         while not filled.is_full:
             prompts = self.draw(now.number)
             batch = self.joined(prompts, self._generated(prompts, now), now)
-            filled.add(batch, self._reward_manager(batch))
+            filled.add(batch, self._scored(batch, now))
         return self.full(filled, now)
 
     def full(self, filled: DynamicBatch, now: Step) -> DataProto:
@@ -73,6 +73,9 @@ class Sampling:
         now.metrics |= filled.metrics
         batch, now.reward = filled.result()
         return batch
+
+    def _scored(self, batch: DataProto, now: Step) -> RewardOutput:
+        return now.counted(self._reward_manager(batch), self._config.reward_model.max_failed)
 
     def _generated(self, prompts: DataProto, now: Step) -> DataProto:
         with self._traces.of_engines(now.number):
@@ -102,6 +105,6 @@ class Sampling:
 
     def baselines(self, greedy: DataProto, now: Step) -> torch.Tensor:
         """What greedy responses earn, once for every response to their prompts."""
-        rewards: torch.Tensor = self._reward_manager(greedy).reward_tensor.sum(-1)
+        rewards: torch.Tensor = self._scored(greedy, now).reward_tensor.sum(-1)
         now.metrics["reward/greedy/mean"] = rewards.mean().item()
         return rewards.repeat_interleave(self._config.actor_rollout_ref.rollout.n)

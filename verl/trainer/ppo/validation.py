@@ -15,7 +15,7 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics, validation
 from verl.trainer.ppo.samples import SampleWriter
 from verl.utils.dataset import PromptLoader
 from verl.workers.config import PPOConfig
-from verl.workers.reward_manager import RewardManager
+from verl.workers.reward_manager import Failures, RewardManager
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Validator:
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
         turns: list[int] = []
-        abandoned = 0
+        failures = Failures()
         self._samples.forget_after(step - 1)
         for batch_index, rows in enumerate(self._dataloader):
             prompts = DataProto.from_dict(non_tensors=rows)
@@ -54,9 +54,8 @@ class Validator:
             prompts.meta_info |= {"validate": True, "global_steps": step}
             prompts = prompts.repeat(self._config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
             batch = prompts.union(self._rollouts.generate_sequences(prompts))
-            reward = self._reward_manager(batch)
+            reward = failures.add(self._reward_manager(batch))
             infos["reward"] += reward.reward_tensor.sum(-1).tolist()
-            abandoned += len(reward.abandoned)
             for name in {*infos, *reward.extra_info} - {"reward"}:  # a batch may lack what another has
                 infos[name] += [None] * (len(sources) - len(infos[name]))
                 infos[name] += reward.extra_info.get(name, [None] * len(batch))
@@ -65,8 +64,9 @@ class Validator:
             turns += batch.non_tensor_batch.get("__num_turns__", np.array([])).tolist()
             self._samples.write(step, batch, reward)
             self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
+        failures.require(self._config.reward_model.max_failed)
         metrics = validation_names(process_validation_metrics(sources, uids, infos))
         if turns:
             spread = {"min": min(turns), "max": max(turns), "mean": float(np.mean(turns))}
             metrics |= {f"val-aux/num_turns/{name}": value for name, value in spread.items()}
-        return metrics | {"reward/val_abandoned": abandoned}
+        return metrics | {"reward/val_abandoned": failures.failed}

@@ -238,6 +238,13 @@ class RewardModelConfig(Section):
         "deadline for scoring one response; when it passes, the response gets 0 and is named in a warning",
         above=0,
     )
+    max_failed: float = option(
+        0.5,
+        "share of the samples of a step, or of a validation, whose scoring passed the deadline or ended its process; "
+        "beyond it the run ends",
+        least=0,
+        most=1,
+    )
     keep_special_tokens: bool = option(
         False, "the reward function sees special tokens, such as <think> in some vocabularies, but not the end token"
     )

@@ -4,7 +4,7 @@ from typing import Protocol, Self
 
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import AbstractRewardManager
-from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
+from verl.workers.reward_manager.naive import Failures, NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.one_by_one import RewardManagerBase
 from verl.workers.reward_manager.overlong import OverlongPenalty, overlong_penalty
 from verl.workers.reward_manager.registry import OwnRewardManager, get_reward_manager_cls, register
@@ -22,6 +22,7 @@ class RewardManager(Protocol):
 
 __all__ = [
     "AbstractRewardManager",
+    "Failures",
     "NaiveRewardManager",
     "OverlongPenalty",
     "OwnRewardManager",

@@ -16,6 +16,7 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.plain import as_float
 from verl.utils.reward_score import Abandoned, NoNumber, Raised, RewardFunction, Scored, ScoringError, ScoringPool
+from verl.utils.user_code import UserCodeError
 from verl.workers.reward_manager.overlong import OverlongPenalty
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-class RewardError(RuntimeError):
-    """The reward function failed on a sample, or returned no finite number. The message names the sample."""
+class RewardError(UserCodeError):
+    """The reward function failed on a sample, or returned no finite number, or its process did not live through too
+    many of them. The message names the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,32 @@ class RewardOutput:
     """Whatever else the reward function returned: per name one value per response, None where it returned none."""
     abandoned: list[int] = field(default_factory=list)
     """Responses with score 0 because scoring them took too long, or ended its process."""
+    first_failure: str = ""
+    """The first of them, and why."""
+
+
+@dataclass
+class Failures:
+    """Counts what of a step, or of a validation, could not be scored."""
+
+    scored: int = 0
+    failed: int = 0
+    first: str = ""
+
+    def add(self, reward: RewardOutput) -> RewardOutput:
+        """`reward`, of the next responses."""
+        self.scored += len(reward.responses)
+        self.failed += len(reward.abandoned)
+        self.first = self.first or reward.first_failure
+        return reward
+
+    def require(self, most: float) -> None:
+        """Raises RewardError if more than the share `most` of all so far failed."""
+        if self.failed > most * self.scored:
+            raise RewardError(
+                f"the reward function failed on {self.failed} of {self.scored} samples, more than "
+                f"reward_model.max_failed={most:g} of them; first on {self.first}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +162,13 @@ class NaiveRewardManager:
         reward_tensor = torch.zeros(batch_size, width, dtype=torch.float32)
         rows = torch.nonzero(lengths > 0).flatten()
         reward_tensor[rows, lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)[rows]
-        return RewardOutput(reward_tensor=reward_tensor, responses=texts, extra_info=extra_info, abandoned=abandoned)
+        return RewardOutput(
+            reward_tensor=reward_tensor,
+            responses=texts,
+            extra_info=extra_info,
+            abandoned=list(abandoned),
+            first_failure=next(iter(abandoned.values()), ""),
+        )
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -197,13 +231,14 @@ class NaiveRewardManager:
             )
         ]
 
-    def _score_all(self, samples: Sequence[_Sample]) -> tuple[list[Scored], list[int]]:
-        """A result per sample, and the positions of those that have none of their own."""
+    def _score_all(self, samples: Sequence[_Sample]) -> tuple[list[Scored], dict[int, str]]:
+        """A result per sample, and why, by their positions, some have none of their own."""
         try:
             asked = iter(self._pool.score([sample.arguments for sample in samples if sample.known_score is None]))
         except ScoringError as exc:
             raise RewardError(str(exc)) from exc
-        results, abandoned = [], []
+        results: list[Scored] = []
+        abandoned: dict[int, str] = {}
         for sample in samples:
             outcome = next(asked) if sample.known_score is None else Scored(_finite(sample), {})
             if isinstance(outcome, Raised):
@@ -218,7 +253,7 @@ class NaiveRewardManager:
                 )
             if isinstance(outcome, Abandoned):
                 logger.warning("scoring %s was given up, it gets 0: %s", sample, outcome.why)
-                abandoned.append(sample.position)
+                abandoned[sample.position] = f"{sample}: {outcome.why}"
             results.append(outcome if isinstance(outcome, Scored) else Scored(0.0, {}))
         return results, abandoned
 

@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     "rollout.total_rollout_steps": Moved(to=("async_training.total_rollout_steps",)),
     "rollout.*": Refused(why=f"it belongs to trainers with machines of their own for rollouts; here it is {ROLLOUT}.*"),
     "reward.num_workers": Moved(to=(f"{REWARD}.num_workers",)),
+    "reward.max_failed": Moved(to=(f"{REWARD}.max_failed",)),
     "reward.reward_manager.name": Moved(to=(f"{REWARD}.reward_manager",)),
     "reward.reward_manager.source": NoEffect(
         why="it is looked up by name", only=one_of("register"), otherwise="reward managers are looked up by name"

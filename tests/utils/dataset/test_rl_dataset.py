@@ -22,6 +22,8 @@ def test_an_item_has_token_ids_and_everything_else_of_its_row(write, tokenizer):
         "reward_model": {"style": "rule", "ground_truth": "2+2="},
         "extra_info": {"split": "train", "index": 101},
         "index": 101,
+        "tools_kwargs": {},
+        "interaction_kwargs": {},
         "agent_name": None,
     }
 

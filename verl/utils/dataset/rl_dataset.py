@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZE_ROWS = 1024
 MARK = "verl-shows-this"
+KWARGS = ("tools_kwargs", "interaction_kwargs")
 ShownTools = Callable[[str | None], Sequence[Any]]
 """Schemas of the tools that the agent of that name shows in its prompts; None is the agent of samples that name none.
 
@@ -57,8 +58,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     tokenizes every prompt up front.
 
     An item is the row (`data_source`, `reward_model`, `ability`, `agent_name`, ...) with the prompt column replaced by
-    `raw_prompt` (chat messages), plus `prompt_ids` (list of ints, not padded), `extra_info` (a dict, perhaps empty) and
-    `index` (`extra_info.index`, else the row number).
+    `raw_prompt` (chat messages), plus `prompt_ids` (list of ints, not padded), `extra_info` (a dict, perhaps empty),
+    `index` (`extra_info.index`, else the row number), and `tools_kwargs` and `interaction_kwargs` (columns, or out of
+    `extra_info`; perhaps empty).
 
     A class of the user's own may override `_read_files_and_tokenize` (it sets `dataframe`, a `datasets.Dataset`),
     `maybe_filter_out_long_prompts`, `_build_messages` and `__getitem__`, as verl's.
@@ -134,6 +136,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "raw_prompt": self._prompts[row],
             "prompt_ids": self._ids[row],
             "index": row if index is None else index,
+            **{name: item.get(name) or item["extra_info"].get(name) or {} for name in KWARGS},
         }
 
     def _read_files_and_tokenize(self) -> None:

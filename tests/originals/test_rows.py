@@ -1,0 +1,161 @@
+"""The data set against PyPI's verl: the same rows become the same prompts, token by token, in the same order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.originals.original import VERL, computed, differences
+from verl.utils.builtin.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from verl.utils.config import ConfigError
+from verl.utils.dataset import RLHFDataset
+from verl.workers.config import DataConfig
+
+TEXTS = (
+    "1+2?",
+    "",
+    " x ",
+    "ü 𝄞 漢字",
+    "line\nline\t",
+    "<|end|>",
+    "<tool_call>",
+    "{{ x }}",
+    "a" * 50,
+    "</s>",
+    "\u200b0",
+)
+NAMES = ("raw_prompt", "index", "tools_kwargs", "interaction_kwargs", "data_source", "reward_model", "ability")
+
+
+def said(*texts: str, roles: tuple[str, ...] = ("user", "assistant")) -> list[dict[str, str]]:
+    return [{"role": roles[number % len(roles)], "content": text} for number, text in enumerate(texts)]
+
+
+def row(prompt: Any, **columns: Any) -> dict[str, Any]:
+    return {"data_source": "s", "prompt": prompt, "reward_model": {"ground_truth": "7"}, "ability": "math", **columns}
+
+
+INDEXED = [row(said(f"{number}" * (1 + number)), extra_info={"index": 100 - number}) for number in range(30)]
+FILES = {
+    "texts": [row(said("x", *TEXTS[:number], "y"), extra_info={"index": number}) for number in range(len(TEXTS))],
+    "roles": [
+        row(said("be short", "1+2?", roles=("system", "user")), extra_info={"index": 0}),
+        row(said("1+2?", "3", "+1?"), extra_info={"index": 1}),
+        row(said("1+2?", "3", "ok", roles=("user", "assistant", "tool")), extra_info={"index": 2}),
+    ],
+    "indexed": INDEXED,
+    "no index": [row(said(str(number)), extra_info={"split": "train"}) for number in range(3)],
+    "kwargs": [
+        row(
+            said("x"),
+            extra_info={
+                "index": 5,
+                "need_tools_kwargs": True,
+                "tools_kwargs": {"echo": {"create_kwargs": {"a": 1}}},
+                "interaction_kwargs": {"name": "n"},
+            },
+        )
+    ],
+    "other columns": [row(said("x"), extra_info={"index": 1}, note="n")],
+}
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"file": name} for name in FILES if name != "no index"},
+    **{f"{name}, as JSON lines": {"file": name, "kind": "jsonl"} for name in ("texts", "indexed", "kwargs")},
+    "overlong dropped": {"file": "indexed", "config": {"filter_overlong_prompts": True, "max_prompt_length": 14}},
+    "overlong dropped at the limit": {
+        "file": "indexed",
+        "config": {"filter_overlong_prompts": True, "max_prompt_length": 13},
+    },
+    "template kwargs": {"file": "indexed", "config": {"apply_chat_template_kwargs": {"extra": "!"}}},
+    "overlong by template kwargs": {
+        "file": "indexed",
+        "config": {
+            "apply_chat_template_kwargs": {"extra": "!!!!"},
+            "filter_overlong_prompts": True,
+            "max_prompt_length": 14,
+        },
+    },
+    **{
+        f"{count} samples, shuffle={shuffle}, seed={seed}": {
+            "file": "indexed",
+            "max_samples": count,
+            "config": {"shuffle": shuffle, "seed": seed},
+        }
+        for count, shuffle, seed in (
+            (7, True, 1),
+            (7, True, 2),
+            (7, False, 1),
+            (29, True, 3),
+            (30, True, 1),
+            (99, True, 1),
+        )
+    },
+    "few samples, then overlong dropped": {
+        "file": "indexed",
+        "max_samples": 12,
+        "config": {"filter_overlong_prompts": True, "max_prompt_length": 14, "shuffle": True},
+    },
+    "a prompt key": {
+        "file": "indexed",
+        "config": {"prompt_key": "question"},
+    },
+}
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "`index` of rows without one": {"file": "no index"},
+    "a data set of which no prompt is left": {
+        "file": "indexed",
+        "config": {"filter_overlong_prompts": True, "max_prompt_length": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    folder = tmp_path_factory.mktemp("rows")
+    tokenizer = build_tokenizer(4096)
+    tokenizer.chat_template = CHAT_TEMPLATE + "{{ extra or '' }}"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    cases = []
+    whole = CASES | DIFFERENT
+    for case in whole.values():
+        config = {"max_prompt_length": 999, "seed": 1, "filter_overlong_prompts": False, **case.get("config", {})}
+        key = config.setdefault("prompt_key", "prompt")
+        rows = [{key if name == "prompt" else name: of for name, of in each.items()} for each in FILES[case["file"]]]
+        file = folder / f"{len(cases)}.{case.get('kind', 'parquet')}"
+        if file.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        cases.append({"file": str(file), "config": config, "max_samples": case.get("max_samples", -1)})
+    verls = computed("read_rows.py", {"tokenizer": str(folder / "tokenizer"), "cases": cases}, VERL)
+    return {name: (verls[number], ours(cases[number], tokenizer)) for number, name in enumerate(whole)}
+
+
+def ours(case: dict[str, Any], tokenizer: Any) -> Any:
+    config = DataConfig(**case["config"], train_max_samples=case["max_samples"])
+    try:
+        dataset = RLHFDataset([Path(case["file"])], tokenizer, config)
+    except ConfigError as exc:
+        return {"error": str(exc)}
+    items = [dataset[number] for number in range(len(dataset))]
+    return [{name: item[name] for name in (*NAMES, "prompt_ids") if name in item} for item in items]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_become_verls_prompts(both: dict[str, Any], name: str) -> None:
+    verls, own = both[name]
+    assert verls == own
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_on_purpose_is_listed(both: dict[str, Any], name: str) -> None:
+    verls, own = both[name]
+    assert verls != own
+    assert differences()[name]["why"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from verl.workers.hf.precision import (
 )
 from verl.workers.hf.probing import Finding, Way, find_way
 from verl.workers.hf.splitting import attend_by_heads
+from verl.workers.hf.values import register_value_head
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class Head:
     """Tensors that the checkpoint need not have: they start at zero."""
     unused: frozenset[str] = frozenset()
     """Tensors that the checkpoint may have and the model has not."""
+    prepare: Callable[[PretrainedConfig], None] = lambda config: None
+    """Called with a configuration before `auto` is."""
 
 
 CAUSAL_LM = Head(auto=AutoModelForCausalLM)
@@ -66,7 +69,8 @@ TOKEN_VALUES = Head(
     auto=AutoModelForTokenClassification,
     config_fields={"num_labels": 1, "classifier_dropout": 0.0},
     new=frozenset({"score.weight", "score.bias"}),
-    unused=frozenset({"lm_head.weight"}),
+    unused=frozenset({"lm_head.weight", "lm_head.bias", "embed_out.weight", "output_projection.weight"}),
+    prepare=register_value_head,
 )
 """One number for every token. A directory of the policy will do, and so will an export of a critic."""
 
@@ -210,7 +214,8 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
             **({"attn_implementation": attention} if attention else {}),
         )
     except (ImportError, ValueError) as exc:
-        raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {exc}") from exc
+        why = str(exc).strip().splitlines()[0]  # names of all classes may follow
+        raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {why}") from exc
     if not model_config.drops:
         silence(model)
     return model
@@ -225,6 +230,7 @@ def _config_under(head: Head, model_config: HFModelConfig) -> PretrainedConfig:
     hf_config = load_hf_config(model_config)
     for name, value in head.config_fields.items():
         setattr(hf_config, name, value)
+    head.prepare(hf_config)
     return hf_config
 
 

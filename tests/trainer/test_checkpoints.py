@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.trainer import checkpoints
 from verl.trainer.checkpoints import LATEST, CheckpointDirectory, TrainerState, warn_of_lacking_contents
 from verl.utils.config import ConfigError
 from verl.utils.disk import DiskFull
+from verl.utils.file_digests import write_digests
 from verl.workers.config import CheckpointConfig, TrainerConfig
 
 
@@ -27,11 +29,13 @@ def state(step):
 
 def save(config, *steps):
     for step in steps:
-        checkpoints = CheckpointDirectory(config)
-        with checkpoints.writing(state(step)) as directory:
-            (directory / "actor").mkdir()
-            (directory / "actor/weights").write_text(f"of step {step}")
-        checkpoints.publish()
+        found = CheckpointDirectory(config)
+        with found.writing(state(step)) as directory:
+            for part in ("actor", "critic"):
+                (directory / part).mkdir()
+                (directory / part / "weights").write_text(f"of step {step}")
+                write_digests(directory / part, ["weights"], "digests-0.json")
+        found.publish()
 
 
 def names(config):
@@ -80,6 +84,68 @@ def test_a_pointer_to_something_incomplete_is_an_error_not_a_fresh_start(config)
     save(config, 1)
     (CheckpointDirectory(config).root / "global_step_1/trainer.json").unlink()
     with pytest.raises(ConfigError, match=r"global_step_1, which is not a complete checkpoint.*resume_mode=disable"):
+        CheckpointDirectory(config).find()
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "flipped": (flip, "has other bytes than when it was written"),
+    "cut": (cut, r"has \d+ bytes, and had \d+ when it was written"),
+    "gone": (Path.unlink, "cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("file", ["data.pt", "actor/weights", "critic/weights"])
+def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_offered(config, caplog, file, how):
+    save(config, 1, 2, 3, 4)
+    root = CheckpointDirectory(config).root
+    spoil, words = DAMAGE[how]
+    spoil(root / "global_step_4" / file)
+    flip(root / "global_step_3" / "actor/weights")
+    offered = f"The newest whole one is {root / 'global_step_2'}: set .*trainer.resume_from_path="
+    with pytest.raises(ConfigError, match=rf"points to .*global_step_4.*{file} {words}.*{offered}"):
+        CheckpointDirectory(config).find()
+    named = replace(config, resume_mode="resume_path", resume_from_path=str(root / "global_step_4"))
+    with pytest.raises(ConfigError, match=rf"trainer.resume_from_path=.*{file} {words}.*{offered}"):
+        CheckpointDirectory(named).find()
+    with caplog.at_level("WARNING"):
+        assert CheckpointDirectory(replace(config, resume_fallback=True)).find() == root / "global_step_2"
+    assert f"going on from {root / 'global_step_2'}" in caplog.text
+
+
+def test_what_a_checkpoint_notes_of_its_files_may_be_damaged_too(config):
+    save(config, 1)
+    (CheckpointDirectory(config).root / "global_step_1/actor/digests-0.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"what .*global_step_1/actor notes of its files cannot be read"):
+        CheckpointDirectory(replace(config, resume_fallback=True)).find()
+
+
+def test_a_checkpoint_without_digests_is_gone_on_from(config):
+    save(config, 1)
+    path = CheckpointDirectory(config).root / "global_step_1"
+    for file in path.rglob("digests*.json"):
+        file.unlink()
+    assert CheckpointDirectory(config).find() == path
+
+
+def test_of_large_checkpoints_the_driver_compares_sizes_alone(config, monkeypatch):
+    monkeypatch.setattr(checkpoints, "COMPARED_NBYTES", 3)
+    save(config, 1)
+    path = CheckpointDirectory(config).root / "global_step_1"
+    flip(path / "actor/weights")  # its ranks find that
+    assert CheckpointDirectory(config).find() == path
+    cut(path / "actor/weights")
+    with pytest.raises(ConfigError, match="actor/weights has"):
         CheckpointDirectory(config).find()
 
 

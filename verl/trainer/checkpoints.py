@@ -5,6 +5,7 @@
         critic/           the same of the critic, if there is one
         data.pt           position in the training data
         trainer.json      step, KL coefficient, held-out rewards so far; when it was written, what its run came from
+        digests.json      of the last two; the ranks' files have theirs beside them
     latest_checkpointed_iteration.txt
 
 A checkpoint is written under a temporary name and renamed; the pointer is replaced after that. A run that is killed at
@@ -30,6 +31,7 @@ import torch
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.utils.disk import full_disk_told
+from verl.utils.file_digests import damaged, write_digests
 from verl.workers.config import CheckpointConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
 RECORD = "trainer.json"
 _NAME = re.compile(r"global_step_(\d{1,18})", re.ASCII)
+PARTS = ("", "actor", "critic")
+"""Directories of a checkpoint whose files have digests."""
+COMPARED_NBYTES = 2**32
+"""Of a directory: more are compared by the ranks that read them, each a part; here their sizes are."""
 _AGAIN = "set trainer.resume_mode=disable to start again"
 
 
@@ -69,7 +75,8 @@ class CheckpointDirectory:
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
 
-        Raises ConfigError if the one that was asked for does not exist or is not complete.
+        Raises ConfigError if the one that was asked for does not exist, is not complete, or is damaged, and names the
+        newest other one that is whole; `trainer.resume_fallback` takes that instead.
         """
         mode = self._config.resume_mode
         if mode == "disable":
@@ -79,6 +86,8 @@ class CheckpointDirectory:
             self._put_back(path)
             if not (path / RECORD).is_file():
                 raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {RECORD}")
+            if wrong := _damage(path):
+                raise ConfigError(f"trainer.resume_from_path={path} is damaged: {wrong}{self._offer(path)}")
             real = path.resolve()
             self._branched_from = real.name if real.parent == self.root.resolve() else None
             return path
@@ -88,9 +97,29 @@ class CheckpointDirectory:
         path = self.root / self._pointed_to(pointer)
         self._put_back(path)
         if not (path / RECORD).is_file():
-            raise ConfigError(f"{pointer} points to {path}, which is not a complete checkpoint; {_AGAIN}")
+            path = self._instead_of(path, f"{pointer} points to {path}, which is not a complete checkpoint")
+        elif wrong := _damage(path):
+            path = self._instead_of(path, f"{pointer} points to {path}, which is damaged: {wrong}")
         self._branched_from = _record(path).get("branched_from")
         return path
+
+    def _instead_of(self, path: Path, why: str) -> Path:
+        other = self._newest_whole(but=path)
+        if other is None or not self._config.resume_fallback:
+            raise ConfigError(f"{why}{self._offer(path)}; {_AGAIN}")
+        logger.warning("%s; going on from %s, as trainer.resume_fallback=true says", why, other)
+        return other
+
+    def _offer(self, path: Path) -> str:
+        other = self._newest_whole(but=path)
+        if other is None:
+            return ""
+        take = f"trainer.resume_mode=resume_path trainer.resume_from_path={other}"
+        return f". The newest whole one is {other}: set {take}, or trainer.resume_fallback=true"
+
+    def _newest_whole(self, but: Path) -> Path | None:
+        others = [path for path in self._found() if path != but and (path / RECORD).is_file()]
+        return next((path for path in sorted(others, key=_age, reverse=True) if not _damage(path)), None)
 
     @contextmanager
     def writing(self, state: TrainerState) -> Iterator[Path]:
@@ -118,6 +147,7 @@ class CheckpointDirectory:
             with full_disk_told(partial, sum(map(len, files.values()))):
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
+                write_digests(partial, files)
                 self._new_pointer.write_text(str(state.step))
                 sync_to_disk(partial)
                 sync_to_disk(self.root)
@@ -247,6 +277,16 @@ def _record(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {str(record)[:40]!r}")
     return record
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file of a checkpoint; empty if nothing is, as far as the driver looks."""
+    try:
+        _record(path)
+    except ConfigError as exc:
+        return str(exc)
+    found = (damaged(path / part, bytes_up_to=COMPARED_NBYTES) for part in PARTS if (path / part).is_dir())
+    return next((wrong for wrong in found if wrong), "")
 
 
 def _serial(path: Path) -> int:

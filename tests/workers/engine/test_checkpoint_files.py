@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
 import resource
+from functools import partial
 
 import pytest
 import torch
@@ -114,6 +116,12 @@ def write_and_spoil(directory, spoil):
     return state
 
 
+def whoever_writes_digests_too(spoil, directory):
+    spoil(directory)
+    for file in directory.glob("digests-*.json"):
+        file.unlink()
+
+
 def nothing(_):
     """Leave it as it is."""
 
@@ -146,9 +154,56 @@ def test_numbers_and_texts_beside_tensors_come_back(ranks, tmp_path):
     ],
 )
 def test_reading_a_training_checkpoint_runs_no_code_of_it(ranks, tmp_path, spoil, words):
-    (told,) = ranks.run(write_and_spoil, 1, tmp_path / "step", spoil)
+    (told,) = ranks.run(write_and_spoil, 1, tmp_path / "step", partial(whoever_writes_digests_too, spoil))
     assert words in told
     assert not (tmp_path / "step/ran").exists()
+
+
+def flip_on_first(directory):
+    if dist.get_rank() == 0:
+        file = directory / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+
+
+def cut_on_first(directory):
+    if dist.get_rank() == 0:
+        file = directory / "__0_0.distcp"
+        file.write_bytes(file.read_bytes()[:-10])
+    dist.barrier()
+
+
+def write_parts_and_spoil(directory, spoil):
+    """Ranks write a tensor each, under a name of its own."""
+    name = f"w{dist.get_rank()}"
+    write_state(directory, {name: torch.full((64,), 1.0)})
+    spoil(directory)
+    state = {name: torch.zeros(64)}
+    try:
+        read_state(directory, state)
+    except ConfigError as exc:
+        return str(exc)
+    return float(state[name].sum())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (flip_on_first, "__1_0.distcp has other bytes than when it was written"),
+        (cut_on_first, r"__0_0.distcp has \d+ bytes, and had \d+ when it was written"),
+    ],
+)
+def test_a_damaged_shard_is_named_on_every_rank(ranks, tmp_path, spoil, words):
+    told = ranks.run(write_parts_and_spoil, 2, tmp_path / "step", spoil)
+    assert all(re.search(f"the checkpoint is damaged: .*{words}", text) for text in told), told
+
+
+def test_every_file_has_a_digest_of_the_rank_that_wrote_it(ranks, tmp_path):
+    assert ranks.run(write_parts_and_spoil, 2, tmp_path / "step", nothing) == [64.0, 64.0]
+    noted = [json.loads((tmp_path / f"step/digests-{rank}.json").read_text()).keys() for rank in range(2)]
+    assert noted == [{METADATA_FILE, "__0_0.distcp"}, {"__1_0.distcp"}]
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\x80\x04", pickle.dumps({}), pickle.dumps(1.5), b"\xff" * 100])

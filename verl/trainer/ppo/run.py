@@ -13,6 +13,7 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.reward_models import AwakeForScoring
+from verl.trainer.output_lock import only_run_in
 from verl.trainer.ppo.experience import needs_reference
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.job import Job, checked_job
@@ -44,6 +45,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     for line in in_force(job.config, job.device):
         logger.info("%s", line)
     with (
+        only_run_in(job.output_dir),
         _metrics_server(job) as server,
         sync_spans() as spans,
         _tracking(job, server) as tracking,

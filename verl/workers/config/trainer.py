@@ -85,6 +85,10 @@ class TrainerConfig:
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = option(None, "a global_step_N directory")
+    resume_fallback: bool = option(
+        False,
+        "where the last checkpoint is damaged, go on from the newest whole one, with a warning (resume_mode=auto)",
+    )
     default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
     critic_warmup: int = option(0, "first steps, in which only the critic learns", least=0)
     balance_batch: bool = option(True, "give every rank about the same number of tokens")

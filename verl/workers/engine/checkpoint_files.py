@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from verl.compat.python import PlainUnpickler
 from verl.utils.config import ConfigError
 from verl.utils.disk import DiskFull, full_disk_told, is_of_full_disk, require_space
+from verl.utils.file_digests import damaged, write_digests
 
 METADATA_FILE = ".metadata"
 """Written last by torch DCP: its presence says that the checkpoint is complete."""
@@ -55,7 +56,8 @@ class Loan:
 def write_state(
     directory: Path, state: dict[str, Any], *, loan: Loan | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write and sync to disk. A collective of `group`, which has all ranks.
+    """Write and sync to disk, with digests of the files that this rank wrote. A collective of `group`, which has all
+    ranks.
 
     With `loan` the parts of `state` are emptied when they are copied. Every rank raises DiskFull if there is no room:
     before anything is written, or where a quota ends it.
@@ -64,6 +66,7 @@ def write_state(
     writer = FileSystemWriter(directory, sync_files=True, overwrite=False)
     try:
         save(state, storage_writer=writer, planner=planner, process_group=group)
+        _write_digests(directory, dist.get_rank(group))
     except CheckpointException as exc:  # no subclass of Exception, and the same on every rank
         raise _of_save(exc, directory, planner.needed_nbytes, group) from exc
     finally:
@@ -72,7 +75,8 @@ def write_state(
 
 
 def read_state(directory: Path, state: dict[str, Any]) -> None:
-    """Fill `state`. Raises ConfigError for files that are not what their metadata say."""
+    """Fill `state`. Raises ConfigError for files that are not what was written, or not what their metadata say."""
+    _require_undamaged(directory)
     try:
         load(state, storage_reader=_Reader(directory), planner=_LoadPlanner())
     except CheckpointException as exc:
@@ -87,6 +91,21 @@ def read_metadata(directory: Path) -> Metadata:
     if not (directory / METADATA_FILE).is_file():
         raise ConfigError(f"{directory} is not a training checkpoint: it has no {METADATA_FILE}")
     return _Reader(directory).read_metadata()
+
+
+def _write_digests(directory: Path, rank: int) -> None:
+    own = [path.name for path in directory.glob(f"__{rank}_*.distcp")]
+    with full_disk_told(directory):
+        write_digests(directory, [*own, *([METADATA_FILE] if rank == 0 else [])], f"digests-{rank}.json")
+
+
+def _require_undamaged(directory: Path) -> None:
+    """Every rank reads a part of the files."""
+    world = dist.get_world_size()
+    found: list[str] = [""] * world
+    dist.all_gather_object(found, damaged(directory, share=(dist.get_rank(), world)))
+    if told := [text for text in found if text]:
+        raise ConfigError(f"the checkpoint is damaged: {told[0]}; trainer.resume_from_path names another one")
 
 
 def _of_save(

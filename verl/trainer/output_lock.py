@@ -1,0 +1,83 @@
+"""One run at a time writes to an output directory: two would replace each other's checkpoints and mix their metrics."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from verl.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAME = ".running"
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+@contextmanager
+def only_run_in(directory: Path) -> Iterator[None]:
+    """Around a run that writes to `directory`. Called on the driver.
+
+    The lock is the operating system's (fcntl, which NFS has, too): that of a process that is gone is gone with it. Its
+    file says who has it. Raises ConfigError naming the other run.
+    """
+    path = directory / NAME
+    with _opened(path) as file:
+        if file is not None:
+            file.truncate(0)
+            json.dump(
+                {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "since": f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M UTC}",
+                },
+                file,
+            )
+            file.flush()
+        try:
+            yield
+        finally:
+            if file is not None:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO | None]:
+    """The file, locked; None where the file system has no locks."""
+    while True:
+        with path.open("a+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as exc:
+                if exc.errno in _HELD:
+                    raise ConfigError(_told(path, file)) from exc
+                logger.warning(
+                    "%s cannot be locked (%s): see yourself that no other run writes there", path, exc.strerror
+                )
+                yield None
+                return
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):  # not removed by whoever had it until now
+                    yield file
+                    return
+
+
+def _told(path: Path, file: TextIO) -> str:
+    file.seek(0)
+    try:
+        owner = json.load(file)
+        who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (ValueError, KeyError, TypeError):
+        who = "it does not say which"
+    return (
+        f"another run is writing to {path.parent} ({who}): give this one another trainer.experiment_name, "
+        "or end that one first"
+    )

@@ -56,6 +56,7 @@ WHOLE = {
     "groups in turns": batch(2, "abcabb"),
     "holes": batch(3, "aaabbb", lengths=(9, 6, 4, 7, 5, 8), holes=[(0, 3), (0, 4), (3, 2), (5, 1)]),
     "the second longest has holes": batch(8, "aaabbb", lengths=(9, 7, 4, 8, 8, 8), holes=[(1, 1), (1, 2), (3, 4)]),
+    "two longest with holes": batch(11, "aaabbb", lengths=(7, 9, 3, 5, 4, 6), holes=[(0, 1), (1, 1), (1, 3), (1, 4)]),
     "equal scores": batch(4, "aaabbb", scores=[0.7] * 3 + [0.3] * 3),
     "scores of zero": batch(4, "aaabbb", scores=[0.0] * 6),
     "one token": batch(5, "aaabbb", lengths=[1] * 6),

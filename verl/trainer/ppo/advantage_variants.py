@@ -151,14 +151,15 @@ def compute_optimal_token_baseline_advantage(
 
 
 def _beyond_the_others(groups: Groups, mask: torch.Tensor) -> torch.Tensor:
-    """Positions [B, R] of the longest response of each group from the length of its second longest on."""
+    """Positions [B, R] of the longest response of each group, if it is one, from the length of the second longest on."""
     lengths = mask.sum(-1)
     beyond = torch.zeros_like(mask)
     for group in set(groups.group.tolist()):
         members = torch.nonzero(groups.group == group).flatten()
         ordered = lengths[members].sort(descending=True)
         second = int(ordered.values[1]) if len(members) > 1 else 0
-        beyond[members[ordered.indices[0]], second:] = True
+        if ordered.values[0] > second:
+            beyond[members[ordered.indices[0]], second:] = True
     return beyond
 
 

@@ -1,16 +1,31 @@
-"""A publisher that is killed: `python -m tests.checkpoint_engine.publisher.killed_publisher URL`. Pushes 1, then 2."""
+"""A publisher that is killed: `python -m tests.checkpoint_engine.publisher.killed_publisher URL [MODEL]`.
+
+Pushes 1, then 2, of a model whose weights are larger by a hundredth, or of a few numbers.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 
 from verl.checkpoint_engine import WeightPublisher
 
+
+def weights_of(version: int, model: Path | None = None) -> dict[str, torch.Tensor]:
+    if model is None:
+        return {"w": torch.full((8, 3), float(version))}
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(model).named_parameters()
+    return {name: tensor.detach() * (1 + version / 100) for name, tensor in state}
+
+
 if __name__ == "__main__":
-    tensors = {"w": torch.full((8, 3), 1.0)}
-    with WeightPublisher(tensors, sys.argv[1:]) as publisher:
+    url, *model = sys.argv[1:]
+    tensors = weights_of(1, *map(Path, model))
+    with WeightPublisher(tensors, [url]) as publisher:
         publisher.push(1)
-        tensors["w"] = torch.full((8, 3), 2.0)
+        tensors.update(weights_of(2, *map(Path, model)))
         publisher.push(2)

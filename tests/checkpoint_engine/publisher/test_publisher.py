@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import arenas_in, soon
+from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
@@ -74,6 +78,42 @@ def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
             yield process
         finally:
             process.terminate()
+
+
+@contextmanager
+def passed_on(url: str) -> Iterator[tuple[str, dict[str, list[Callable[[], object]]]]]:
+    """A server that passes on to that at `url`; and what it calls before the first, the second request of a path."""
+    at: dict[str, list[Callable[[], object]]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if at.get(path):
+                at[path].pop(0)()
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            connection = HTTPConnection(url.removeprefix("http://"), timeout=300)
+            connection.request(self.command, self.path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            data = answer.read()
+            connection.close()
+            with suppress(OSError):  # who asked may be dead
+                self.send_response(answer.status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    between = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=between.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{between.server_port}", at
+    finally:
+        between.shutdown()
+        between.server_close()
 
 
 def test_a_push_of_trls_that_would_end_what_is_in_flight_is_refused():
@@ -174,6 +214,22 @@ class TestAgainstVLLM:
             publisher.close()
             second.push(100)
             assert_serves(server, other, directory)
+
+    @pytest.mark.parametrize("step", ["/pause", "/update_weights"])
+    def test_a_publisher_that_is_killed_leaves_it_serving_what_it_names(
+        self, step: str, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        with passed_on(server.url) as (url, at):
+            command = [sys.executable, "-m", killed_publisher.__name__, url, directory]
+            with subprocess.Popen(command, cwd=ROOT) as process:
+                at[step] = [lambda: None, process.kill]  # in its second push
+                assert process.wait() == -signal.SIGKILL
+            assert soon(lambda: [*shm.iterdir()] == [])
+        version = "1" if step == "/pause" else "2"
+        assert server.version() == version
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        model.load_state_dict(killed_publisher.weights_of(int(version), directory), strict=False)
+        assert_serves(server, model, directory)
 
     def test_named_tensors_and_a_file_of_endpoints(self, server: ServedVLLM, directory: Path, shm: Path):
         model = AutoModelForCausalLM.from_pretrained(directory)

@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import soon
+from tests.checkpoint_engine.publisher import killed_publisher
+from tests.checkpoint_engine.publisher.killed_publisher import weights_of
 from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine import SyncAborted, WeightPublisher
+from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
 from verl.checkpoint_engine.parameter_server.writers import Writer
 
 STEPS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume")
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, ranks: int, shm: Path):
+def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, shm: Path):
+    ranks = 2
     with stand_in(ranks) as (vllm, url):
         pushing = [2 * STEPS.count(step)]
 
@@ -32,17 +35,34 @@ def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, ranks: in
                     os.kill(process.pid, signal.SIGKILL)
 
         vllm.before = kill
-        module = "tests.checkpoint_engine.publisher.killed_publisher"
-        with subprocess.Popen([sys.executable, "-m", module, url]) as process:
+        with subprocess.Popen([sys.executable, "-m", killed_publisher.__name__, url]) as process:
             assert process.wait() == -signal.SIGKILL
         assert soon(lambda: vllm.log[-1] != step and not vllm.paused and list(shm.glob("verl-*")) == [])
         version = vllm.version
         assert version == ("1" if step == "/pause" else "2")
-        assert torch.equal(vllm.weights["w"], torch.full((8, 3), float(version)))
+        assert torch.equal(vllm.weights["w"], weights_of(int(version))["w"])
         assert [worker.active for worker in vllm.workers] == [False] * ranks
         with WeightPublisher({"w": torch.full((8, 3), 5.0)}, [url]) as publisher:
             publisher.push(3)
         assert (vllm.version, vllm.paused) == ("3", False)
+
+
+def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: Path):
+    program = (
+        f"import sys; from {Endpoint.__module__} import Endpoint as E; E(sys.argv[1], timeout_s=60).update({{}}, '2')"
+    )
+    with stand_in(2) as (vllm, url):
+        killed = []
+
+        def kill(path: str) -> None:
+            if path == "/pause" and not killed:
+                killed.append(os.kill(process.pid, signal.SIGKILL))
+
+        vllm.before = kill
+        with subprocess.Popen([sys.executable, "-c", program, url]) as process:
+            assert process.wait() == -signal.SIGKILL
+        assert soon(lambda: vllm.log[-1] != "/pause" and not vllm.paused and list(shm.glob("verl-*")) == [])
+        assert vllm.version == "default"
 
 
 def test_a_server_that_could_not_load_is_not_let_go_on_with_torn_weights(shm: Path):

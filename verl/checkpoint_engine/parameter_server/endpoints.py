@@ -15,8 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from ..errors import ActivationError, CheckpointEngineError, ConfigError, TransportError
+from ..support import envs
 from ..support.package import PACKAGE
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from .rescue import Rescue
 from .writers import Answer, Writer, answers_to, order, require_loaded, require_own
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
@@ -25,6 +27,7 @@ ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 `verl_arena`, or `verl_sync_arena`: where both distributions are installed, an engine speaks with its own."""
 ANSWERS = f"{ENGINE_NAME}_answers"
 """The method of vLLM's workers, which our plugin gives them, that answers to an `Order`."""
+ENGINE = "vLLM"
 PAUSE_MODES = ("abort", "wait", "keep")
 FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 
@@ -104,18 +107,23 @@ class Endpoint(HttpServer):
     def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
         """Have every worker take its weights from its socket, and serve them as `version`.
 
-        Raises ConfigError if the server is somebody else's, ActivationError if the engine refuses. It then serves
-        nothing: it holds a mixture of weights and stays paused until an update succeeds.
+        If this process is killed before workers load, the server goes on with what it had. Raises ConfigError if it is
+        somebody else's, ActivationError if the engine refuses. It then serves nothing: it holds a mixture of weights
+        and stays paused until an update succeeds.
         """
-        writer = Writer.here("update")
+        writer, rescue = Writer.here("update"), Rescue(envs.shm_dir(), ANSWERS)
         self.claim(writer)
         try:
+            rescue.pausing(self.url, ENGINE)
             self.pause(pause_mode)
+            rescue.loading(self.url, ENGINE)
             self.load({"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, version, writer)
             self.resume()
+            rescue.serving(self.url, ENGINE)
         finally:
             with suppress(CheckpointEngineError):
                 self.release(writer)
+            rescue.close()
 
     def pause(self, mode: str) -> None:
         """Stop generating; `mode` is one of `PAUSE_MODES`. Idempotent."""

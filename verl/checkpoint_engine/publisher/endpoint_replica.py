@@ -11,10 +11,10 @@ from typing import Protocol
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..parameter_server.endpoints import Endpoint
+from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import Writer
 from ..support.apart import apart
 from .reports import Reports
-from .rescue import Rescue
 from .sglang_endpoint import SGLangEndpoint, is_sglang
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -25,7 +25,9 @@ from torch import nn
 
 from ..config import CheckpointEngineConfig
 from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted, TransportError
+from ..parameter_server.endpoints import ANSWERS
 from ..parameter_server.http_server import require_url
+from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import LEASE_S, Writer
 from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
@@ -39,7 +41,6 @@ from .endpoint_replica import EndpointReplica
 from .hosts import Hosts
 from .model_source import ModelSource
 from .ranks import Ended, Ranks, rank_and_size
-from .rescue import Rescue
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class WeightPublisher:
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
         """dtypes and shapes that were held against the models of those who are known."""
-        self._writer, self._rescue = Writer.here("publisher"), Rescue(envs.shm_dir())
+        self._writer, self._rescue = Writer.here("publisher"), Rescue(envs.shm_dir(), ANSWERS)
         self._servers: dict[str, str] = {}
         """By name, what tells a server from others, and from one that was started in its place."""
         self._manager: CheckpointEngineManager | None = None

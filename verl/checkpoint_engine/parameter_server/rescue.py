@@ -1,4 +1,4 @@
-"""What is done for servers that a publisher has paused, when its process ends before they serve again, however it ends.
+"""What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
 
 A small process outlives it. A server into which nothing was loaded yet goes on with what it has; one that was loading
 gets the version that it was told to load, whose memory is kept for that. One that somebody else has claimed by then is
@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..parameter_server.endpoints import ANSWERS
 from ..support.cleanup_process import CleanupProcess
 
 PREFIX = "verl-rescue-"
@@ -86,11 +85,11 @@ shutil.rmtree(root, ignore_errors=True)
 
 
 class Rescue:
-    """Of one publisher. Told what it does to servers, before it does it."""
+    """Of one writer. Told what it does to servers, before it does it."""
 
-    def __init__(self, shm_dir: Path) -> None:
-        """Nothing is started before a server is paused."""
-        self._shm_dir = shm_dir
+    def __init__(self, shm_dir: Path, answers: str) -> None:
+        """`answers`: the method of vLLM's workers that does. Nothing is started before a server is paused."""
+        self._shm_dir, self._answers = shm_dir, answers
         self._root: Path | None = None
         self._process: CleanupProcess | None = None
         self._kept: dict[str, Path] = {}
@@ -98,9 +97,10 @@ class Rescue:
     def pausing(self, url: str, engine: str) -> None:
         self._tell(url, engine, state="paused")
 
-    def loading(self, url: str, engine: str, arena_path: str, version: int) -> None:
+    def loading(self, url: str, engine: str, arena_path: str | None = None, version: int | None = None) -> None:
+        """Out of an arena of this host, or out of what goes with this process."""
         self._forget(url)
-        arena = self._keep(url, Path(arena_path)) if engine == "vLLM" else None
+        arena = self._keep(url, Path(arena_path)) if arena_path is not None and engine == "vLLM" else None
         self._tell(url, engine, state="loading" if arena else "lost", arena=str(arena), version=version)
 
     def serving(self, url: str, engine: str) -> None:
@@ -139,5 +139,5 @@ class Rescue:
     def _started(self) -> Path:
         if self._process is None or self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._shm_dir))
-            self._process = CleanupProcess(_RESCUE, str(self._root), ANSWERS)
+            self._process = CleanupProcess(_RESCUE, str(self._root), self._answers)
         return self._root

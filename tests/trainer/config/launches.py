@@ -56,6 +56,7 @@ A, R, F, M = (
 )
 C = "algorithm.rollout_correction"
 D = "distillation.distillation_loss"
+MTP = "actor_rollout_ref.model.mtp"
 TAUGHT = "distillation.enabled=True distillation.nnodes=1"
 GRPO = (
     "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 "
@@ -632,6 +633,42 @@ LAUNCHES = (
         f"{GRPO} reward.reward_model.enable=True reward.reward_model.model_path=builtin:tiny-qwen9 "
         "reward.reward_model.rollout.name=vllm",
         refused="there is no built-in model 'builtin:tiny-qwen9'. Did you mean 'builtin:tiny-qwen2'?",
+    ),
+    Launch(
+        "drafts by multi-token prediction",
+        "fully_async",
+        f"{ASYNC} {MTP}.enable=True {MTP}.enable_train=False {MTP}.enable_rollout=True {MTP}.speculative_num_steps=3",
+        said="model.mtp.enable=true: the head that predicts more tokens is neither trained nor used for drafts",
+    ),
+    Launch(
+        "a head of multi-token prediction that is trained alone",
+        "hybrid",
+        f"{MEGATRON} {MTP}.enable=True {MTP}.enable_train=True {MTP}.detach_encoder=True",
+        said="the same policy, slower",
+    ),
+    Launch(
+        "multi-token prediction that trains the policy",
+        "hybrid",
+        f"{MEGATRON} {MTP}.enable=True {MTP}.enable_train=True {MTP}.mtp_loss_scaling_factor=0.1",
+        refused="set actor_rollout_ref.model.mtp.detach_encoder=true, with which it trains no more than a head",
+    ),
+    Launch(
+        "tokens of conversations that are kept",
+        "hybrid",
+        f"{GRPO} data.continuous_token.enable=True data.continuous_token.model_family=qwen3",
+        said="conversations keep the tokens that were generated in any case",
+    ),
+    Launch(
+        "sequence parallelism among Megatron's own fields",
+        "hybrid",
+        f"{MEGATRON} +{M}.override_transformer_config.sequence_parallel=True",
+        said="TP 2, PP 2",
+    ),
+    Launch(
+        "pictures of a column of the user's own name",
+        "hybrid",
+        f"{GRPO} data.image_key=photos data.video_key=films",
+        said="batch:",
     ),
     Launch("a typing mistake", "hybrid", f"{GRPO} trainer.nnode=2", refused="Did you mean 'trainer.nnodes'?"),
 )

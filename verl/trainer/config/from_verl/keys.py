@@ -29,11 +29,11 @@ from verl.trainer.config.from_verl.sections import (
     ROLLOUT,
     above_1,
     as_actor,
-    disabled,
     is_true,
     of_fsdp,
     of_lora,
     of_megatron,
+    of_mtp,
     of_optimizer,
     of_profiler,
     of_ranks,
@@ -100,6 +100,7 @@ RULES: dict[str, Rule] = {
         convert=lambda value, _: True if value else None,
     ),
     **{f"{MEGATRON}.override_transformer_config.{name}": Moved(to=(f"{MEGATRON}.{name}",)) for name in OF_STAGES},
+    f"{MEGATRON}.override_transformer_config.sequence_parallel": Moved(to=(f"{MEGATRON}.sequence_parallel",)),
     "trainer.profile_steps": Moved(to=("global_profiler.steps",)),
     f"{ACTOR}.tau_pos": Moved(to=(f"{ACTOR}.policy_loss.tau_pos",)),
     f"{ACTOR}.tau_neg": Moved(to=(f"{ACTOR}.policy_loss.tau_neg",)),
@@ -218,6 +219,13 @@ RULES: dict[str, Rule] = {
         why="it is 0", only=one_of(0, 0.0), otherwise="every prompt of a batch is generated to its end"
     ),
     "data.filter_overlong_prompts_workers": NoEffect(why="prompts are counted in one process: it only takes longer"),
+    "data.continuous_token.enable": NoEffect(
+        why="conversations keep the tokens that were generated in any case, and what the template writes between turns "
+        "is appended to them"
+    ),
+    "data.continuous_token.model_family": NoEffect(
+        why="what stands between turns is asked of the chat template, whatever the family"
+    ),
     "data.trust_remote_code": NoEffect(
         why=f"code from a model's directory is run with {POLICY}.model.trust_remote_code alone"
     ),
@@ -246,7 +254,8 @@ RULES: dict[str, Rule] = {
         why="one batch is generated at a time: the same groups, later", costs=above_1
     ),
     **of_teachers("distillation.teacher_models.teacher_model"),
-    **disabled(f"{POLICY}.model.mtp", "multi-token prediction is neither trained nor used for drafts"),
+    **of_mtp(f"{POLICY}.model.mtp"),
+    **of_mtp("critic.model.mtp"),
     "transfer_queue.enable": NoEffect(
         why="batches go through the driver: the same numbers, more of its memory", costs=is_true
     ),

@@ -72,11 +72,23 @@ def off(what: str) -> NoEffect:
     return NoEffect(why="it is off", only=one_of(False, None), otherwise=what)
 
 
-def disabled(section: str, what: str, switch: str = "enable") -> dict[str, Rule]:
-    """A feature that is not here: everything below `section` is nothing as long as its `switch` is off."""
+def of_mtp(section: str) -> dict[str, Rule]:
+    """Multi-token prediction: drafts change no sample's probability, and a detached head no other parameter."""
+
+    def leaves_the_policy(value: Any, at: Values) -> bool:
+        trains = value and at(f"{section}.enable_train")
+        return not trains or at(f"{section}.detach_encoder") is True
+
     return {
-        f"{section}.{switch}": off(what),
-        f"{section}.*": NoEffect(why=f"only with {section}.{switch}=true, which is not possible here"),
+        f"{section}.enable": NoEffect(
+            why="the head that predicts more tokens is neither trained nor used for drafts: the same policy, slower",
+            only=leaves_the_policy,
+            otherwise="the loss of more predicted tokens, which would train the whole model, is not computed: set "
+            f"{section}.detach_encoder=true, with which it trains no more than a head that is not used here, or "
+            f"{section}.enable_train=false",
+            costs=is_true,
+        ),
+        f"{section}.*": NoEffect(why=f"see {section}.enable"),
     }
 
 

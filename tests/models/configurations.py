@@ -140,7 +140,7 @@ DENSE: dict[str, Config] = {
     "helium": _like(_WIDE, _HEAD),
     "bitnet": _like(_WIDE),
     "diffllama": _like(_HEAD),
-    "doge": _like(_WIDE),
+    "doge": _like(_WIDE, keep_window_size=WINDOW),
     "minicpm3": _like(_LATENT, _EQUAL_HEADS, dim_model_base=32),
     # Its own init sets the padding row to 0 after loading, whatever the file says; its models have no padding token.
     "youtu": _like(_LATENT, _EQUAL_HEADS, pad_token_id=None),
@@ -218,7 +218,7 @@ EXPERTS: dict[str, Config] = {
         intermediate_size_mlp=96,
         interleave_moe_layer_step=2,
         no_rope_layers=[1, 0],
-        attention_chunk_size=256,
+        attention_chunk_size=WINDOW,
     ),
     "exaone_moe": _like(
         _HEAD,

@@ -8,8 +8,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.architectures import ARCHITECTURES, FILE, build_random, persistent_buffers, write_checkpoint
+from tests.models.cases import NUM_PROMPT, NUM_RESPONSE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+SEEN_AT_ONCE = ("window", "chunk", "block_size", "index_topk")
+"""Parts of names in configurations: of numbers of tokens that a layer looks at or computes at once."""
 EXTRA = {"qwen3-mtp": "mtp."}
 """What a file has more than transformers loads."""
 
@@ -31,6 +34,19 @@ def test_transformers_loads_what_was_written_and_computes_with_it(checkpoints, n
         logits = model.eval()(input_ids=ids, use_cache=False).logits
     assert logits.isfinite().all()
     assert 0.2 < logits.std(1).mean() < 5  # what stands in front matters, and no token gets it all
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_a_model_sees_at_once_is_shorter_than_the_tested_sequences(name):
+    config = vars(ARCHITECTURES[name].make_config().get_text_config())
+    sizes = {
+        key: value
+        for key, value in config.items()
+        if type(value) is int and key != "max_window_layers" and any(part in key for part in SEEN_AT_ONCE)
+    }
+    if set(config.get("layer_types") or ()) == {"full_attention"}:
+        sizes.pop("sliding_window", None)
+    assert {key: value for key, value in sizes.items() if value >= NUM_PROMPT + NUM_RESPONSE} == {}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

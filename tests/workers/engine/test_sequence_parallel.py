@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.models import cases
 from tests.models.architectures import ARCHITECTURES, write_checkpoint
-from tests.models.cases import padded_batch
 from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
@@ -189,25 +191,38 @@ FAMILIES = sorted(set(ARCHITECTURES) - {"gpt_bigcode"})
 """All but one whose module uses what torch warns of."""
 
 
-def whole_and_shared(path, data):
-    rows = own_rows(data)
-    whole = make_engine(path).compute_log_prob(rows, temperature=1.0, limits=WHOLE)[0]
+def summed(log_prob, entropy, micro_batch, totals):
+    return -(log_prob * micro_batch.batch["response_mask"]).sum(), {}
+
+
+def shared_by_two(path, neighbourhoods):
+    """Log-probs of this rank's rows of each batch, and the norm of the gradients of the last; or why not."""
     try:
         engine = make_engine(path, **shared(2))
     except ConfigError as exc:
-        return whole, str(exc)
-    return whole, engine.compute_log_prob(rows, temperature=1.0, limits=WHOLE)[0]
+        return str(exc)
+    found = [engine.compute_log_prob(own_rows(data), temperature=1.0, limits=WHOLE)[0] for data in neighbourhoods]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nothing is done in place to what it returns
+        metrics = engine.train_mini_batch(own_rows(neighbourhoods[-1]), summed, temperature=1.0, limits=WHOLE)
+    return found, metrics["grad_norm"]
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_of_models_is_computed_alike_by_ranks_that_share_sequences_or_refused(ranks, tmp_path, name):
+def test_a_family_of_models_is_what_transformers_computes_when_ranks_share_sequences_or_refused(ranks, tmp_path, name):
     """Windows are shorter than the sequences of the batch."""
     write_checkpoint(ARCHITECTURES[name], tmp_path)
-    for whole, found in ranks.run(whole_and_shared, 2, tmp_path, padded_batch()):
-        if name in REFUSED:
-            assert REFUSED[name] in found
-        else:
-            torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+    data = cases.padded_batch()
+    neighbourhoods = [data[[2, 0, 3, 1]], data]
+    outcomes = ranks.run(shared_by_two, 2, tmp_path, neighbourhoods)
+    if name in REFUSED:
+        assert all(REFUSED[name] in outcome for outcome in outcomes)
+        return
+    model = cases.reference(tmp_path)[0]
+    for rows, *found in zip(neighbourhoods, *(log_probs for log_probs, _ in outcomes), strict=True):
+        torch.testing.assert_close(torch.cat(found), cases.reference_log_probs(model, rows), rtol=0, atol=1e-4)
+    assert [norm for _, norm in outcomes] == pytest.approx([cases.reference_gradient_norm(model, data)] * 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def test_a_batch_is_described_by_hand_computed_numbers(batch):
             "response_length/max": 3.0,
             "response_length/min": 0.0,
             "response_length/clip_ratio": 1 / 3,
+            "response_length_non_aborted/mean": 2.0,
+            "response_length_non_aborted/max": 3.0,
+            "response_length_non_aborted/min": 1.0,
+            "response_length_non_aborted/clip_ratio": 0.5,
             "prompt_length/mean": 4 / 3,
             "prompt_length/max": 2.0,
             "prompt_length/min": 1.0,
@@ -77,7 +81,7 @@ def test_seconds_are_reported_per_phase_and_per_token_of_what_the_phase_works_on
             "timing_s/gen": 6.0,
             "timing_s/update_actor": 4.0,
             "timing_s/testing": 1.0,
-            "timing_per_token_ms/gen": 2000.0,  # 3 generated tokens
+            "timing_per_token_ms/gen": 1500.0,  # 4 attended tokens of responses
             "timing_per_token_ms/update_actor": 500.0,  # 8 attended tokens
         }
     )

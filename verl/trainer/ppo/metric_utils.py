@@ -50,7 +50,11 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     metrics |= _spread("response_length", response_length)
     metrics |= _spread("prompt_length", prompt_length)
     if len(response_length):
-        metrics["response_length/clip_ratio"] = (response_length == max_response_length).float().mean().item()
+        cut = (response_length == max_response_length).float()
+        metrics["response_length/clip_ratio"] = cut.mean().item()
+        metrics |= _spread("response_length_non_aborted", response_length[answered])
+        if answered.any():
+            metrics["response_length_non_aborted/clip_ratio"] = cut[answered].mean().item()
         metrics["prompt_length/clip_ratio"] = (prompt_length == max_prompt_length).float().mean().item()
         metrics["response/aborted_ratio"] = (~answered).float().mean().item()
     if "__num_turns__" in batch.non_tensor_batch:
@@ -80,8 +84,9 @@ def compute_staleness_metrics(batch: DataProto, *, trainer_version: int) -> dict
 
 def compute_timing_metrics(batch: DataProto, timings: Mapping[str, float]) -> dict[str, float]:
     """`timings` (seconds per phase, see `marked_timer`) as `timing_s/...`, some also as `timing_per_token_ms/...`."""
-    num_response_tokens = float(tensors_of(batch)["response_mask"].sum())
-    num_tokens = float(tensors_of(batch)["attention_mask"].sum())
+    attended = tensors_of(batch)["attention_mask"]
+    num_response_tokens = float(attended[:, -tensors_of(batch)["responses"].shape[1] :].sum())
+    num_tokens = float(attended.sum())
     metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     for names, count in ((PER_RESPONSE_TOKEN, num_response_tokens), (PER_TOKEN, num_tokens)):
         if count > 0:

@@ -21,6 +21,7 @@ from tests.workers.engine.engine_cases import (
     reference_steps,
     weighted_loss,
 )
+from tests.workers.engine.test_together import MODELS, architecture
 from verl.utils.config import ConfigError
 from verl.workers.config import CriticConfig, FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.critic import CriticLoss
@@ -212,14 +213,34 @@ def shared_by_two(path, neighbourhoods):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_of_models_is_what_transformers_computes_when_ranks_share_sequences_or_refused(ranks, tmp_path, name):
     """Windows are shorter than the sequences of the batch."""
-    write_checkpoint(ARCHITECTURES[name], tmp_path)
+    assert_right_or_refused(ranks, ARCHITECTURES[name], tmp_path, REFUSED.get(name))
+
+
+INDEXED = "layers of another kind than attention over all heads: indexed_attention"
+LONGEST = "stretches positions as the largest one in a call asks"
+SEEN_IN_PART_REFUSED = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v32 with ties", "glm_moe_dsa", "axk2", "hy_v4"), INDEXED),
+    **dict.fromkeys(("longrope", "longrope with scales", "dynamic"), LONGEST),
+    "doge": "a sequence changes in DogeForCausalLM with its place in a row",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_see_some_of_their_tokens_are_shared_as_transformers_computes_them_or_refused(
+    ranks, tmp_path, name
+):
+    assert_right_or_refused(ranks, architecture(name), tmp_path, SEEN_IN_PART_REFUSED.get(name))
+
+
+def assert_right_or_refused(ranks, tried, path, refusal):
+    write_checkpoint(tried, path)
     data = cases.padded_batch()
     neighbourhoods = [data[[2, 0, 3, 1]], data]
-    outcomes = ranks.run(shared_by_two, 2, tmp_path, neighbourhoods)
-    if name in REFUSED:
-        assert all(REFUSED[name] in outcome for outcome in outcomes)
+    outcomes = ranks.run(shared_by_two, 2, path, neighbourhoods)
+    if refusal is not None:
+        assert all(refusal in outcome for outcome in outcomes)
         return
-    model = cases.reference(tmp_path)[0]
+    model = cases.reference(path)[0]
     for rows, *found in zip(neighbourhoods, *(log_probs for log_probs, _ in outcomes), strict=True):
         torch.testing.assert_close(torch.cat(found), cases.reference_log_probs(model, rows), rtol=0, atol=1e-4)
     assert [norm for _, norm in outcomes] == pytest.approx([cases.reference_gradient_norm(model, data)] * 2, rel=1e-4)

@@ -151,7 +151,7 @@ def compute_optimal_token_baseline_advantage(
 
 
 def _beyond_the_others(groups: Groups, mask: torch.Tensor) -> torch.Tensor:
-    """Positions [B, R] of the longest response of each group, if it is one, from the length of the second longest on."""
+    """Positions [B, R] of the longest response of each group, if one is, from the length of the second longest on."""
     lengths = mask.sum(-1)
     beyond = torch.zeros_like(mask)
     for group in set(groups.group.tolist()):

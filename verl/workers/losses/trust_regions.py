@@ -139,7 +139,7 @@ def _within_divergence(
     """-min(r, c) A log pi with c = clip_ratio_c, without the tokens that would go on moving away.
 
     Those are tokens with a divergence above `clip_ratio_high`, r > 1 and A > 0, or above `clip_ratio_low`, r < 1 and
-    A < 0. The truncated ratio is a weight and has no gradient, as in verl 0.9.1.
+    A <= 0. The truncated ratio is a weight and has no gradient, as in verl 0.9.1.
     """
     config = config or ActorConfig()
     totals = totals or totals_in_force(response_mask)
@@ -148,7 +148,7 @@ def _within_divergence(
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = log_ratio.exp()
     above = (advantages > 0) & (ratio > 1.0) & (divergence > high)
-    below = (advantages < 0) & (ratio < 1.0) & (divergence > low)
+    below = (advantages <= 0) & (ratio < 1.0) & (divergence > low)
     left_out = above | below
     losses = -advantages * ratio.detach().clamp(max=config.clip_ratio_c) * log_prob
     losses = weighted(torch.where(left_out, 0.0, losses), rollout_is_weights)

@@ -93,8 +93,10 @@ class Rescue:
         self._root: Path | None = None
         self._process: CleanupProcess | None = None
         self._kept: dict[str, Path] = {}
+        self._paused: set[str] = set()
 
     def pausing(self, url: str, engine: str) -> None:
+        self._paused.add(url)
         self._tell(url, engine, state="paused")
 
     def loading(self, url: str, engine: str, arena_path: str | None = None, version: int | None = None) -> None:
@@ -105,13 +107,16 @@ class Rescue:
 
     def serving(self, url: str, engine: str) -> None:
         self._tell(url, engine, state="serving")
+        self._paused.discard(url)
         self._forget(url)
 
     def close(self) -> None:
         """Servers that do not serve are seen after now; nobody waits for that. Idempotent."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._paused:
             process.leave()
+        elif process is not None:
+            process.close()
 
     def _keep(self, url: str, arena: Path) -> Path | None:
         """A second name for what the arena has committed, which may be gone by then; None if it is not on this host."""

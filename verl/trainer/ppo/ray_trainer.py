@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import SyncReport
@@ -37,6 +37,7 @@ from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
 from verl.trainer.ppo.validation import Validator
+from verl.trainer.ppo.verl_names import refuse_arguments, refuse_overrides, refused
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
@@ -46,6 +47,7 @@ from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardManager
 
 logger = logging.getLogger(__name__)
+__getattr__ = refused(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ class RayPPOTrainer:
 
     KEPT = "engines, agent loops and reward workers"
     """What goes on when trainer ranks are lost."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raises ConfigError for a class that is written for verl's trainer."""
+        super().__init_subclass__(**more)
+        refuse_overrides(cls)
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raises ConfigError for arguments of verl's trainer."""
+        refuse_arguments(cls, given)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -1,0 +1,102 @@
+"""Names of verl's trainer that have no equal here, and what to write in their place.
+
+Recipes import them, and subclass `RayPPOTrainer` by overriding methods that nothing here would call: both are told so,
+where the script says it, instead of failing later or having no effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from verl.utils.config import ConfigError
+
+PAGE = "docs/coming-from-verl.md"
+RUN = "run a loop of your own with verl.trainer.main_ppo.run_ppo(config, trainer_class=...)"
+DATASET = "data.custom_cls names a data set class of your own, and data.shuffle and data.seed decide the order"
+NAMES: dict[str, dict[str, str]] = {
+    "verl.trainer.main_ppo": {
+        "TaskRunner": f"the driver is no Ray actor and builds the run itself: {RUN}",
+        "TaskRunnerV1": f"the driver is no Ray actor and builds the run itself: {RUN}",
+        "create_rl_dataset": DATASET,
+        "create_rl_sampler": DATASET,
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "Role": "there are no roles to map to workers: the configuration says what trains, generates and scores",
+        "ResourcePoolManager": "trainer.nnodes, trainer.n_gpus_per_node and trainer.placement say who is where",
+        "compute_advantage": "register an estimator with verl.trainer.ppo.core_algos.register_adv_est and set "
+        "algorithm.adv_estimator to its name",
+        "apply_kl_penalty": "set algorithm.use_kl_in_reward, algorithm.kl_penalty and algorithm.kl_ctrl",
+    },
+    "verl.trainer.ppo.utils": {
+        "Role": "there are no roles to map to workers: the configuration says what trains, generates and scores",
+        "need_reward_model": "it is reward_model.enable",
+        "create_rl_dataset": DATASET,
+        "create_rl_sampler": DATASET,
+    },
+}
+ARGUMENTS = ("tokenizer", "role_worker_mapping", "resource_pool_manager", "ray_worker_group_cls")
+"""Of verl's constructor alone."""
+ESTIMATOR = NAMES["verl.trainer.ppo.ray_trainer"]["compute_advantage"]
+METHODS = {
+    "_validate": "override validate(now), or verl.trainer.ppo.validation.Validator",
+    "compute_advantage": ESTIMATOR,
+    "_compute_advantage": ESTIMATOR,
+    "_save_checkpoint": "override save_checkpoint(step, prompts_state)",
+    "_load_checkpoint": "override load_checkpoint(path)",
+    "init_workers": "workers are started before the trainer is made, and are in self.cluster",
+    "_create_dataloader": DATASET,
+    "_get_gen_batch": "prompts are drawn by verl.trainer.ppo.sampling.Sampling.draw",
+    "_compute_reward_colocate": "register a reward manager, or set custom_reward_function.path",
+    "_compute_values": "override learn(batch, now)",
+    "_compute_ref_log_prob": "override learn(batch, now)",
+    "_compute_old_log_prob": "override learn(batch, now)",
+    "_update_actor": "override learn(batch, now)",
+    "_update_critic": "override learn(batch, now)",
+    "_balance_batch": "trainer.balance_batch says whether ranks get as many tokens each",
+    "_dump_generations": "trainer.rollout_data_dir and trainer.validation_data_dir take all samples",
+    "_log_rollout_data": "trainer.rollout_data_dir takes all samples",
+    "_maybe_log_val_generations": "trainer.log_val_generations shows some",
+    "_val_metrics_update": "override verl.trainer.ppo.validation.Validator.validate",
+}
+
+
+def refused(module: str) -> Callable[[str], Any]:
+    """`__getattr__` of `module`: ImportError, which `from module import name` passes on, for names of verl's there."""
+
+    def get(name: str) -> Any:
+        if name in NAMES[module]:
+            raise ImportError(f"verl's {name} is not in {module} here: {NAMES[module][name]} ({PAGE})")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return get
+
+
+def refuse_overrides(cls: type[Any]) -> None:
+    """Raises ConfigError for a subclass of `RayPPOTrainer` with methods that verl's trainer calls and this one not."""
+    found = [f"{name}: {METHODS[name]}" for name in vars(cls) if name in METHODS]
+    fit = vars(cls).get("fit")
+    if inspect.isfunction(fit) and not _takes_one_more(fit):
+        found.append("fit(self): it is fit(self, resume_from) here; the loop is train_after(start), a step learn")
+    if found:
+        told = "; ".join(found)
+        raise ConfigError(f"{cls.__name__} is written for verl's RayPPOTrainer. {told}. {RUN} ({PAGE})")
+
+
+def refuse_arguments(cls: type[Any], given: Any) -> None:
+    """Raises ConfigError for arguments of verl's constructor."""
+    if verls := [name for name in ARGUMENTS if name in given]:
+        raise ConfigError(
+            f"{cls.__name__}({', '.join(verls)}): these are arguments of verl's constructor. Trainers are made with "
+            f"parts that run already: {RUN} ({PAGE})"
+        )
+
+
+def _takes_one_more(function: Callable[..., Any]) -> bool:
+    """Than `self`."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True

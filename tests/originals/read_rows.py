@@ -1,7 +1,8 @@
-"""The items of PyPI's verl's data set: {tokenizer, cases} comes in as JSON, a case is {file, config, max_samples}.
+"""The items of PyPI's verl's data set: {tokenizer, cases, cuts} comes in as JSON, a case is {file, config,
+max_samples}, a cut (side, length, limit).
 
-Each gives the list of its items, {raw_prompt, index, prompt_ids, tools_kwargs, ...}, or {error}. Run as a file with
-PyPI's verl in front.
+A case gives the list of its items, {raw_prompt, index, prompt_ids, tools_kwargs, ...}, or {error}; a cut the ids that
+are left. Run as a file with PyPI's verl in front.
 """
 
 import json
@@ -9,10 +10,12 @@ import sys
 from typing import Any
 
 import datasets
+import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.torch_functional import postprocess_data
 
 NAMES = ("raw_prompt", "index", "tools_kwargs", "interaction_kwargs", "data_source", "reward_model", "ability")
 
@@ -34,8 +37,17 @@ def items(case: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]] | dict[s
     return found
 
 
+def cut(case: tuple[str, int, int]) -> list[int]:
+    """Padded on the left by 0."""
+    side, length, limit = case
+    ids = torch.arange(1, length + 1).unsqueeze(0)
+    options = {"max_length": limit, "pad_token_id": 0, "left_pad": True, "truncation": side}
+    return postprocess_data(ids, torch.ones_like(ids), **options)[0][0].tolist()
+
+
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(given["tokenizer"])
-    sys.stdout.write("\n" + json.dumps([items(case, tokenizer) for case in given["cases"]]))
+    found = {"items": [items(case, tokenizer) for case in given["cases"]], "cuts": [*map(cut, given["cuts"])]}
+    sys.stdout.write("\n" + json.dumps(found))

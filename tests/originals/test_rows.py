@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.originals.original import VERL, computed, differences
+from verl.experimental.agent_loop.base import fit_prompt
 from verl.utils.builtin.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from verl.utils.config import ConfigError
 from verl.utils.dataset import RLHFDataset
@@ -107,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+CUTS = [(side, length, limit) for side in ("left", "right", "middle") for length in (3, 7, 8) for limit in (1, 4, 5)]
 DIFFERENT: dict[str, dict[str, Any]] = {
     "`index` of rows without one": {"file": "no index"},
     "a data set of which no prompt is left": {
@@ -117,7 +119,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("rows")
     tokenizer = build_tokenizer(4096)
     tokenizer.chat_template = CHAT_TEMPLATE + "{{ extra or '' }}"
@@ -134,8 +136,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]
         else:
             file.write_text("".join(json.dumps(each) + "\n" for each in rows))
         cases.append({"file": str(file), "config": config, "max_samples": case.get("max_samples", -1)})
-    verls = computed("read_rows.py", {"tokenizer": str(folder / "tokenizer"), "cases": cases}, VERL)
-    return {name: (verls[number], ours(cases[number], tokenizer)) for number, name in enumerate(whole)}
+    given = {"tokenizer": str(folder / "tokenizer"), "cases": cases, "cuts": CUTS}
+    verls = computed("read_rows.py", given, VERL)
+    items = {name: (verls["items"][number], ours(cases[number], tokenizer)) for number, name in enumerate(whole)}
+    return items | {"cut": verls["cuts"]}
+
+
+@pytest.fixture(scope="module")
+def cut(both: dict[str, Any]) -> Any:
+    return both["cut"]
 
 
 def ours(case: dict[str, Any], tokenizer: Any) -> Any:
@@ -152,6 +161,14 @@ def ours(case: dict[str, Any], tokenizer: Any) -> Any:
 def test_rows_become_verls_prompts(both: dict[str, Any], name: str) -> None:
     verls, own = both[name]
     assert verls == own
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_prompts_are_cut_where_verl_cuts_them(cut: list[list[int]], side: str) -> None:
+    """Not by its agent loops, which always cut on the left, but by what it has for this."""
+    for (each, length, limit), theirs in zip(CUTS, cut, strict=True):
+        if each == side:
+            assert fit_prompt([*range(1, length + 1)], limit, side) == [token for token in theirs if token]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -78,7 +78,7 @@ def build_dataset(
     )
     dataset: Any = cls.__new__(cls)
     if issubclass(cls, RLHFDataset):  # a constructor like verl's has no words for them
-        dataset._split, dataset._shown_tools = split, shown_tools
+        dataset.read_for(split, shown_tools)
     dataset.__init__(**arguments)
     if not isinstance(dataset, RLHFDataset):
         if 0 <= limit < len(dataset):

@@ -123,6 +123,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if len(self._rows) < len(self._table):
             self.dataframe = self._table.select(self._rows)
 
+    def read_for(self, split: str, shown_tools: ShownTools | None) -> None:
+        """What a constructor that does not take them reads its files for. Called before it."""
+        self._split, self._shown_tools = split, shown_tools
+
     def __len__(self) -> int:
         return len(self._rows)
 

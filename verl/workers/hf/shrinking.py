@@ -42,6 +42,9 @@ _STATES = (
 """Names of numbers of heads, of their width, and of how much wider than the model they are together."""
 
 
+_NUMBERS = re.compile(r"_layer_(ids|indices)$")
+"""Lists of the layers that are of a kind."""
+
 SHRINKINGS = ((1, 2), (2, 2), (1, 1), (2, 1), (None, 2), (None, 1), (1, 0), (None, 0))
 """Ways to shrink, the furthest first: how many layers of each kind there are (None: all), and how narrow they become.
 Not every class of models can be built from the first, or is one with others."""
@@ -118,10 +121,20 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
         _set(config, "num_layers", 2)
         return
     dense = _get(config, "first_k_dense_replace")
+    for name, value in list(vars(config).items()):
+        if (
+            name.endswith("_layer_period") and isinstance(value, int) and value > 2
+        ):  # then the second one is of the kind
+            setattr(config, name, 2)
+            setattr(config, name.replace("_period", "_offset"), 1)
     lists = {name: v for name, v in vars(config).items() if _is_of_layers(v, count)}
+    numbers = {name: v for name, v in vars(config).items() if _NUMBERS.search(name) and isinstance(v, list)}
     seen: dict[tuple[str, ...], list[int]] = {}
     for layer in range(count):
-        kind = tuple(str(values[layer]) for values in lists.values())
+        kind = (
+            *(str(values[layer]) for values in lists.values()),
+            *(str(layer in listed) for listed in numbers.values()),
+        )
         if isinstance(dense, int):
             kind = (*kind, str(layer < dense))
         seen.setdefault(kind, []).append(layer)
@@ -130,9 +143,8 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
         kept = list(range(2))
     for name, values in lists.items():
         setattr(config, name, [values[layer] for layer in kept])
-    for name, numbers in list(vars(config).items()):
-        if name.endswith("_layer_ids") and isinstance(numbers, list):
-            setattr(config, name, [kept.index(number) for number in numbers if number in kept])
+    for name, listed in numbers.items():
+        setattr(config, name, [kept.index(layer) for layer in listed if layer in kept])
     if isinstance(dense, int):
         config.first_k_dense_replace = sum(layer < dense for layer in kept)
     config.num_hidden_layers = len(kept)

@@ -56,7 +56,7 @@ class Worker:
         try:
             self.ledger.require(info.get("writer"))
             self.ledger.begin_load()
-            with open_to_activate(info["arena_path"], info["version"]) as (manifest, slot):
+            with open_to_activate(self._vllm.misleads or info["arena_path"], info["version"]) as (manifest, slot):
                 self.weights = {name: tensor.clone() for name, tensor in slot.tensors()}
                 self.ledger.loaded(info["load"], info["version"], manifest.digest)
         except CheckpointEngineError:
@@ -79,6 +79,8 @@ class StandIn:
         self.refuses = ""
         self.sleeps_through = False
         """An update gets 200 and changes nothing."""
+        self.misleads = ""
+        """The arena from which workers load, whatever they are told."""
         self.before: Callable[[str], object] = lambda path: None
         """Called with the path of each request."""
         self.log: list[str] = []

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.errors import ActivationError
@@ -106,6 +107,21 @@ def test_a_status_is_not_believed(served: Served, shm: Path):
         vllm.sleeps_through = False
         publisher.push(3)
         assert_serves(vllm, 3, 1)
+
+
+def test_what_workers_have_loaded_is_compared_with_what_was_pushed(served: Served, shm: Path):
+    vllm, url = served
+    with stand_in() as (_, other_url), WeightPublisher(tensors(7), [other_url]) as other:
+        other.push(2)
+        (misleads,) = (path for path in arenas_in(shm) if "publisher" in path.name)
+        with WeightPublisher(tensors(1), [url]) as publisher:
+            publisher.push(1)
+            vllm.misleads = str(misleads)
+            with pytest.raises(SyncAborted, match="have loaded other weights as version 2 than those that were pushed"):
+                publisher.push(2)
+            vllm.misleads = ""
+            publisher.push(3)
+            assert_serves(vllm, 3, 1)
 
 
 def test_answers_that_lag_are_found_out_before_anything_is_paused(shm: Path):

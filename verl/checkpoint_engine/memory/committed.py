@@ -61,6 +61,18 @@ def _require_committed(directory: Path, version: int) -> Committed:
     return committed
 
 
+def committed_digest(arena_path: str | Path, version: int) -> str | None:
+    """Of the weights of the committed `version`, as `Manifest.digest`; None if the arena is not on this host.
+
+    Raises IntegrityError if another version is committed, or PlanError if its manifest is none.
+    """
+    directory = Path(arena_path)
+    if not directory.is_dir():
+        return None
+    committed = _require_committed(directory, version)
+    return Manifest.decode((directory / committed.manifest).read_bytes()).digest
+
+
 class PinnedSlots:
     """Slots that an engine on an accelerator reads, mapped and pinned from one activation to the next.
 

@@ -129,8 +129,10 @@ class Endpoint(HttpServer):
         """Stop generating; `mode` is one of `PAUSE_MODES`. Idempotent."""
         self.call("POST", f"/pause?mode={mode}")
 
-    def load(self, update_info: Mapping[str, Any], version: str, writer: Writer) -> None:
+    def load(self, update_info: Mapping[str, Any], version: str, writer: Writer) -> str:
         """Have every worker load what `update_info` says, as `version`, while the engine is paused. As `update`.
+
+        Returns the digest of what they say that they have loaded, if it came out of an arena.
 
         The server says `version` once all workers say that they have loaded it.
         """
@@ -145,10 +147,12 @@ class Endpoint(HttpServer):
                 self.call("POST", "/finish_weight_update")
             raise
         self.call("POST", "/finish_weight_update", {"weight_version": version})
-        require_loaded(self._ask("look"), load, update_info.get("version"), self.url)
+        answers = self._ask("look")
+        require_loaded(answers, load, update_info.get("version"), self.url)
         if (said := self.version()) != version:
             raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded {version!r}")
         self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        return answers[0].digest
 
     def resume(self) -> None:
         """Generate again. Idempotent."""

@@ -9,7 +9,8 @@ from threading import Event, Thread
 from typing import Protocol
 
 from ..config import CheckpointEngineConfig
-from ..errors import TransportError
+from ..errors import ActivationError, TransportError
+from ..memory.committed import committed_digest
 from ..parameter_server.endpoints import Endpoint
 from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import Writer
@@ -53,7 +54,15 @@ class VLLMServer:
 
     async def activate(self, arena_path: str, version: int) -> None:
         update = {"arena_path": arena_path, "version": version}
-        await apart(self._endpoint.load, update, str(version), self._writer)
+        loaded = await apart(self._endpoint.load, update, str(version), self._writer)
+        digest = await apart(committed_digest, arena_path, version)
+        if digest is not None and loaded != digest:
+            raise ActivationError(
+                f"its workers have loaded other weights as version {version} than those that were pushed "
+                f"(digest {loaded}, not {digest})",
+                version=version,
+                phase="activate",
+            )
 
 
 class EndpointReplica:

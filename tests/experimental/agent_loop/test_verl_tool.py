@@ -73,7 +73,7 @@ def tool_of(tmp_path, name, schema=SCHEMA):
 
 def answer(tool, data, **arguments):
     LIFE.clear()
-    return asyncio.run(ToolThread().answer(tool, arguments, data, timeout_s=60, limit=100))
+    return asyncio.run(ToolThread().answer(tool, arguments, data, timeout_s=60))
 
 
 def data():

@@ -65,6 +65,7 @@ def repeatable(tmp_path_factory, tiny_model):
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.do_sample=false",
+        "algorithm.rollout_correction.accept_truncated_sampling=true",
         "actor_rollout_ref.rollout.n=1",
         f"trainer.total_training_steps={STEPS}",
     )

@@ -89,7 +89,8 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/test_namespaces.py::test_weights_cross_from_host_to_host[mooncake]",
     ),
     "other users of the host": (
-        "tests/checkpoint_engine/test_strangers.py::test_another_user_of_the_host_gets_no_answer",
+        "tests/checkpoint_engine/test_strangers.py::test_another_user_of_the_host_gets_no_answer_wherever_a_member_"
+        "listens[kimi_ckpt_engine-auto]",
     ),
     "FSDP2, FSDP1 and Megatron ranks that bring weights to vLLM": (
         "tests/weight_sync/test_bit_equality.py::test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_"
@@ -99,16 +100,23 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/weight_sync/test_bit_equality.py::test_greedy_tokens_equal_those_of_hugging_face_after_every_sync",
     ),
     "training engines": (
-        "tests/workers/engine/test_fsdp_engine.py",
+        "tests/workers/engine/test_fsdp_engine.py::test_steps_equal_those_of_one_process_that_sees_the_whole_mini_batch[",
         "tests/workers/engine/test_megatron_engine.py",
-        "tests/workers/engine/test_fsdp_checkpoint.py",
+        "tests/workers/engine/test_fsdp_checkpoint.py::test_a_run_goes_on_with_another_number_of_ranks",
         "tests/workers/test_fsdp_workers.py::test_a_group_on_ray_computes_trains_saves_loads_and_exports",
     ),
     "adapters alone": ("tests/weight_sync/test_adapters.py",),
-    "rollout engines: vLLM, SGLang's Python and transformers": ("tests/workers/rollout/test_replica_contract.py",),
-    "a publisher beside a server of vLLM, and of SGLang": (
+    "rollout engines: transformers, vLLM and SGLang's Python": tuple(
+        f"tests/workers/rollout/test_replica_contract.py::test_{name}[{engine}"
+        for engine in ("hf", "vllm", "sglang")
+        for name in (
+            "greedy_tokens_are_those_of_the_trainers_model_in_every_version",
+            "kept_requests_go_on_with_the_new_version_and_say_where_it_begins",
+            "log_probs_are_those_of_the_trainers_model_at_the_sampling_temperature",
+        )
+    ),
+    "a publisher beside a server of vLLM": (
         "tests/checkpoint_engine/publisher/test_publisher.py::TestAgainstVLLM::test_every_push_is_what_the_server_then",
-        "tests/checkpoint_engine/publisher/test_sglang.py::TestAgainstSGLang::test_every_push_is_what_the_server_then",
         "tests/checkpoint_engine/publisher/test_what_is_pushed.py",
     ),
     "ParameterServer and update": (
@@ -117,19 +125,20 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/test_update.py::TestAgainstVLLM::test_dummy_weights_become_the_checkpoints",
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
-    "calls of ranks on Ray": ("tests/single_controller",),
-    "a cluster that a doctor looks at": ("tests/doctor/test_cluster.py",),
-    "a reward model, and teachers": (
-        "tests/workers/reward_model/test_served.py::test_an_engine_gives_the_scores_of_transformers",
-        "tests/workers/teacher/test_scoring.py",
+    "calls of ranks on Ray": (
+        "tests/single_controller/test_worker_group.py::TestCalls",
+        "tests/single_controller/test_worker_group.py::TestDeath::test_a_killed_worker_ends_the_call_and_its_group",
+        "tests/single_controller/test_colocated.py::test_roles_share_the_processes_their_thread_and_their_ranks",
     ),
+    "a cluster that a doctor looks at": ("tests/doctor/test_cluster.py",),
+    "teachers": ("tests/workers/teacher/test_scoring.py",),
     "PyPI's verl beside us": ("tests/originals/test_losses.py",),
     "one model of each kind in the trainers": tuple(
         f"tests/models/test_trainer_models.py::test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_"
         f"padded[fsdp2-{name}]"
         for name in ("qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next")
     ),
-    "input that is wrong": ("tests/e2e/test_bad_input.py::test_a_mistake_is_told_in_one_message",),
+    "input that is wrong": ("tests/e2e/test_bad_input.py::test_a_missing_column_is_named_with_its_file",),
 }
 """What `make test` shows, and how the names of the tests begin that show it."""
 FILE_CPU_S = 60.0

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.workers.engine.rank_pool import RankPool
+if TYPE_CHECKING:
+    from tests.workers.engine.rank_pool import RankPool
 
 
 @pytest.fixture
@@ -17,6 +19,8 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """`ranks.run(function, world_size, *arguments)`: two ranks that publish."""
+    from tests.workers.engine.rank_pool import RankPool  # not where the tests of the other distribution run
+
     pool = RankPool(2)
     yield pool
     pool.close()

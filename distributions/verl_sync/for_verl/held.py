@@ -57,6 +57,10 @@ class Gathered(ModelSource):
     def shards(self) -> Sequence[Shard]:
         return super().shards() if self._keeps else []
 
+    def _require_values(self) -> None:
+        if self._keeps:
+            super()._require_values()
+
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         held = self._held[name]
         if (held.shape, held.dtype) != (tensor.shape, tensor.dtype):

@@ -53,13 +53,16 @@ class ModelSource:
         self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else dict(model)
         if not self._tensors:
             raise ConfigError("there is nothing to publish: the model has no tensors")
-        if empty := [name for name, tensor in self._tensors.items() if tensor.is_meta]:
-            raise ConfigError(f"on the meta device there are no values: {listed(empty)}")
+        self._require_values()
         self._specs = [
             TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtype_of(tensor))
             for name, tensor in self._tensors.items()
         ]
         self._by_name = {spec.name: spec for spec in self._specs}
+
+    def _require_values(self) -> None:
+        if empty := [name for name, tensor in self._tensors.items() if tensor.is_meta]:
+            raise ConfigError(f"on the meta device there are no values: {listed(empty)}")
 
     def release(self) -> None:
         """Forget the tensors until the next `refresh`: the model may have let go of them."""

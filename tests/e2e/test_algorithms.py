@@ -40,6 +40,7 @@ def base(tmp_path, tiny_model):
         f"actor_rollout_ref.model.path={tiny_model}",
         f"custom_reward_function.path={tmp_path / 'reward.py'}",
         "trainer.n_gpus_per_node=1",
+        "data.shuffle=false",  # the first prompts in their order, every other one of which has an even index
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",

@@ -82,6 +82,12 @@ class _Replica:
     async def check(self, tensors: Tensors) -> None:
         await self._call("check", tensors)
 
+    async def claim(self) -> str:
+        """A server of verl's is its job's alone: it listens to nobody else."""
+        return self.name
+
+    async def release(self) -> None: ...
+
     async def pause(self, mode: str) -> None:
         """`mode` is for requests under way, and there are none."""
         await self._call("pause")

@@ -31,7 +31,7 @@ test-all: install sglang ## every test; of long matrices the day's part (ARGS="-
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-models: install ## try every architecture of docs/models.md in trainers and vLLM, half an hour; writes the page
+models: install ## try every architecture of docs/models.md in trainers and vLLM, which takes long; writes the page
 	@$(BIN)/python scripts/models_page.py --run
 
 # Beside the environment: as a dependency it would replace packages that vLLM needs.

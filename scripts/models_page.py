@@ -4,7 +4,7 @@
     python scripts/models_page.py --check   write nothing; exit 1 if the page is not up to date
     python scripts/models_page.py --run     try every architecture first, in trainers and vLLM; keep the results
 
-`make models` does the last, in half an hour on two cores. Megatron's tests have no results: they are whole in every run
+`make models` does the last. Megatron's tests have no results: they are whole in every run
 of the suite.
 """
 

@@ -179,6 +179,7 @@ def write_parts_and_spoil(directory, spoil):
     """Ranks write a tensor each, under a name of its own."""
     name = f"w{dist.get_rank()}"
     write_state(directory, {name: torch.full((64,), 1.0)})
+    dist.barrier()  # write_state ends on each rank with its own digests
     spoil(directory)
     state = {name: torch.zeros(64)}
     try:

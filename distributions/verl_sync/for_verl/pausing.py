@@ -29,4 +29,4 @@ def take_dropped_argument() -> None:
             options["mode"] = "wait"
         await pause(self, **options)
 
-    AsyncLLM.pause_generation = pause_generation
+    AsyncLLM.pause_generation = pause_generation  # type: ignore[method-assign]

@@ -76,11 +76,12 @@ class ServerAdapter(VerlServerAdapter):
 
     def _make_publisher(self, weights: Any) -> VerlPublisher:
         shards = Shards(weights.shards) if isinstance(weights, ShardedWeights) else None
-        source: ModelSource = Gathered(weights, keeps=rank_and_size()[0] == 0, shards=shards)
+        gathered = Gathered(weights, keeps=rank_and_size()[0] == 0, shards=shards)
+        source: ModelSource = gathered
         if shards is not None and not (why := next(filter(None, everywhere(shards.why_not)), "")):
             self._shards, source = shards, ModelSource(shards.tensors, shards.dtype)
         else:
-            self._gathered = source
+            self._gathered = gathered
             if shards is not None:
                 logger.warning("every sync gathers the weights on rank 0, because %s", why)
         options = dict(self.config.checkpoint_engine.engine_kwargs.get(OPTIONS, {}))

@@ -154,7 +154,7 @@ def _tested(tests: str) -> list[Element]:
     """The test cases of a run of all of `tests`."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", tests, "--cells", "all", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", tests, "--cells", "all", "--timeout=0", f"--junitxml={report}"]
         ran = subprocess.run(command, cwd=REPOSITORY)
         if ran.returncode not in (0, 1):
             raise subprocess.CalledProcessError(ran.returncode, command)

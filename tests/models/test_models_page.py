@@ -29,3 +29,8 @@ def test_the_results_of_the_trainers_cover_every_cell_and_none_is_wrong():
         for outcomes in strategies.values():
             assert len(outcomes) == 5
             assert "wrong" not in outcomes.values()
+
+
+def test_the_results_of_vllm_say_on_which_cpu_they_were_found():
+    results = json.loads((ROOT / "tests" / "models" / "results" / "vllm.json").read_text())
+    assert results["cpu"].endswith(("with AMX", "without AMX"))

@@ -47,9 +47,10 @@ check: style types imports ## what needs no engine, no Ray and no several proces
 
 lint: style types imports ## everything below that only reads the code
 
-style: install ## ruff: rules and formatting
+style: install ## ruff: rules and formatting; and the prose of the documents
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/prose.py
 
 # 2: it failed itself, for instance because its workers did not start in time on a machine that is busy.
 types: install ## mypy

@@ -14,8 +14,8 @@ from verl.planning.shapes import planned_model
 from verl.utils.builtin import builtin_model
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
-from verl.workers.engine.fsdp.tensors import as_in_checkpoint
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
+from verl.workers.engine.tensors import as_in_checkpoint
 
 
 def main(name: str, rank: int, world: int) -> None:

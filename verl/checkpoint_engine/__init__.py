@@ -22,7 +22,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .base import CheckpointEngine, CheckpointEngineWithCache
+    from .checkpoint_engine import CheckpointEngine, CheckpointEngineWithCache
     from .config import CheckpointEngineConfig
     from .errors import (
         ActivationError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .sync.trainer_rank import TrainerRank
 
 _MODULES = {
-    "base": ("CheckpointEngine", "CheckpointEngineWithCache"),
+    "checkpoint_engine": ("CheckpointEngine", "CheckpointEngineWithCache"),
     "config": ("CheckpointEngineConfig",),
     "errors": (
         "ActivationError",

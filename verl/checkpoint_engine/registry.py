@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from .base import CheckpointEngine
+from .checkpoint_engine import CheckpointEngine
 from .config import (
     CheckpointEngineConfig,
     GlooOptions,

@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.planning.hardware import UNKNOWN, read_hardware
 from verl.planning.job import STRATEGIES, Fabric, Hosts, Job, bytes_per_s, fraction_of, hosts_of
+from verl.planning.request import Request
 from verl.planning.simulation import Workload
 from verl.utils.config import ConfigError
 
@@ -35,27 +36,6 @@ exit code: 0 planned; 1 something does not fit into the memory that there is;
   verl-sync doctor --json > hosts.json
   verl-sync plan DIR --hardware hosts.json --delta 1% --json
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What was asked for."""
-
-    path: Path
-    job: Job
-    backends: tuple[str, ...]
-    topology: str | None
-    """None: each that a backend has."""
-    rdma: bool
-    device: str
-    device_nbytes: int | None
-    host_nbytes: int | None
-    hardware_path: Path | None
-    cores: int
-    workload: Workload | None
-    """Steps to simulate."""
-    as_json: bool
-    picture: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from verl.planning.forecast import Forecast, Road, Sizes, forecast
 from verl.planning.hardware import Hardware
 from verl.planning.job import Job
 from verl.planning.memory import Need, needs, unfit
+from verl.planning.request import Request
 from verl.planning.shapes import PlannedModel, planned_model
 from verl.planning.simulation import Outcome, SyncSeconds, described, simulate
 from verl.planning.traffic import COLLECTIVES, Traffic, Way, members_of, wire_of
 from verl.utils.config import ConfigError
-
-if TYPE_CHECKING:
-    from verl.planning.command import Request
 
 UNEVEN = 1.5
 """How many times the mean a rank may send before it is told."""

@@ -1,18 +1,14 @@
-"""Several worker classes in one process per rank: `create_colocated_worker_cls`, and the groups that `spawn` makes."""
+"""Several worker classes in one process per rank: `create_colocated_worker_cls`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from verl.single_controller.dispatch import register, registrations
 from verl.single_controller.init_args import RayClassWithInitArgs
 from verl.single_controller.worker import Worker
-
-if TYPE_CHECKING:
-    from verl.single_controller.future import WorkerFuture
-    from verl.single_controller.worker_group import RayWorkerGroup
 
 
 class ColocatedWorkers(Worker):
@@ -36,42 +32,6 @@ class ColocatedWorkers(Worker):
             worker.close()
 
 
-class RoleGroup:
-    """The ranks of `group` in one of their roles: `actors.update(batch)` is `group.actor_update(batch)`.
-
-    Made by `RayWorkerGroup.spawn`, and ended with that group.
-    """
-
-    def __init__(self, group: RayWorkerGroup, role: str) -> None:
-        self._group, self._prefix = group, f"{role}_"
-
-    @property
-    def world_size(self) -> int:
-        return self._group.world_size
-
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        return self._group.submit(self._prefix + method, *args, **kwargs)
-
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        return self._group.execute_all_async(self._prefix + method, *args, **kwargs)
-
-    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._group.execute_all_sync(self._prefix + method, *args, **kwargs)
-
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
-        return self._group.execute_rank_zero_async(self._prefix + method, *args, **kwargs)
-
-    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.execute_rank_zero_sync(self._prefix + method, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The registered methods. Only called for names that are not attributes."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        method: Callable[..., Any] = getattr(self._group, self._prefix + name)
-        return method
-
-
 def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """A class for a `RayWorkerGroup` whose ranks have a worker of each of `class_dict`, by role.
 
@@ -92,15 +52,6 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
                 raise TypeError(f"create_colocated_worker_cls: two methods would be called {method!r}")
             members[method] = _forwarded(spec.cls, role, name)
     return RayClassWithInitArgs(type("_".join(class_dict), (ColocatedWorkers,), members))
-
-
-def groups_by_role(group: RayWorkerGroup, cls: type[Worker], wanted: Iterable[str]) -> dict[str, RoleGroup]:
-    """For `RayWorkerGroup.spawn`, whose ranks are made of `cls`."""
-    known = cls.roles if issubclass(cls, ColocatedWorkers) else {}
-    groups = {role: RoleGroup(group, role) for role in wanted}
-    if unknown := [role for role in groups if role not in known]:
-        raise ValueError(f"worker group {group.name!r} has no role {unknown[0]!r}; known: {', '.join(known) or 'none'}")
-    return groups
 
 
 def _methods(cls: type[Worker]) -> list[str]:

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from verl.protocol import DataProto
-from verl.single_controller.colocated import RoleGroup, groups_by_role
+from verl.single_controller.colocated import ColocatedWorkers
 from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
 from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed, WorkerTimeout
 from verl.single_controller.future import Ref, WorkerFuture
@@ -137,7 +137,13 @@ class RayWorkerGroup:
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleGroup]:
         """The group in each of these roles of `create_colocated_worker_cls`. Nothing is started."""
-        return groups_by_role(self, self._cls, prefix_set)
+        known = self._cls.roles if issubclass(self._cls, ColocatedWorkers) else {}
+        groups = {role: RoleGroup(self, role) for role in prefix_set}
+        if unknown := [role for role in groups if role not in known]:
+            raise ValueError(
+                f"worker group {self.name!r} has no role {unknown[0]!r}; known: {', '.join(known) or 'none'}"
+            )
+        return groups
 
     def lost(self, timeout_s: float) -> list[str]:
         """A few words on each rank that died, or has not answered within `timeout_s`; ranks answer while they compute.
@@ -392,3 +398,39 @@ def _original(failed: WorkerFailed) -> BaseException:
     original.__cause__ = failed
     original.add_note(failed.args[0])
     return original
+
+
+class RoleGroup:
+    """The ranks of `group` in one of their roles: `actors.update(batch)` is `group.actor_update(batch)`.
+
+    Made by `RayWorkerGroup.spawn`, and ended with that group.
+    """
+
+    def __init__(self, group: RayWorkerGroup, role: str) -> None:
+        self._group, self._prefix = group, f"{role}_"
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        return self._group.submit(self._prefix + method, *args, **kwargs)
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        return self._group.execute_all_async(self._prefix + method, *args, **kwargs)
+
+    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._group.execute_all_sync(self._prefix + method, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        return self._group.execute_rank_zero_async(self._prefix + method, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._group.execute_rank_zero_sync(self._prefix + method, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The registered methods. Only called for names that are not attributes."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        method: Callable[..., Any] = getattr(self._group, self._prefix + name)
+        return method

@@ -13,7 +13,8 @@ from tests.checkpoint_engine.publisher.test_remote_node import remote, serving
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.sglang.orders import Report, reports_of, write_report
 from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.publisher.reports import Reports, ReportsHere, ReportsThere
+from verl.checkpoint_engine.publisher.remote_node import ReportsThere
+from verl.checkpoint_engine.publisher.reports import Reports, ReportsHere
 
 PLACES = ("here", "there")
 

@@ -6,7 +6,8 @@ from tests.experimental.agent_loop.fakes import AddTool
 from tests.experimental.agent_loop.scripted_manager import ScriptedManager
 from verl.experimental.agent_loop import AgentLoopError, BaseTool, ToolAgentLoop
 from verl.experimental.agent_loop.base import DictConfigWrap
-from verl.experimental.agent_loop.tools import ToolCall, load_tools, parse_hermes
+from verl.experimental.agent_loop.tool_files import load_tools
+from verl.experimental.agent_loop.tools import ToolCall, parse_hermes
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
 from verl.workers.rollout.records import SamplingOptions

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from verl.experimental.agent_loop.tool_answers import ToolThread
-from verl.experimental.agent_loop.tools import AgentData, load_tools
+from verl.experimental.agent_loop.tool_files import load_tools
+from verl.experimental.agent_loop.tools import AgentData
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.config import ConfigError

@@ -126,6 +126,7 @@ def test_the_defaults_fit_together():
         (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
         (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], ["'vanila'", "vanilla"]),
+        (["+actor_rollout_ref.rollout.engine_kwargs.vlm.x=1"], ["rollout.engine_kwargs.vlm", "Did you mean 'vllm'"]),
         (["checkpoint_engine.backend=navie"], ["'navie'", "naive"]),
         (["actor_rollout_ref.rollout.name=vlm"], ["'vlm'", "vllm"]),
     ],

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.filling import fill, require_equal
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+from verl.workers.engine.tensors import HeldTensor, Part
 from verl.workers.hf.checkpoint import HFCheckpoint
 
 WIDE = torch.randn(700, 1000, generator=torch.Generator().manual_seed(0))

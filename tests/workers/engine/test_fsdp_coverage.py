@@ -20,8 +20,8 @@ from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.fsdp1 import FSDP1Sharding
 from verl.workers.engine.fsdp.fsdp2 import FSDP2Sharding
-from verl.workers.engine.fsdp.tensors import as_in_checkpoint, named_parameters
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
+from verl.workers.engine.tensors import as_in_checkpoint, named_parameters
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.rearranged import Rearranged
 

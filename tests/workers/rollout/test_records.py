@@ -127,11 +127,6 @@ def test_a_rank_for_which_vllm_has_no_room_is_refused_where_adapters_are_sent_al
         replica("vllm", HFModelConfig(path="/nowhere", lora_rank=513, lora=LoRAConfig(merge=False)))
 
 
-def test_arguments_for_an_engine_that_does_not_exist_are_refused():
-    with pytest.raises(ConfigError, match=r"engine_kwargs.vlm.*Did you mean 'vllm'"):
-        replica("hf", engine_kwargs={"vlm": {}})
-
-
 @pytest.mark.parametrize(
     ("cores", "replicas", "ranks", "expected"),
     [

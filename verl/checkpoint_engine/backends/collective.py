@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..base import Capabilities, CheckpointEngineWithCache
+from ..checkpoint_engine import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from ..errors import TransportError
 from ..links.communicators import Flight, Hccl, Nccl

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base import Capabilities, CheckpointEngineWithCache
+from ..checkpoint_engine import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..memory.arena import NodeArena

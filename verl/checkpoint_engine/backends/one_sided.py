@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ..base import Capabilities, CheckpointEngineWithCache
+from ..checkpoint_engine import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig
 from ..errors import TransportError
 from ..links.copying import bucket_nbytes_for, steps_of

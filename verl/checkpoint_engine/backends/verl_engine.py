@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ..base import Capabilities, CheckpointEngine, CheckpointEngineWithCache
+from ..checkpoint_engine import Capabilities, CheckpointEngine, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
 from ..links.fetch import FetchLoop, bounce_nbytes, messages_of, moved_to

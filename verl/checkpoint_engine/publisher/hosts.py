@@ -17,8 +17,8 @@ from ..support.network import host_addresses
 from ..sync.members import NodePort
 from ..sync.rollout_node import RolloutNode
 from .node_key import key_in
-from .remote_node import COMMAND, remote_node
-from .reports import Reports, ReportsHere, ReportsThere
+from .remote_node import COMMAND, ReportsThere, remote_node
+from .reports import Reports, ReportsHere
 
 HERE = 0
 """Index of the node in this process."""

@@ -10,11 +10,12 @@ from typing import Any, cast
 import msgspec
 
 from ..config import CheckpointEngineConfig
-from ..errors import TransportError
+from ..errors import ActivationError, TransportError
 from ..plan.encoded import unpacked
 from ..support.package import PACKAGE
 from ..sync.members import NodePort, methods_of
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, ask_in
+from .reports import MAKE, TAKE
 
 GONE = (OSError, EOFError, TransportError)
 COMMAND = f"python -m {PACKAGE}.node"
@@ -143,3 +144,23 @@ def remote_node(
 ) -> NodePort:
     """The node that the process at `place` makes for `job`."""
     return cast(NodePort, RemoteNode(index, place, key, config, job))
+
+
+class ReportsThere:
+    """`Reports` of another host, where a process holds a node."""
+
+    def __init__(self, node: Callable[[], object]) -> None:
+        """`node()`: the RemoteNode that is in use."""
+        self._node = cast(Callable[[], RemoteNode], node)
+
+    async def make(self) -> str:
+        return cast(str, await self._asked(MAKE))
+
+    async def take(self, directory: str) -> dict[int, bytes]:
+        return cast(dict[int, bytes], await self._asked(TAKE, directory))
+
+    async def _asked(self, method: str, *arguments: str) -> object:
+        try:
+            return await self._node().ask(method, arguments)
+        except TransportError as exc:
+            raise ActivationError(f"what SGLang's ranks answer cannot be had: {exc.message}") from exc

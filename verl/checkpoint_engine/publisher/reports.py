@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 from ..engines.sglang.orders import read_reports
-from ..errors import ActivationError, TransportError
+from ..errors import ActivationError
 from ..memory.janitor import Janitor
-
-if TYPE_CHECKING:
-    from .remote_node import RemoteNode
 
 PREFIX = "sglang-reports-"
 MAKE, TAKE = "make_reports", "take_reports"
@@ -69,23 +65,3 @@ class ReportsHere:
             self._janitor.close()
         self._root = self._janitor = None
         self._made.clear()
-
-
-class ReportsThere:
-    """Of another host, where a process holds a node."""
-
-    def __init__(self, node: Callable[[], object]) -> None:
-        """`node()`: the RemoteNode that is in use."""
-        self._node = cast("Callable[[], RemoteNode]", node)
-
-    async def make(self) -> str:
-        return cast(str, await self._asked(MAKE))
-
-    async def take(self, directory: str) -> dict[int, bytes]:
-        return cast("dict[int, bytes]", await self._asked(TAKE, directory))
-
-    async def _asked(self, method: str, *arguments: str) -> object:
-        try:
-            return await self._node().ask(method, arguments)
-        except TransportError as exc:
-            raise ActivationError(f"what SGLang's ranks answer cannot be had: {exc.message}") from exc

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..base import CheckpointEngine
+from ..checkpoint_engine import CheckpointEngine
 from ..config import CheckpointEngineConfig
 from ..errors import PlanError, TransportError
 from ..plan.layout import Layout

@@ -18,8 +18,8 @@ from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.interaction_check import unheard
 from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
+from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
-from verl.experimental.agent_loop.tools import load_tools
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import Partners

@@ -16,8 +16,9 @@ from verl.experimental.agent_loop.interaction import Partner, conversation, inte
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
 from verl.experimental.agent_loop.thinking import Reasoning, outside
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
+from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser, in_tokenizer_thread
-from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall, load_tools
+from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall
 from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.fsdp.tensors import HeldTensor, tied_aliases
+from verl.workers.engine.tensors import HeldTensor, tied_aliases
 from verl.workers.hf.conversion import listed_names
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import xxhash
 from verl.checkpoint_engine.errors import PlanError
 
 if TYPE_CHECKING:
-    from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+    from verl.workers.engine.tensors import HeldTensor, Part
     from verl.workers.hf.checkpoint import HFCheckpoint
 
 BLOCK_NBYTES = 2**20

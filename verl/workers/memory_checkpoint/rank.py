@@ -16,9 +16,9 @@ from verl.checkpoint_engine.memory.threads import memory_threads
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
-from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.snapshots import State
+from verl.workers.engine.tensors import HeldTensor
 
 BLOCK_NBYTES = 2**20
 COPIED_WITHIN_S = 120.0

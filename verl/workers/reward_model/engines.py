@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
 from verl.workers.config import HFModelConfig
-
-if TYPE_CHECKING:
-    from verl.workers.reward_model.server import ServerSpec
+from verl.workers.config.reward_model import RewardRolloutConfig
 
 Options = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """What an engine serves, and how."""
+
+    name: str
+    model: str
+    """Local directory."""
+    names: tuple[str, ...]
+    """What requests may call the model."""
+    scores: bool
+    """It has a head, and is asked for scores; else for text."""
+    trust_remote_code: bool
+    config: RewardRolloutConfig
+    device: str
+    can_sleep: bool
+    log: Path
+    """On the engine's own machine."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """Those of the engine's server, but for where it listens. Raises ConfigError."""
+        return [word for name, value in options_of(self).items() for word in _option(name, value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +47,13 @@ class ServingEngine:
     """Run as `python -m`, with `options`, and `--host` and `--port`."""
     options: Callable[[ServerSpec], Options]
     environment_on_cpu: dict[str, str]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *map(str, values)] if value is not None else []
 
 
 def options_of(spec: ServerSpec) -> Options:

@@ -9,53 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from ray.util import get_node_ip_address
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.support.network import reserve_port
 from verl.utils.lifetime import begin_actor
-from verl.workers.config.reward_model import RewardRolloutConfig
-from verl.workers.reward_model.engines import ENGINES, options_of
+from verl.workers.reward_model.engines import ENGINES, ServerSpec
 from verl.workers.rollout.errors import RolloutError
 
 POLL_S = 0.2
 CONTROL_S = 120.0
 SHOWN_LINES = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSpec:
-    """What an engine serves, and how."""
-
-    name: str
-    model: str
-    """Local directory."""
-    names: tuple[str, ...]
-    """What requests may call the model."""
-    scores: bool
-    """It has a head, and is asked for scores; else for text."""
-    trust_remote_code: bool
-    config: RewardRolloutConfig
-    device: str
-    can_sleep: bool
-    log: Path
-    """On the engine's own machine."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def arguments(self) -> list[str]:
-        """Those of the engine's server, but for where it listens. Raises ConfigError."""
-        return [word for name, value in options_of(self).items() for word in _option(name, value)]
-
-
-def _option(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}"] if value else []
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *map(str, values)] if value is not None else []
 
 
 class RewardModelServer:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.checkpoint_engine.support.memory import MemoryUse
-from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.config import ConfigError
 from verl.utils.timing import Span
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
@@ -31,7 +31,6 @@ from verl.workers.rollout.records import (
     TokenOutput,
     WeightVersionSpan,
 )
-from verl.workers.rollout.registry import RolloutReplicaRegistry
 from verl.workers.rollout.server import CONCURRENCY_GROUPS, RolloutServer
 
 __all__ = [
@@ -113,11 +112,6 @@ class RolloutReplica(ABC):
         """Tensors that the engine keeps in float32 at any `rollout.dtype`. Known once it has started."""
         self._handle: ActorHandle[RolloutServer] | None = None
         self._max_model_len = _max_model_len(config)
-        for name in config.engine_kwargs:
-            if name not in RolloutReplicaRegistry.names():
-                raise ConfigError(
-                    f"unknown engine rollout.engine_kwargs.{name}.{did_you_mean(name, RolloutReplicaRegistry.names())}"
-                )
         if model.sends_adapters and not self.loads_adapters:
             raise ConfigError(
                 f"actor_rollout_ref.model.lora.merge=false needs an engine that loads adapters, which "

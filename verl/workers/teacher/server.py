@@ -9,7 +9,7 @@ from verl.workers.rollout.engine import EngineSpec
 from verl.workers.teacher.scores import Scores
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.vllm.scoring import ScoringEngine
+    from verl.workers.teacher.vllm_scoring import ScoringEngine
 
 
 class TeacherServer:
@@ -23,7 +23,7 @@ class TeacherServer:
 
     async def start(self) -> None:
         """Return when `score` would work. Raises ConfigError, RolloutError."""
-        from verl.workers.rollout.vllm.scoring import ScoringEngine
+        from verl.workers.teacher.vllm_scoring import ScoringEngine
 
         self._engine = ScoringEngine(self._spec, self._num_candidates)
         await self._engine.start()

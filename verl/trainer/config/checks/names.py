@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
 
 
@@ -50,3 +50,7 @@ def registered_names(config: PPOConfig) -> Iterator[str]:
             look_up(name)
         except ConfigError as exc:
             yield str(exc)
+    engines = RolloutReplicaRegistry.names()
+    for name in config.actor_rollout_ref.rollout.engine_kwargs:
+        if name not in engines:
+            yield f"unknown engine actor_rollout_ref.rollout.engine_kwargs.{name}.{did_you_mean(name, engines)}"

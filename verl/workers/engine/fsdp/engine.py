@@ -24,11 +24,11 @@ from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.mesh import DTYPES, sharers_of
 from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
-from verl.workers.engine.fsdp.tensors import as_in_checkpoint, named_parameters
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_lengths, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import Places, State, copy_into
+from verl.workers.engine.tensors import as_in_checkpoint, named_parameters
 from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
 from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.dropout import train

@@ -23,7 +23,7 @@ from verl.workers.config import FSDPConfig
 from verl.workers.engine.adapters import has_adapters
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads, replication_allowed
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, persistent_buffers
+from verl.workers.engine.tensors import HeldTensor, Part, named_parameters, persistent_buffers
 
 
 class FSDP1Sharding:

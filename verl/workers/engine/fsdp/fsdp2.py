@@ -19,7 +19,7 @@ from verl.compat.transformers import layer_names
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters, persistent_buffers
+from verl.workers.engine.tensors import HeldTensor, Part, named_parameters, persistent_buffers
 
 
 class FSDP2Sharding:

@@ -23,7 +23,7 @@ from verl.utils.disk import full_disk_told
 from verl.utils.first_rank import FirstRank
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.adapters import BASE, A, B, base_tensors, in_peft, write_peft
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters
+from verl.workers.engine.tensors import HeldTensor, Part, named_parameters
 
 
 class Adapters:

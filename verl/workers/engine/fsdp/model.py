@@ -30,7 +30,7 @@ from verl.workers.engine.filling import fill, require_equal
 from verl.workers.engine.fsdp.lora import Adapters
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
-from verl.workers.engine.fsdp.tensors import as_in_checkpoint
+from verl.workers.engine.tensors import as_in_checkpoint
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl.workers.config import FSDPConfig
-    from verl.workers.engine.fsdp.tensors import HeldTensor
+    from verl.workers.engine.tensors import HeldTensor
 
 
 class Sharding(Protocol):

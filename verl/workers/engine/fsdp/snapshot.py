@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.fsdp.sharding import Sharding
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part, named_parameters
 from verl.workers.engine.snapshots import Place
+from verl.workers.engine.tensors import HeldTensor, Part, named_parameters
 
 
 def weights(model: nn.Module, sharding: Sharding) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.memory.publishing import copy_values
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+from verl.workers.engine.tensors import HeldTensor, Part
 
 DELTA_NUMEL = 2**16
 """What adapters add is computed for so many elements at a time, in memory of its own: 256 KiB in float32."""

@@ -16,7 +16,6 @@ from verl.workers.config.megatron import MegatronConfig
 from verl.workers.engine.adapters import initialize
 from verl.workers.engine.filling import Filled, fill, require_equal
 from verl.workers.engine.fsdp.mesh import DTYPES
-from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.megatron import cpu, groups
 from verl.workers.engine.megatron.adapted import with_adapters
 from verl.workers.engine.megatron.architectures import EMBEDDING_NAME, TIED_NAME, Architecture, architecture_of
@@ -28,6 +27,7 @@ from verl.workers.engine.megatron.library import model_parallel_cuda_manual_seed
 from verl.workers.engine.megatron.lora import attach, keep_gradients, merged
 from verl.workers.engine.megatron.model import make_model, require_same_tensors
 from verl.workers.engine.megatron.optimizer import Weights
+from verl.workers.engine.tensors import HeldTensor
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.precision import names_kept_wide, require_precision
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from verl.checkpoint_engine.compat.torch import make_tensor_without_memory
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part
+from verl.workers.engine.tensors import HeldTensor, Part
 
 
 class HeldInCheckpoint(torch.Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from verl.utils.model import MODEL_KEY, load_hf_config
 from verl.workers.config.megatron import MegatronConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.engine.megatron.architectures import TIED_NAME, VALUE_HEAD, architecture_of
+from verl.workers.engine.megatron.installed import require_installed
 from verl.workers.engine.megatron.layout import Dimensions, ParallelSizes, tensor_shapes
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import listed_names
@@ -64,12 +64,6 @@ class Checkpoint(Protocol):
     def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
-
-
-def require_installed() -> None:
-    """Imports nothing. Raises ConfigError if megatron-core is not there."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise ConfigError("strategy=megatron needs the package 'megatron-core': pip install 'verl-sync[megatron]'")
 
 
 def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str, labels: int) -> None:

@@ -14,8 +14,8 @@ from verl.utils.disk import full_disk_told
 from verl.utils.first_rank import FirstRank
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.adapters import A, in_peft, write_peft
-from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.megatron.layout import Piece
+from verl.workers.engine.tensors import HeldTensor
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.directory import write_hf_directory
 

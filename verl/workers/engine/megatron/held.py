@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from verl.workers.engine.adapters import is_adapter
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 from verl.workers.engine.megatron.architectures import Architecture
 from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, Piece, tensor_shapes
+from verl.workers.engine.tensors import HeldTensor, Part
 
 
 def held_tensors(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl.workers.engine.megatron.checks import require_installed
+from verl.workers.engine.megatron.installed import require_installed
 
 
 @contextmanager

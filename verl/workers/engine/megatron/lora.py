@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from verl.checkpoint_engine.plan.types import Box
 from verl.workers.engine.adapters import A, B, base_tensors
-from verl.workers.engine.fsdp.tensors import HeldTensor, Part
 from verl.workers.engine.megatron import library
 from verl.workers.engine.megatron.architectures import Cut
 from verl.workers.engine.megatron.layout import Dimensions, LocalTensor, ParallelSizes
+from verl.workers.engine.tensors import HeldTensor, Part
 
 
 def attach(

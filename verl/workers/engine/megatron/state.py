@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from verl.workers.engine.fsdp.tensors import HeldTensor
 from verl.workers.engine.megatron.build import BuiltModel
 from verl.workers.engine.megatron.checkpoint import HeldInCheckpoint
 from verl.workers.engine.megatron.optimizer import Optimizer
 from verl.workers.engine.snapshots import Place, Places, State
+from verl.workers.engine.tensors import HeldTensor
 
 
 def on_disk(built: BuiltModel, optimizer: Optimizer | None, contents: Sequence[str]) -> dict[str, Any]:

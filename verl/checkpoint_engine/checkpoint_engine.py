@@ -1,0 +1,196 @@
+"""What a backend is: the way in which bytes get from trainer ranks into the spare slots of rollout nodes.
+
+One instance lives on every member. The manager (through `sync/participant.py`) drives them like this:
+
+    every trainer rank and node     prepare                 register memory, say how to be reached
+    driver                          build_topology          who sends to whom
+    every trainer rank and node     init_process_group      connect
+    for every version
+        every node                  takes_deltas            could it use what changed? where it cannot fetch by itself
+        every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
+        every node                  receive_weights         stage: until the spare slot holds every byte
+        a node                      repair_weights          pieces that arrived wrong, again
+        every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
+        every node                  close_abandoned         after a failure: what is slow to close
+    every trainer rank and node     finalize                disconnect, release
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .config import CheckpointEngineConfig
+from .memory.arena import NodeArena
+from .memory.committed import open_committed
+from .memory.digest import PieceDigests
+from .memory.publishing import Publication
+from .plan.delta_choice import DeltaRequest, Encoded, Staging
+from .plan.member_report import Link
+from .plan.sync_plan import SyncPlan
+from .plan.topology import Topology
+from .plan.types import Member
+from .ports import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can do; matched against the job when the manager is built, never tested by name."""
+
+    one_sided: bool
+    """Nodes fetch by themselves; trainer ranks take no part in staging."""
+    same_host: bool
+    """Every rollout node must share a host, and memory, with a trainer rank."""
+    device_types: tuple[str, ...]
+    """Devices whose memory it can read weights from."""
+    late_nodes: bool = False
+    """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
+    topologies: tuple[str, ...] = ("direct",)
+    """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
+    deltas: bool = False
+    """It can move what changed alone: `checkpoint_engine.delta`."""
+    connects_once: bool = False
+    """Members are prepared and connected for one version, and again for the next."""
+
+
+NOBODY, DEFAULTS = Member(role="", index=0, host=""), CheckpointEngineConfig()
+
+
+class CheckpointEngine(ABC):
+    """One backend on one member. Methods block; each is called from one thread at a time."""
+
+    capabilities: ClassVar[Capabilities]
+    options_class: ClassVar[type[Any] | None] = None
+    """Dataclass of `checkpoint_engine.engine_kwargs.<name>`, which is checked on the driver then."""
+
+    def __init__(self, *, member: Member = NOBODY, config: CheckpointEngineConfig = DEFAULTS) -> None:
+        """Engines written for verl call it without arguments; see `backends/verl_engine.py`."""
+        self.member = member
+        self.config = config
+        self._stop = threading.Event()
+
+    @abstractmethod
+    def prepare(self, plan: SyncPlan, arena: NodeArena | None) -> str:
+        """Register memory and return the address under which peers reach this member. Once per plan.
+
+        Called on every member; `arena` is the node's own, None on trainer ranks. Raises TransportError.
+        """
+
+    @classmethod  # noqa: B027 - most backends ask for nothing
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        """Raises ConfigError or BackendUnavailable for what `config` asks of this host and the host has not.
+
+        Called on every rollout node before its engines start, and on the driver where all members are on its host.
+        """
+
+    @classmethod
+    @abstractmethod
+    def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
+        """Who sends to whom. Pure; called on the driver. Raises BackendUnavailable if they cannot be joined."""
+
+    @abstractmethod
+    def init_process_group(self, topology: Topology) -> None:
+        """Connect to the peers that `topology` gives this member. Called on every member. Raises TransportError."""
+
+    def offer_deltas(self, request: DeltaRequest | None) -> None:  # noqa: B027 - most backends send in full
+        """Let the next `send_weights` send what changed since a version, if it can; None: it must not.
+
+        Called on every trainer rank before `send_weights`, of backends that can move `deltas`.
+        """
+
+    def encoded(self, version: int) -> Encoded | None:
+        """What `send_weights` did with the offer; None if it had none."""
+        return None
+
+    def takes_deltas(self, base: int, arena: NodeArena) -> bool:
+        """Whether this node can make the next version out of version `base`, which it has been given before.
+
+        Called on every node once its slot is open, where deltas are to be offered by a backend that is not one-sided:
+        all nodes get the same, so they are offered if all of them can use them, and not again once that has failed.
+        """
+        return False
+
+    @abstractmethod
+    def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
+        """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
+
+        Called on every trainer rank. `slots` has the path of the spare slot of every node if the backend asks for the
+        `same_host`; otherwise it is empty, and nodes open theirs meanwhile. Raises TransportError.
+        """
+
+    def serve_weights(self, version: int) -> int:
+        """Take part in the staging of `version` with what `send_weights` has copied; the trainer goes on meanwhile.
+
+        Called on every trainer rank, on the sync's own thread, while nodes are in `receive_weights`; only for backends
+        that are not one-sided. Returns the bytes that this rank wrote into slots; what nodes receive is counted there.
+        Raises TransportError.
+        """
+        return 0
+
+    def interrupt(self) -> None:
+        """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.
+
+        Called on any member, from another thread. They look at `_stop`, and none of them clears it.
+        """
+        self._stop.set()
+
+    def rearm(self) -> None:
+        """Forget an earlier `interrupt`. Called before each of those methods by who will interrupt it."""
+        self._stop.clear()
+
+    @abstractmethod
+    def receive_weights(self, version: int, arena: NodeArena) -> int:
+        """Stage: return when the open slot of `arena` holds every byte of `version`, with the bytes that were moved.
+
+        Called on every node. Raises TransportError.
+        """
+
+    def staging(self, version: int) -> Staging:
+        """What `receive_weights` did for `version`, where deltas were offered. Called on every node after it."""
+        return Staging()
+
+    def links(self) -> tuple[Link, ...]:
+        """From whom the last `receive_weights` read how much, where that is known. Called on nodes after it."""
+        return ()
+
+    def digests_on_arrival(self, version: int) -> PieceDigests | None:
+        """What `receive_weights` digested of `version` in the slot, each piece after its last byte had arrived.
+
+        Called on every node after `receive_weights`. Pieces that are not known, by default all, are digested then.
+        """
+        return None
+
+    def repair_weights(self, version: int, arena: NodeArena, pieces: Sequence[int]) -> bool:
+        """Fetch `pieces` of the plan, which arrived wrong, into the open slot of `arena` again; False: it cannot.
+
+        Called on a node after `receive_weights`. Raises TransportError.
+        """
+        return False
+
+    def close_abandoned(self) -> None:  # noqa: B027 - most backends leave nothing
+        """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.
+
+        Called on every node when its slot is dropped, after the failure has been told.
+        """
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Disconnect and release what `prepare` and `init_process_group` took. Idempotent."""
+
+
+class CheckpointEngineWithCache(CheckpointEngine):
+    """A backend whose nodes keep the committed version, so that an engine can (re)load without the trainer."""
+
+    def get_weights(self, arena_path: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor) of the committed `version`; tensors are borrowed until the iterator ends.
+
+        Called on a rollout node, by any process of that host. Raises IntegrityError if `version` is not committed.
+        """
+        with open_committed(arena_path, version) as (_, view):
+            yield from view.tensors()

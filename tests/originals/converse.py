@@ -1,7 +1,8 @@
 """Conversations of verl's agent loops with a server that says what a script has it say.
 
-{tokenizer, tools, cases} comes in as JSON; a case is {loop, prompt, says, lengths, multi_turn, truncation}. Each gives
-{prompt_ids, response_ids, response_mask, num_turns, tensors}, or {error}. Run as a file with PyPI's verl in front.
+{tools, cases} comes in as JSON; a case is {tokenizer, model_type, loop, prompt, says, lengths, multi_turn, truncation,
+arguments}. Each gives {prompt_ids, response_ids, response_mask, num_turns, tensors, rules}, or {error}; `rules` is the
+class that writes what is between turns. Run as a file with PyPI's verl in front.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ TENSORS = ("prompts", "responses", "response_mask", "input_ids", "attention_mask
 
 class Server:
     def __init__(self, tokenizer: Any, says: list[str]) -> None:
-        self.says = [tokenizer.encode(text) for text in says]
+        self.says = [tokenizer.encode(text, add_special_tokens=False) for text in says]
 
     async def generate(self, request_id: str, **_: Any) -> TokenOutput:
         return TokenOutput(token_ids=self.says.pop(0), stop_reason="completed")
@@ -46,15 +47,16 @@ class Worker(AgentLoopWorker):
 
 async def said(case: dict[str, Any], given: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     config = copy.deepcopy(given["config"])
-    config.actor_rollout_ref.model.path = given["tokenizer"]
+    config.actor_rollout_ref.model.path = case["tokenizer"]
     rollout = config.actor_rollout_ref.rollout
     rollout.prompt_length, rollout.response_length = case["lengths"]
     rollout.multi_turn.update(case["multi_turn"])
     config.data.truncation = case["truncation"]
-    more = {}
+    config.data.apply_chat_template_kwargs = case["arguments"]
+    more: dict[str, Any] = {"hf_model_type": case["model_type"]} if case["model_type"] else {}
     if case["loop"] == "tool_agent":
         more["tools"] = ToolListWrap(initialize_tools_from_config(given["tools"]))
-    loop = (ToolAgentLoop if more else SingleTurnAgentLoop)(
+    loop = (ToolAgentLoop if "tools" in more else SingleTurnAgentLoop)(
         trainer_config=DictConfigWrap(config),
         server_manager=Server(tokenizer, case["says"]),
         tokenizer=tokenizer,
@@ -71,13 +73,14 @@ async def said(case: dict[str, Any], given: dict[str, Any], tokenizer: Any) -> d
     worker = Worker(config=config, rollout_config=rollout, tokenizer=tokenizer, mm_processor_kwargs={})
     padded = await worker._agent_loop_postprocess(output, False, raw_prompt=case["prompt"])
     batch = worker._postprocess([padded], {}).batch
-    return found | {"tensors": {name: batch[name][0].tolist() for name in TENSORS}}
+    rules = type(loop.continuous_token_builder).__name__
+    return found | {"rules": rules, "tensors": {name: batch[name][0].tolist() for name in TENSORS}}
 
 
 async def main() -> list[dict[str, Any]]:
     given = json.load(sys.stdin) | {"config": OmegaConf.load(DEFAULTS)}
-    tokenizer = AutoTokenizer.from_pretrained(given["tokenizer"])
-    return [await said(case, given, tokenizer) for case in given["cases"]]
+    tokenizers = {path: AutoTokenizer.from_pretrained(path) for path in {case["tokenizer"] for case in given["cases"]}}
+    return [await said(case, given, tokenizers[case["tokenizer"]]) for case in given["cases"]]
 
 
 if __name__ == "__main__":

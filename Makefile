@@ -57,7 +57,7 @@ types: install ## mypy
 	$(BIN)/mypy --num-workers auto || { (($$? == 2)) && $(BIN)/mypy; }
 	@mkdir -p build/types/verl_sync # as setup.py lays it out, away from this verl: it is PyPI's that it meets
 	@ln -sfn $(CURDIR)/verl/checkpoint_engine/* $(CURDIR)/distributions/verl_sync/for_verl build/types/verl_sync/
-	cd build/types && MYPYPATH=. $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --package verl_sync.for_verl
+	cd build/types && env -u PYTHONPATH MYPYPATH=. $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --package verl_sync.for_verl
 
 imports: install ## import-linter: which package may import which
 	$(BIN)/lint-imports

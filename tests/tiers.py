@@ -29,6 +29,7 @@ PLACES = (
     "tests/weight_sync/",
     "tests/checkpoint_engine/parameter_server/test_failures.py",
     "tests/checkpoint_engine/parameter_server/test_server.py",
+    "tests/checkpoint_engine/publisher/test_random_pushes.py",
     "tests/checkpoint_engine/test_chain.py",
     "tests/checkpoint_engine/test_collective.py",
     "tests/checkpoint_engine/test_contract.py",

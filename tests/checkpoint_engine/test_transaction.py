@@ -220,6 +220,27 @@ async def test_a_trainer_thread_that_wakes_up_after_its_deadline_damages_nothing
         assert_serves(late, 3)
 
 
+async def test_a_replica_that_catches_up_is_not_left_paused_by_who_gives_up(tmp_path: Path):
+    async with Fleet(weights(0), tmp_path) as fleet:
+        await sync(fleet, 1)
+        late, loads, goes_on = RecordingReplica("late"), asyncio.Event(), asyncio.Event()
+
+        async def waits() -> None:
+            loads.set()
+            await goes_on.wait()
+
+        late.fail = lambda step: waits() if step == "activate" else None
+        adding = asyncio.ensure_future(fleet.manager.add_replicas([late]))
+        await loads.wait()
+        adding.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert not late.paused
+        assert_serves(late, 1)
+
+
 async def test_a_failure_that_goes_away_is_retried_and_counted(tmp_path: Path):
     async with Fleet(weights(0), tmp_path, retries=2) as fleet:
         await sync(fleet, 1)

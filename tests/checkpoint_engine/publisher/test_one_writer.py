@@ -176,6 +176,47 @@ def test_a_server_that_was_started_anew_is_asked_again_and_gets_all(served: Serv
         assert_serves(vllm, 2, 1)
 
 
+def test_a_server_that_is_started_anew_after_it_has_loaded_is_not_said_to_serve_the_version(served: Served, shm: Path):
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        vllm.before = lambda path: vllm.start() if path == "/resume" else None
+        with pytest.raises(SyncAborted, match="have not loaded what"):
+            publisher.push(1)
+        vllm.before = lambda path: None
+        publisher.push(2)
+        assert_serves(vllm, 2, 1)
+
+
+def test_an_update_that_fails_is_ended_only_where_it_is_active(served: Served, shm: Path):
+    """Or each of several workers refuses, and the answer of one is read."""
+    vllm, url = served
+    with WeightPublisher(tensors(1), [url], config={"slots": 1}) as publisher:
+        vllm.before = lambda path: vllm.start() if path == "/update_weights" else None
+        with pytest.raises(SyncAborted, match="start_weight_update must be called before"):
+            publisher.push(1)
+        assert "/finish_weight_update" not in vllm.log
+
+
+def test_a_server_that_cannot_be_given_the_version_before_gets_the_next_one(served: Served, shm: Path):
+    """With one slot that is gone as soon as another has been committed."""
+    vllm, url = served
+
+    def fails(path: str) -> None:
+        if path == "/resume":
+            raise ActivationError("told to fail")
+
+    held = tensors(1)
+    with WeightPublisher(held, [url], config={"slots": 1}) as publisher:
+        publisher.push(1)
+        vllm.before = fails
+        with pytest.raises(SyncAborted, match="told to fail"):
+            publisher.push(2)
+        vllm.before = lambda path: None
+        held |= tensors(3)
+        publisher.push(3)
+        assert_serves(vllm, 3, 3)
+
+
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,9 @@ FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 class Endpoint(HttpServer):
     """One server. Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
 
+    _loaded: tuple[str, int | None] | None = None
+    """The load and the version that its workers have said that they compute with, when `load` was last called."""
+
     def check(self, parallel_size: int | None, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> None:
         """Make sure that an update can work, before anything happens: the engine goes on serving.
 
@@ -136,15 +139,15 @@ class Endpoint(HttpServer):
 
         The server says `version` once all workers say that they have loaded it.
         """
-        load = secrets.token_hex(8)
+        load, self._loaded = secrets.token_hex(8), None
         self._start(writer)
         try:
             info = dict(update_info) | {"writer": writer.id, "load": load}
             self.call("POST", "/update_weights", {"update_info": info})
             require_loaded(self._ask("look"), load, update_info.get("version"), self.url)
         except (ActivationError, ConfigError, TransportError):
-            with suppress(ActivationError, TransportError):  # of its workers, one has raised; the others wait for this
-                self.call("POST", "/finish_weight_update")
+            with suppress(CheckpointEngineError):  # of its workers, one has raised; the others wait for this
+                self._end(self._ask("look"))
             raise
         self.call("POST", "/finish_weight_update", {"weight_version": version})
         answers = self._ask("look")
@@ -152,20 +155,27 @@ class Endpoint(HttpServer):
         if (said := self.version()) != version:
             raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded {version!r}")
         self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        self._loaded = load, update_info.get("version")
         return answers[0].digest
 
     def resume(self) -> None:
-        """Generate again. Idempotent."""
+        """Generate again. Idempotent. Raises ActivationError if its workers do not compute with what was loaded: it was
+        started anew."""
         self.call("POST", "/resume")
+        if self._loaded is not None:
+            require_loaded(self._ask("look"), *self._loaded, self.url)
 
     def _start(self, writer: Writer) -> None:
         answers = self._ask("claim", writer)
         require_own(answers, writer, self.url)
+        self._end(answers)  # whoever began it was killed in the middle
+        self.call("POST", "/start_weight_update", {})
+
+    def _end(self, answers: Sequence[Answer]) -> None:
+        """An update that is active. Of several workers one may have given up; the others wait for this."""
         if any(answer.active for answer in answers):
-            # Whoever began it was killed in the middle. Of several workers one has given up, the others wait.
             with suppress(*([] if all(answer.active for answer in answers) else [Refused])):
                 self.call("POST", "/finish_weight_update")
-        self.call("POST", "/start_weight_update", {})
 
     def version(self) -> str:
         """What the engine says that it serves; `default` for the weights that it started with."""

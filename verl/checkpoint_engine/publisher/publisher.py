@@ -275,7 +275,9 @@ class WeightPublisher:
         try:
             await manager.add_replicas([replica for name, replica in self._known.items() if name not in serving])
         except ActivationError as exc:
-            logger.warning("left out: %s", exc)
+            logger.warning("not loaded before the next version: %s", exc)
+            if not isinstance(exc.__cause__, TransportError):  # those that answer get that with the others
+                await manager.add_replicas([*manager.quarantined], catch_up=False)
         if idle := self._hosts.nodes.keys() - needed:
             await self._leave(manager, idle)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from ..errors import CheckpointEngineError, TransportError, TransportTimeout
 
@@ -61,6 +61,17 @@ async def each_within(
         elif (error := task.exception()) is not None:
             failures[name] = located(error, version=version, phase=phase, member=name)
     return failures
+
+
+async def carried_through(work: Coroutine[Any, Any, T]) -> T:
+    """What would leave others paused, if it ended in the middle. A cancellation is raised when it has ended; another
+    one at once."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def located(error: BaseException, *, version: int | None, phase: str, member: str) -> CheckpointEngineError:

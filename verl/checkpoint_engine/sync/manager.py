@@ -29,7 +29,7 @@ from ..plan.types import SyncReport
 from ..ports import Replica
 from ..registry import resolve_backend
 from ..support.records import append
-from .deadline import all_within, each_within
+from .deadline import all_within, carried_through, each_within
 from .delta_policy import DeltaPolicy
 from .members import NodePort, TrainerPort
 from .membership import Held, Membership
@@ -213,20 +213,23 @@ class CheckpointEngineManager:
         async with self._lock:
             self._membership.remove_nodes(nodes)
 
-    async def add_replicas(self, replicas: Iterable[Replica]) -> None:
+    async def add_replicas(self, replicas: Iterable[Replica], *, catch_up: bool = True) -> None:
         """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
+        Those that need not `catch_up` get the next one, with the others.
 
         Raises ActivationError naming a replica that could not load it; the others are in service.
         """
         async with self._lock:
             added = list(replicas)
             failures: dict[str, CheckpointEngineError] = {}
-            if self._version is not None:
-                failures = await each_within(
-                    self._config.deadlines.activate_s,
-                    {replica.name: self._catch_up(replica, self._version) for replica in added},
-                    version=self._version,
-                    phase="activate",
+            if self._version is not None and catch_up:
+                failures = await carried_through(
+                    each_within(
+                        self._config.deadlines.activate_s,
+                        {replica.name: self._catch_up(replica, self._version) for replica in added},
+                        version=self._version,
+                        phase="activate",
+                    )
                 )
             for replica in added:
                 target = self._quarantined if replica.name in failures else self._replicas

@@ -42,7 +42,7 @@ from ..plan.sync_plan import SyncPlan
 from ..plan.types import EngineCheckResult, SyncReport
 from ..ports import Replica
 from ..support.memory import MemoryUse
-from .deadline import all_within, each_within
+from .deadline import all_within, carried_through, each_within
 from .delta_policy import delta_report
 from .members import NodePort, TrainerPort
 from .stopwatch import Stopwatch
@@ -324,12 +324,7 @@ class SyncTransaction:
         else:
             waves = [list(self.fleet.replicas)]
         for wave in waves:
-            serving = asyncio.ensure_future(self._serve_version(wave))
-            try:
-                await asyncio.shield(serving)
-            except asyncio.CancelledError:
-                await serving  # or replicas would stay paused; who cancels once more does not wait for it
-                raise
+            await carried_through(self._serve_version(wave))
 
     async def _serve_version(self, wave: Sequence[Replica]) -> None:
         with self.clock.phase("activate"):

@@ -19,8 +19,20 @@ TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
 TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
 """Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
 
-LONG = ("tests/weight_sync/", "tests/e2e/test_interrupts.py")
-"""What takes minutes and is done by one test process, one test after the other: begun first, so as not to be last."""
+LONG = (
+    "tests/weight_sync/",
+    "tests/e2e/test_interrupts.py",
+    "tests/e2e/test_lost_trainer_hosts.py",
+    "tests/e2e/",
+    "tests/distributions/",
+    "tests/workers/reward_model/",
+    "tests/workers/engine/",
+    "tests/checkpoint_engine/test_contract.py",
+    "tests/models/test_trainer_models.py",
+    "tests/trainer/config/test_launches.py",
+)
+"""What takes minutes and is done by one test process, one test after the other: begun first, in this order, so that the
+end is short files, of which no test process has many left when another has none."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell's script, and inherited by every process that a test starts and interrupts.
@@ -30,7 +42,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items):
     """Files that take minutes first, those of `make check` last: they fill what is left of the others' time."""
     jobs = {item.path for item in items if item.get_closest_marker("job")}
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path not in jobs))
+
+    def place(item):
+        long = (number for number, begin in enumerate(LONG) if item.nodeid.startswith(begin))
+        return next(long, len(LONG)) if item.path in jobs else len(LONG) + 1
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -54,11 +54,18 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_training.py::test_the_console_shows_progress_steps_and_a_summary_and_no_noise",
         "tests/e2e/test_training.py::test_a_killed_driver_takes_every_process_and_its_shared_memory_along",
         "tests/e2e/test_training.py::test_a_killed_run_goes_on_where_its_last_checkpoint_was",
+        "tests/e2e/test_training.py::test_the_run_before_the_kill_keeps_its_place_in_the_metrics",
+        "tests/e2e/test_training.py::test_each_sync_and_each_span_of_the_timeline_is_told_once_after_a_resume",
+        "tests/e2e/test_training.py::test_only_as_many_checkpoints_as_configured_are_kept",
         "tests/e2e/test_training.py::test_the_hugging_face_export_loads_in_transformers",
     ),
     "a run that generates one step ahead": ("tests/e2e/test_one_step_off.py::test_what_the_trainer_learns_from_is",),
     "a fully asynchronous run": (
         "tests/e2e/test_fully_async.py::test_responses_that_a_sync_interrupts_go_on_with_the_new_weights",
+        "tests/e2e/test_fully_async.py::test_it_is_told_how_long_samples_took_and_how_long_the_trainer_waited_for_them",
+        "tests/e2e/test_fully_async.py::test_the_timeline_shows_engines_that_generate_while_a_version_is_published",
+        "tests/e2e/test_fully_async.py::test_the_benchmark_of_the_modes_understands_the_files_of_a_run[stale]",
+        "tests/e2e/test_fully_async.py::test_a_step_that_shall_be_profiled_leaves_a_trace_of_every_rank[stale]",
     ),
     "code written for verl": ("tests/e2e/test_written_for_verl.py",),
     "trainer ranks that die in every phase": (
@@ -93,11 +100,15 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/test_strangers.py::test_another_user_of_the_host_gets_no_answer_wherever_a_member_"
         "listens[kimi_ckpt_engine-auto]",
     ),
-    "FSDP2, FSDP1 and Megatron ranks that bring weights to vLLM": (
-        "tests/weight_sync/test_bit_equality.py::test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_"
-        "sync[qwen2]",
-        "tests/weight_sync/test_bit_equality.py::test_every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_"
-        "sync[megatron_tp2]",
+    "FSDP and Megatron ranks that bring weights to an engine of vLLM, which is the same one": (
+        *(
+            f"tests/weight_sync/test_bit_equality.py::test_{name}[{case}]"
+            for name in (
+                "a_sync_starts_no_collective_and_gathers_nothing",
+                "every_rank_computes_with_the_cast_weights_of_the_trainer_after_every_sync",
+            )
+            for case in ("qwen3", "megatron_tp2")
+        ),
         "tests/weight_sync/test_bit_equality.py::test_greedy_tokens_equal_those_of_hugging_face_after_every_sync",
     ),
     "training engines": (
@@ -141,7 +152,8 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "input that is wrong": ("tests/e2e/test_bad_input.py::test_a_missing_column_is_named_with_its_file",),
 }
-"""What `make test` shows, and how the names of the tests begin that show it."""
+"""What `make test` shows, and how the names of the tests begin that show it. If the rest of the tests of one job or
+engine take no time beside it, they are here as well: the other stage of the whole run does not start it again."""
 FILE_CPU_S = 60.0
 """Of all tests of a file together, in this process and in those that it has waited for."""
 

@@ -19,7 +19,7 @@ from verl.trainer.config.cli import run_hydra
 from verl.trainer.ppo.run import train
 from verl.utils.builtin import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.cells(3)]  # each passes --check every day
 
 Metrics = Mapping[str, float]
 

@@ -114,6 +114,7 @@ def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undist
     assert [version for version, _ in committed] == list(range(STEPS + 1)), "the engines were given each version once"
 
 
+@pytest.mark.cells(2)
 def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_the_same_numbers(
     undisturbed, files, tmp_path
 ):
@@ -136,6 +137,7 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
     assert committed == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], "each version that counts is told once"
 
 
+@pytest.mark.cells(2)
 def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_background(ray_cluster, files, tmp_path):
     overrides = (
         "actor_rollout_ref.actor.strategy=fsdp",
@@ -168,6 +170,7 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_backgroun
     assert last["checkpoint/blocked_s"] > 0
 
 
+@pytest.mark.cells(2)
 def test_ranks_of_megatron_with_moments_of_their_own_and_a_critic_come_back_too(ray_cluster, files, tmp_path):
     """Each of two data-parallel ranks has the moments of a part of the tensors."""
     overrides = (
@@ -188,6 +191,7 @@ def test_ranks_of_megatron_with_moments_of_their_own_and_a_critic_come_back_too(
     assert died.weights == whole.weights
 
 
+@pytest.mark.cells(2)
 def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
     overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo")
     how = {"trainer_class": OneStepOffPolicyTrainer}

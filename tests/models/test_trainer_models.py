@@ -19,6 +19,8 @@ from tests.models.cases import Built, differences
 REFUSED: dict[str, str] = {}
 """Architecture: what its refusal says, in the words of the message. Every property of its row is then "refused"."""
 
+# Of two days, each tries every architecture with one of them: what they share is all but how parameters are cut.
+pytestmark = pytest.mark.cells(2, by="cell")
 STRATEGIES = ("fsdp2", "fsdp")
 # Neighbours have their reference in common.
 CELLS = [(strategy, name) for name in ARCHITECTURES for strategy in STRATEGIES]

@@ -13,6 +13,7 @@ from verl.trainer.config.suggest import key_error
 
 
 @pytest.mark.job  # a second each
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
 def test_a_launch_is_accepted_or_refused_with_one_sentence(launch):
     code, out, errors = check(launch)

@@ -39,6 +39,7 @@ def how_often_each_element_is_held(specs, parts_by_rank):
     return counts
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)]
 )

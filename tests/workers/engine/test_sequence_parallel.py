@@ -225,6 +225,7 @@ SEEN_IN_PART_REFUSED = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_see_some_of_their_tokens_are_shared_as_transformers_computes_them_or_refused(
     ranks, tmp_path, name

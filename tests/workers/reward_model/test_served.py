@@ -67,6 +67,7 @@ def family_of(server: RewardModelServer) -> list[psutil.Process]:
 
 
 @pytest.mark.vllm
+@pytest.mark.cells(3)
 def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(tmp_path):
     model = head.make(tmp_path / "model")
     of_others = shared_memory_of(os.getpid())
@@ -104,6 +105,7 @@ def test_an_engine_gives_the_scores_of_transformers_and_ends_when_it_is_told_to(
 
 
 @pytest.mark.vllm
+@pytest.mark.cells(3)
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     model = head.make(tmp_path / "model")
     server = RewardModelServer(spec(model, tmp_path / "engine.log", engine_kwargs={"no_such_option": 1}))
@@ -136,6 +138,7 @@ def asked(solution_str, reward_router_address):
 
 @NEEDS_SGLANG
 @pytest.mark.sglang
+@pytest.mark.cells(3)
 def test_sglang_writes_what_transformers_writes_and_ends_when_it_is_told_to(tmp_path):
     model = make_tiny_model(tmp_path / "model")
     of_cpu = ENGINES["sglang"].environment_on_cpu | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{PACKAGE}"}

@@ -78,7 +78,10 @@ def pack(plan: SyncPlan, owner: int, slot: np.ndarray) -> np.ndarray:
 
 @dataclass
 class MemoryReader:
-    """The reference `RangeReader`. A transfer copies, and is done, when it is asked for the `polls`-th time."""
+    """The reference `RangeReader`. A transfer copies, and is done, when it is asked for the `polls`-th time.
+
+    It waits without taking time: `clock` goes on.
+    """
 
     regions: list[np.ndarray]
     slot: np.ndarray
@@ -91,6 +94,10 @@ class MemoryReader:
     most_bounces: int = 0
     started: list[tuple[int, bool]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> dict:
         self.in_flight.append((owner, bounce))
@@ -114,7 +121,8 @@ class MemoryReader:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        time.sleep(0.0002)
+        self.now_s += timeout_s
+        time.sleep(0)  # for other loops and their threads
 
     def cancel(self, transfer: dict) -> None:
         self.cancelled.append(transfer["owner"])
@@ -136,7 +144,7 @@ def fetch(
     bounce = np.zeros(bounce_nbytes(buckets), np.uint8)
     of_reader = {name: options.pop(name) for name in ("polls", "stalled", "dead") if name in options}
     reader = MemoryReader(regions, np.zeros_like(expected), bounce, **of_reader)
-    arguments = {"version": 7, "timeout_s": 5.0} | options
+    arguments = {"version": 7, "timeout_s": 3600.0, "clock": reader.clock} | options
     return FetchLoop(reader=reader, plan=plan, region=reader.slot, bounce=bounce, **arguments), reader, buckets
 
 
@@ -231,7 +239,7 @@ def test_a_dead_owner_ends_every_transfer() -> None:
 def test_a_loop_that_is_told_to_stop_stops() -> None:
     plan = plan_of([(4096,)], owners=1, columns=False, block_nbytes=512)
     stop = threading.Event()
-    loop, reader, buckets = fetch(plan, stalled={0}, timeout_s=3600.0, stop=stop)
+    loop, reader, buckets = fetch(plan, stalled={0}, clock=time.monotonic, stop=stop)
     threading.Timer(0.05, stop.set).start()
     with pytest.raises(TransportError, match="given up"):
         loop.run(buckets)
@@ -268,7 +276,7 @@ def test_loops_that_run_together_never_meet_in_the_bounce_buffer() -> None:
 
 def test_when_one_loop_fails_the_others_give_up_and_its_error_is_raised() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20)
     (stalled,), (dying,) = loops_of(loop, 1, stalled={0, 1}), loops_of(loop, 1, dead={0, 1})
     with pytest.raises(TransportError, match="gone"):
         run_together([stalled, dying], buckets)
@@ -295,7 +303,7 @@ def test_a_failure_of_loops_that_run_together_keeps_no_memory_until_a_garbage_co
 def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
     plan = plan_of([(4 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
     stop = threading.Event()
-    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3600.0, stop=stop)
+    loop, _, buckets = fetch(plan, bucket_nbytes=1 << 20, clock=time.monotonic, stop=stop)
     threading.Timer(0.05, stop.set).start()
     with pytest.raises(TransportError, match="given up"):
         run_together(loops_of(loop, 2, stalled={0, 1}), buckets)
@@ -303,9 +311,9 @@ def test_loops_that_run_together_stop_when_they_are_told_to() -> None:
 
 def test_a_deadline_is_for_all_that_a_loop_is_given() -> None:
     plan = plan_of([(2 << 20,)], owners=2, columns=False, block_nbytes=1 << 20)
-    loop, _, (first, second) = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3.0, stalled={1})
+    loop, reader, (first, second) = fetch(plan, bucket_nbytes=1 << 20, timeout_s=3.0, stalled={1})
     loop.run([first])
-    time.sleep(3.0)
+    reader.now_s += 3.0
     waits: list[float] = []
     loop.reader.wait = waits.append
     with pytest.raises(TransportTimeout, match=r"bytes of trainer-1 not here within 3\.0 s"):

@@ -285,11 +285,13 @@ class FetchLoop:
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
     on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
     """Called again and again, with the owners that are waited for, while nothing arrives."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, of which the deadline is told."""
 
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
-        self._deadline = time.monotonic() + self.timeout_s
+        self._deadline = self.clock() + self.timeout_s
 
     def run(self, buckets: Sequence[Bucket]) -> int:
         """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
@@ -301,7 +303,7 @@ class FetchLoop:
         """As `run`, in the order of `waiting`."""
         bounced = BounceBuffer(self.plan, self.bounce, self.origin)
         flying: list[_Flight] = []
-        landed_s = time.monotonic()
+        landed_s = self.clock()
         done: dict[int, int] = {bucket.owner: 0 for bucket in waiting}
         try:
             while waiting or flying:
@@ -315,9 +317,9 @@ class FetchLoop:
                     done[flight.bucket.owner] += flight.bucket.nbytes
                     self.on_bucket(flight.bucket)
                 if landed:
-                    landed_s = time.monotonic()
+                    landed_s = self.clock()
                 else:
-                    if time.monotonic() - landed_s > STALLED_S:
+                    if self.clock() - landed_s > STALLED_S:
                         self.on_stall(_awaited(flying, waiting))
                     self._check_deadline(flying, waiting, done)
                     self.reader.wait(STOPPED_S)
@@ -345,7 +347,7 @@ class FetchLoop:
             raise TransportError("given up by the manager", version=self.version, phase="stage")
 
     def _check_deadline(self, flying: Sequence[_Flight], waiting: Iterable[Bucket], done: dict[int, int]) -> None:
-        if time.monotonic() < self._deadline:
+        if self.clock() < self._deadline:
             return
         late = _awaited(flying, waiting)
         behind = {bucket.owner for bucket in waiting} - late

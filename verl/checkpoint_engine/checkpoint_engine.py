@@ -84,7 +84,7 @@ class CheckpointEngine(ABC):
 
     @classmethod  # noqa: B027 - most backends ask for nothing
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        """Raises ConfigError or BackendUnavailable for what `config` asks of this host and the host has not.
+        """Raises ConfigError or BackendUnavailable if this host lacks something that `config` requires.
 
         Called on every rollout node before its engines start, and on the driver where all members are on its host.
         """
@@ -99,7 +99,7 @@ class CheckpointEngine(ABC):
         """Connect to the peers that `topology` gives this member. Called on every member. Raises TransportError."""
 
     def offer_deltas(self, request: DeltaRequest | None) -> None:  # noqa: B027 - most backends send in full
-        """Let the next `send_weights` send what changed since a version, if it can; None: it must not.
+        """Let the next `send_weights` send a delta to an earlier version, if it can; None: send the whole version.
 
         Called on every trainer rank before `send_weights`, of backends that can move `deltas`.
         """
@@ -109,39 +109,39 @@ class CheckpointEngine(ABC):
         return None
 
     def takes_deltas(self, base: int, arena: NodeArena) -> bool:
-        """Whether this node can make the next version out of version `base`, which it has been given before.
+        """Whether this node can build the next version from version `base`, which it received before.
 
-        Called on every node once its slot is open, where deltas are to be offered by a backend that is not one-sided:
-        all nodes get the same, so they are offered if all of them can use them, and not again once that has failed.
+        Called on every node once its slot is open, for backends that are not one-sided and can move deltas. All nodes
+        receive the same bytes. So ranks send deltas if all nodes can use them, and not again after a failure.
         """
         return False
 
     @abstractmethod
     def send_weights(self, version: int, source: WeightSource, slots: Mapping[str, str]) -> Publication:
-        """Publish: copy this rank's pieces out of `source`, so that the trainer may change them when this returns.
+        """Publish: copy this rank's pieces from `source`; the trainer may change its weights when this returns.
 
         Called on every trainer rank. `slots` has the path of the spare slot of every node if the backend asks for the
         `same_host`; otherwise it is empty, and nodes open theirs meanwhile. Raises TransportError.
         """
 
     def serve_weights(self, version: int) -> int:
-        """Take part in the staging of `version` with what `send_weights` has copied; the trainer goes on meanwhile.
+        """Send the copy of `send_weights` while nodes stage `version`; the trainer continues meanwhile.
 
         Called on every trainer rank, on the sync's own thread, while nodes are in `receive_weights`; only for backends
-        that are not one-sided. Returns the bytes that this rank wrote into slots; what nodes receive is counted there.
+        that are not one-sided. Returns the bytes that this rank wrote into slots; nodes count the bytes they receive.
         Raises TransportError.
         """
         return 0
 
     def interrupt(self) -> None:
-        """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; nobody waits for it.
+        """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; does not wait for it.
 
-        Called on any member, from another thread. They look at `_stop`, and none of them clears it.
+        Called on any member, from another thread. These methods check `_stop`, and none of them clears it.
         """
         self._stop.set()
 
     def rearm(self) -> None:
-        """Forget an earlier `interrupt`. Called before each of those methods by who will interrupt it."""
+        """Forget an earlier `interrupt`. The caller that may interrupt one of those methods calls this first."""
         self._stop.clear()
 
     @abstractmethod
@@ -156,13 +156,13 @@ class CheckpointEngine(ABC):
         return Staging()
 
     def links(self) -> tuple[Link, ...]:
-        """From whom the last `receive_weights` read how much, where that is known. Called on nodes after it."""
+        """The bytes that the last `receive_weights` read from each peer, if known. Called on nodes after it."""
         return ()
 
     def digests_on_arrival(self, version: int) -> PieceDigests | None:
-        """What `receive_weights` digested of `version` in the slot, each piece after its last byte had arrived.
+        """The digests that `receive_weights` made of `version` in the slot, each after the last byte of its piece.
 
-        Called on every node after `receive_weights`. Pieces that are not known, by default all, are digested then.
+        Called on every node after `receive_weights`. The node then digests the other pieces, by default all.
         """
         return None
 
@@ -174,14 +174,14 @@ class CheckpointEngine(ABC):
         return False
 
     def close_abandoned(self) -> None:  # noqa: B027 - most backends leave nothing
-        """Close what a failed `receive_weights` has left open, in good time: it raised without waiting for that.
+        """Close what a failed `receive_weights` left open: it raised without waiting for that.
 
-        Called on every node when its slot is dropped, after the failure has been told.
+        Called on every node when its slot is dropped, after the failure has been reported.
         """
 
     @abstractmethod
     def finalize(self) -> None:
-        """Disconnect and release what `prepare` and `init_process_group` took. Idempotent."""
+        """Disconnect and release the memory of `prepare` and `init_process_group`. Idempotent."""
 
 
 class CheckpointEngineWithCache(CheckpointEngine):

@@ -17,7 +17,7 @@ from .support.config import ConfigError as _ConfigError
 
 
 class CheckpointEngineError(Exception):
-    """Base of the tree. `version`, `phase` and `member` say where in which sync it happened; each may be None."""
+    """Base of the tree. `version`, `phase` and `member` locate it in a sync; each may be None."""
 
     def __init__(
         self, message: str, *, version: int | None = None, phase: str | None = None, member: str | None = None

@@ -77,10 +77,10 @@ class Replica(Protocol):
         """Load `version` from the arena at `arena_path` into every rank. Called while paused.
 
         The engine checks that the arena's committed version is `version`, that all of the model's weights are loaded,
-        and drops prefix caches. An engine that can tell also compares what it then computes with with the version, and
-        says what it found: `checkpoint_engine.check_engine`.
+        and drops prefix caches. If it can, it also compares the weights it then computes with against the version, and
+        reports the result: `checkpoint_engine.check_engine`.
 
-        Raises ActivationError; IntegrityError, naming tensors, if the engine computes with anything but the version.
+        Raises ActivationError; IntegrityError, naming tensors, if the engine computes with other weights.
         """
 
     async def resume(self) -> None:
@@ -90,7 +90,7 @@ class Replica(Protocol):
         """Return if the engine answers; raise otherwise."""
 
     async def sleep(self) -> None:
-        """Free weights and KV cache, where the engine can; elsewhere nothing happens, and the log says so."""
+        """Free weights and KV cache, if the engine can; otherwise only log that."""
 
     async def wake_up(self) -> None:
         """Allocate weights and KV cache again, without content."""

@@ -26,7 +26,7 @@ from .support.registry import Builtin, Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Builtin):
-    """`remedy` is the pip extra that brings what it needs, and what else must be installed."""
+    """`remedy` is the pip extra with its packages, and other things to install."""
 
     options: type[Any] | None = None
     """Dataclass of `checkpoint_engine.engine_kwargs.<name>`."""
@@ -87,7 +87,7 @@ def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[Check
 
 
 def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
-    """The class that `config` asks for, its options checked. Called on the driver, and again on every member.
+    """The class that `config` selects, with checked options. Called on the driver, and again on every member.
 
     Raises ConfigError or BackendUnavailable.
     """

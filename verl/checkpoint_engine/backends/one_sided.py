@@ -52,7 +52,7 @@ CLOSING_S = 2.0
 
 
 class OneSidedEngine(CheckpointEngineWithCache):
-    """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects everybody anew."""
+    """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects all members again."""
 
     capabilities = Capabilities(
         one_sided=True,

@@ -57,26 +57,26 @@ class Wire(ABC):
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
         """Begin to copy `nbytes` from address `source` of `owner` to address `target` of this process.
 
-        Returns what `is_done` is asked with; anything but None.
+        Returns the argument for `is_done`; anything but None.
         """
 
     @abstractmethod
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has arrived. Called until it says so, and then never again."""
+        """Whether every byte has arrived. Called until it is true, and then never again."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when some transfer may be done, or after `timeout_s`; perhaps earlier."""
         time.sleep(min(timeout_s, LOOK_S))
 
     def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:
-        """`read` a few bytes that its owner changes, where this process already holds them as they were."""
+        """`read` a few bytes that change at their owner; `target` has the value that was read last."""
         return self.read(owner, source, target, nbytes)
 
     def changed(self) -> None:  # noqa: B027 - most are asked again
-        """Tell peers that `watch` registered memory of this member that it has changed."""
+        """Notify peers that `watch` registered memory of this member of a change."""
 
     def is_idle(self) -> bool:
-        """Whether `close` would break nothing off at the owners; for libraries in which that does harm."""
+        """Whether `close` would interrupt no read at the owners; for libraries in which that does harm."""
         return True
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Wire(ABC):
 
 
 class OwnerAddress(msgspec.Struct, frozen=True):
-    """What a trainer rank's `Member.address` holds, as JSON."""
+    """The content of a trainer rank's `Member.address`, as JSON."""
 
     wire: bytes
     incarnation: int

@@ -80,8 +80,8 @@ class NodeArena:
     def create(cls, *, shm_dir: Path, job: str, node: str, layout: Layout, slots: int) -> NodeArena:
         """Reserve and pre-fault `slots` x `layout.nbytes` of shared memory.
 
-        Raises ConfigError, before anything is allocated, if the memory is not there (says needed and free bytes) or the
-        arena of the same job and node exists and is in use.
+        Raises ConfigError, before anything is allocated, if memory is missing (with the needed and free bytes), or if
+        another process uses the arena of the same job and node.
         """
         for key, name in (("job", job), ("node", node)):
             require_name(key, name)
@@ -126,7 +126,7 @@ class NodeArena:
     def begin(self, version: int) -> Path:
         """Open the spare slot for `version` and return its path for the writers.
 
-        The version that the slot held is given up. With one slot that is the committed one: until `commit`, nothing is.
+        The slot loses its previous version. With one slot that is the committed one: until `commit` there is none.
         """
         if self._writing is not None:
             self.drop()
@@ -145,9 +145,9 @@ class NodeArena:
         return slot.path
 
     def base(self) -> tuple[Manifest, SlotView] | None:
-        """The version that was committed last, as long as it is whole: what a delta may lead from.
+        """The version that was committed last, as long as it is whole: the base of a delta.
 
-        With a single slot it is in the one that `begin` has opened, until that is written.
+        With a single slot it is in the slot that `begin` opened, until that is written.
         """
         slot = self._current or self._writing
         if slot is None or slot.manifest is None:
@@ -170,7 +170,7 @@ class NodeArena:
         return self._writable[path]
 
     def commit(self, version: int, manifest: Manifest) -> None:
-        """Make the slot opened by `begin` current, at once for every reader that comes after."""
+        """Make the slot opened by `begin` current, at once for every later reader."""
         slot = self._writing
         if slot is None or manifest.version != version:
             raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
@@ -180,7 +180,7 @@ class NodeArena:
         self._writing = None
 
     def drop(self) -> None:
-        """Give up what `begin` opened. Its writers may still be alive, so the file goes with it."""
+        """Drop the slot that `begin` opened, and its file, because its writers may still be alive."""
         if self._writing is not None:
             self._replace(self._writing)
             self._writing = None
@@ -197,7 +197,7 @@ class NodeArena:
         return previous
 
     def reverify(self, version: int, *, threads: int = 1) -> None:
-        """Digest the committed `version` again. Raises IntegrityError that names what differs."""
+        """Digest the committed `version` again. Raises IntegrityError that names the differing pieces."""
         with open_committed(self.directory, version) as (manifest, view):
             verify(view.bytes.numpy(), manifest, threads=threads)
 

@@ -27,7 +27,7 @@ _FILE = re.compile(r"slot-\d{1,9}\.\d{1,18}(\.manifest)?", re.ASCII)
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """What the file `current` holds."""
+    """The content of the file `current`."""
 
     version: int
     slot: str

@@ -64,12 +64,12 @@ def load_buffers(
 ) -> list[HostBuffer]:
     """Load safetensors `files` and copies of `named_tensors` into host memory. No collective; any rank calls it alone.
 
-    `files` are this rank's: whoever calls has divided the checkpoint (`split_files`). Of `reuse`, buffers with the
-    layout of a new one become that one, with new content; nobody may be reading them. A buffer has at most
-    `buffer_nbytes`, except that a larger tensor has one of its own.
+    `files` are this rank's part: the caller has divided the checkpoint (`split_files`). A buffer of `reuse` with the
+    layout of a new one gets the new content; no peer may read it meanwhile. A buffer has at most `buffer_nbytes`,
+    except that a larger tensor has one of its own.
 
-    Raises ConfigError, before anything is allocated, for files that are not whole, sound checkpoints (see
-    `read_checkpoint`), a name in both sources, a dtype we do not know, or too little memory (says needed and free).
+    Raises ConfigError, before anything is allocated, for damaged or incomplete files (see `read_checkpoint`), a name in
+    both sources, an unknown dtype, or too little memory (with the needed and free bytes).
     """
     stored = {tensor.name: tensor for tensor in read_checkpoint(files)}
     given = dict(named_tensors or {})

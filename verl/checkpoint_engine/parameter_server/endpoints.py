@@ -108,11 +108,11 @@ class Endpoint(HttpServer):
         return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
 
     def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
-        """Have every worker take its weights from its socket, and serve them as `version`.
+        """Make every worker load its weights from its socket, and serve them as `version`.
 
-        If this process is killed before workers load, the server goes on with what it had. Raises ConfigError if it is
-        somebody else's, ActivationError if the engine refuses. It then serves nothing: it holds a mixture of weights
-        and stays paused until an update succeeds.
+        If this process is killed before workers load, the server continues with its old weights. Raises ConfigError if
+        it belongs to another publisher, ActivationError if the engine refuses. It then serves nothing: it holds a
+        mixture of weights and stays paused until an update succeeds.
         """
         writer, rescue = Writer.here("update"), Rescue(envs.shm_dir(), ANSWERS)
         self.claim(writer)
@@ -133,11 +133,10 @@ class Endpoint(HttpServer):
         self.call("POST", f"/pause?mode={mode}")
 
     def load(self, update_info: Mapping[str, Any], version: str, writer: Writer) -> str:
-        """Have every worker load what `update_info` says, as `version`, while the engine is paused. As `update`.
+        """Make every worker load the weights of `update_info` as `version`, while the engine is paused. As `update`.
 
-        Returns the digest of what they say that they have loaded, if it came out of an arena.
-
-        The server says `version` once all workers say that they have loaded it.
+        Returns the digest of the loaded weights that the workers report, if they came from an arena. The server reports
+        `version` once all workers have loaded it.
         """
         load, self._loaded = secrets.token_hex(8), None
         self._start(writer)

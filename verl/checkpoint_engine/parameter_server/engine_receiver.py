@@ -57,11 +57,11 @@ class IncomingWeights:
         return self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor, once. It stays valid as long as somebody holds it, or a view of it.
+        """Each tensor, once. It stays valid while it, or a view of it, is referenced.
 
-        The server overwrites what it offered when the next tensor after the last is asked for. On CPU what is still
-        held then is kept by a copy of just those pages: vLLM holds a tensor until its layer is complete. On devices
-        every tensor is a copy already. Raises TransportError, TransportTimeout.
+        The server overwrites a bucket when the caller requests the next tensor after its last one. On CPU referenced
+        tensors are then copied, page by page, because vLLM keeps a tensor until its layer is complete. On devices every
+        tensor is a copy already. Raises TransportError, TransportTimeout.
         """
         while True:
             message = self._receive(messages.Offer | messages.End)

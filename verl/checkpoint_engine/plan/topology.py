@@ -162,10 +162,10 @@ def p2p_broadcast(
 
 
 def best_of(topologies: Sequence[str], *, trainer_hosts: Collection[str], node_hosts: Collection[str]) -> str:
-    """Which of a backend's `topologies` suits members on these hosts: what `checkpoint_engine.topology=auto` means.
+    """The one of a backend's `topologies` for members on these hosts: the meaning of `checkpoint_engine.topology=auto`.
 
-    Its first one, by default. Where rollout nodes are on more other hosts than trainer ranks are on, the latter would
-    send every byte more often than a node's network takes to receive it once: there a chain, if the backend has it.
+    By default the first. If rollout nodes are on more other hosts than trainer ranks are on, the ranks' network would
+    carry every byte several times. Then it is a chain, if the backend has one.
     """
     elsewhere = set(node_hosts) - set(trainer_hosts)
     return "chain" if "chain" in topologies and len(elsewhere) > len(set(trainer_hosts)) else topologies[0]

@@ -102,9 +102,9 @@ class EndpointReplica:
             ) from exc
 
     async def claim(self) -> str:
-        """Make the server its writer's, or renew that: what tells it from others. It goes on serving.
+        """Claim the server for its writer, or renew the claim; returns the server's identity. It continues to serve.
 
-        Raises ConfigError if it is another's, ActivationError, TransportError."""
+        Raises ConfigError if it belongs to another writer, ActivationError, TransportError."""
         return await apart(self._server.claim)
 
     async def release(self) -> None:

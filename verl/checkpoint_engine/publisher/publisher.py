@@ -49,7 +49,7 @@ ENDS_WITHIN_S = 2.0
 
 
 class PendingPush:
-    """A push that goes on while the loop trains."""
+    """A push that runs while the loop trains."""
 
     def __init__(self, outcome: Future[SyncReport]) -> None:
         self._outcome = outcome
@@ -63,23 +63,24 @@ class PendingPush:
 
 
 class CheckedReplica(Replica, Protocol):
-    """A replica that can say beforehand whether the weights fit its model."""
+    """A replica that can check beforehand whether the weights fit its model."""
 
     async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None: ...
 
     async def claim(self) -> str:
-        """Make its server this publisher's, or renew that; what tells it from others. Raises ConfigError that says
-        whose it is otherwise."""
+        """Claim its server for this publisher, or renew the claim; returns the server's identity. Raises ConfigError
+        that names another owner."""
         ...
 
     async def release(self) -> None: ...
 
 
 class WeightPublisher:
-    """Used from one thread, that which trains. Use as a context manager, or call `close`.
+    """Pushes a loop's weights into servers of vLLM or SGLang. Used from the thread that trains.
 
-    The arena of each host with servers, in shared memory, takes two versions of the weights (`config={"slots": 1}`:
-    one). Servers run as the user of the process that holds it: this one, or `verl-sync node`.
+    Use as a context manager, or call `close`. The arena of each host with servers, in shared memory, has room for two
+    versions of the weights (`config={"slots": 1}`: one). Servers run as the user of the process that owns the arena:
+    this one, or `verl-sync node`.
     """
 
     def __init__(
@@ -143,28 +144,28 @@ class WeightPublisher:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank manages, and speaks to the servers."""
+        """Whether this rank manages the sync and calls the servers."""
         return self._ranks.rank == 0
 
     def push(self, version: SupportsIndex, *, allow_older: bool = False) -> SyncReport:
-        """Bring the present weights to every server, as `version`. Every rank calls it; returns when all serve it.
+        """Push the current weights to every server, as `version`. Every rank calls it; returns when all serve it.
 
-        `version`: an integer of 0 to 2**63 - 1, also one of numpy's or torch's; below that in service it needs
+        `version`: an integer of 0 to 2**63 - 1, also of numpy or torch. One below the version in service needs
         `allow_older`.
 
         Raises SyncAborted: its cause is the first failure. If no server could load the version, those that answer serve
-        the previous one; if some could, they serve it, and the error names the others, which the next push tries again.
-        Its cause is a ConfigError for NaN or infinite weights, which it names.
-        Raises ConfigError for a server that cannot take our weights, ActivationError for weights that do not fit its
-        model; it serves on.
+        the previous one. If some could, they serve it; the error names the others, and the next push retries them. For
+        NaN or infinite weights the cause is a ConfigError that names the tensor.
+        Raises ConfigError for a server that cannot load our weights, ActivationError for weights that do not fit its
+        model; the server continues to serve.
         """
         self._await_pending()
         return self._push(self._begin(version), allow_older, released=None)
 
     def push_async(self, version: SupportsIndex, *, allow_older: bool = False) -> PendingPush:
-        """As `push`, but return when the weights may change again: when they have been copied. Every rank calls it.
+        """As `push`, but return when the weights are copied and may change again. Every rank calls it.
 
-        An earlier push is waited for first; what it raised is raised by its own `result`.
+        It first waits for an earlier push, whose own `result` raises its error.
         """
         self._await_pending()
         number = self._begin(version)
@@ -176,10 +177,10 @@ class WeightPublisher:
         return PendingPush(self._pending)
 
     def close(self) -> None:
-        """Let go of the arena; servers keep the weights that they have. Every rank calls it. Idempotent.
+        """Release the arena; servers keep their weights. Every rank calls it. Idempotent.
 
-        A push that goes on is given up after `ENDS_WITHIN_S`, and a server or host that does not answer is not waited
-        for: in 5 s this has returned.
+        It cancels an active push after `ENDS_WITHIN_S`, and does not wait for a server or host that does not answer: it
+        returns within 5 s.
         """
         if self._closed:
             return
@@ -367,7 +368,7 @@ class WeightPublisher:
 
 
 class PublishingRank(TrainerRank):
-    """Looks at the model anew for every push; says when it has begun to copy, or is done with it."""
+    """Reads the model's tensors again for every push; reports the start and the end of the copy."""
 
     def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
         super().__init__(index, source, config)
@@ -376,9 +377,9 @@ class PublishingRank(TrainerRank):
         self._refused: CheckpointEngineError | None = None
 
     def look(self, version: SupportsIndex) -> int:
-        """See what the model has now, to push it as `version`; its number. Called by the thread that trains.
+        """Read the model's tensors, to push them as `version`; its number. Called by the thread that trains.
 
-        What is wrong is raised by `require_looked`, so that other ranks, which wait for this one, learn of it.
+        `require_looked` raises its errors, so that the other ranks, which wait for this one, get them, too.
         """
         self._pushes, self._refused = -1, None
         try:
@@ -418,7 +419,7 @@ async def _release(replicas: Iterable[CheckedReplica]) -> None:
 
 
 def number_of(version: SupportsIndex) -> int:
-    """Raises ConfigError for what is no number of a version."""
+    """Raises ConfigError for an invalid version number."""
     try:
         number = None if isinstance(version, bool) else operator.index(version)
     except (TypeError, ValueError, RuntimeError):  # torch, of a tensor that is no single number
@@ -429,7 +430,7 @@ def number_of(version: SupportsIndex) -> int:
 
 
 def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
-    """Each once, without a slash at its end. Raises ConfigError if there is none, or for what is no URL."""
+    """Each URL once, without a slash at its end. Raises ConfigError for an empty list or an invalid URL."""
     if isinstance(endpoints, str):
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
     if isinstance(endpoints, Path):

@@ -28,8 +28,8 @@ class TRLWeightTransfer:
     """TRL's `WeightTransferProtocol`. Used by one process, from one thread.
 
     A push is a transaction that pauses the servers itself, and only while they load; so `pause` and `resume` do
-    nothing, and servers generate while weights are gathered. Requests in flight go on with the new version. Versions
-    count from 0, that with which training begins.
+    nothing, and servers generate while weights are gathered. Requests in flight continue with the new version.
+    Versions count from 0, the weights before training.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TRLWeightTransfer:
 
     @property
     def version(self) -> int:
-        """Which every server serves; -1 before the first push."""
+        """The version that every server serves; -1 before the first push."""
         return self._version
 
     def init_weight_transfer(self) -> None:
@@ -106,7 +106,7 @@ class TRLWeightTransfer:
         """Nothing: the push has resumed."""
 
     def destroy(self) -> None:
-        """Let go of the memory; servers keep the weights that they have. Idempotent."""
+        """Release the memory; servers keep their weights. Idempotent."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointEngineManager:
-    """Runs syncs for one trainer, and any number of replicas on rollout nodes. Nodes and replicas may join later."""
+    """Runs the syncs of one trainer with any number of replicas on rollout nodes. Nodes and replicas may join later."""
 
     def __init__(
         self,
@@ -90,23 +90,22 @@ class CheckpointEngineManager:
 
     @property
     def late_nodes(self) -> bool:
-        """Whether a rollout node can join after the first sync: nodes of this backend fetch a version by themselves."""
+        """Whether a rollout node can join after the first sync: its nodes fetch a version alone."""
         return self._engine_class.capabilities.late_nodes
 
     async def update_weights(
         self, global_steps: int, *, boundary: Boundary | None = None, released: Callable[[], None] | None = None
     ) -> SyncReport:
-        """Bring the trainer's present weights to every replica as version `global_steps`.
+        """Bring the trainer's current weights to every replica as version `global_steps`.
 
-        `boundary` returns when rollouts may get new weights; it ends by itself. What it raises, a
-        CheckpointEngineError, aborts the sync. What comes before `commit` happens meanwhile. The trainer must keep its
-        weights as they are until this method returns. With `released`, which is called on this event loop as soon as
-        every rank copies, each rank keeps them until its `TrainerRank.await_copied` returns; from then on nothing that
-        fails is tried again.
+        `boundary` returns when rollouts may get new weights; it ends by itself. A CheckpointEngineError that it raises
+        aborts the sync. The phases before `commit` run meanwhile. The trainer must not change its weights before this
+        method returns. With `released`, called on this event loop as soon as every rank copies, each rank waits for
+        `TrainerRank.await_copied` instead; from then on the sync retries nothing.
 
-        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version,
-        and the next call plans and connects anew, so that members may have been replaced meanwhile.
-        What `Membership.prepared` finds wrong before a sync (ConfigError, PlanError, a dead member) is raised as it is.
+        Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version.
+        The next call plans and connects again, so members may be replaced in between.
+        Errors of `Membership.prepared` before a sync (ConfigError, PlanError, a dead member) are raised unchanged.
         """
         async with self._lock:
             members = self._membership
@@ -166,15 +165,15 @@ class CheckpointEngineManager:
         )
 
     async def add_nodes(self, nodes: Iterable[NodePort]) -> None:
-        """Take rollout nodes into the syncs to come; one with the name of a known node takes its place.
+        """Add rollout nodes to later syncs; one with the name of a known node replaces it.
 
-        Each gets the version in service first, out of the trainer ranks' memory: the ranks and the other nodes do
-        nothing for it, and replicas go on serving. `add_replicas` then brings replicas on these nodes into service.
-        The next sync plans and connects anew.
+        Each first reads the version in service from the trainer ranks' memory. Ranks and other nodes take no part, and
+        replicas continue to serve. `add_replicas` then brings replicas on these nodes into service. The next sync plans
+        and connects again.
 
-        Raises ConfigError, before anything has begun, for a backend whose nodes cannot do that. Raises the error of a
-        node that could not get the version, for instance because the ranks hold another one by now (TransportError);
-        that node is left out and holds nothing, while the others have joined.
+        Raises ConfigError, before anything begins, for a backend whose nodes cannot do that. Raises the error of a node
+        that could not get the version, for instance because the ranks hold another one by now (TransportError). That
+        node does not join; the others do.
         """
         async with self._lock:
             added = list(nodes)
@@ -197,10 +196,10 @@ class CheckpointEngineManager:
                 raise next(iter(failures.values()))
 
     async def replace_trainers(self, trainers: Sequence[TrainerPort]) -> None:
-        """Others take the place of all trainer ranks, for instance because some died. Nobody is asked for anything.
+        """Replace all trainer ranks, for instance because some died. Calls no member.
 
-        Nodes and replicas keep the version in service. The next sync plans and connects anew, and may bring a version
-        whose number is not higher: reports say the `attempt`.
+        Nodes and replicas keep the version in service. The next sync plans and connects again. Its version need not be
+        higher: reports have the `attempt`.
         """
         async with self._lock:
             self._membership.replace_trainers(trainers)
@@ -208,8 +207,8 @@ class CheckpointEngineManager:
             self._attempt += 1
 
     async def remove_nodes(self, nodes: Iterable[NodePort]) -> None:
-        """Leave rollout nodes out of the syncs to come, for instance because their host is gone; nothing is asked of
-        them. Remove the replicas on them first. The next sync plans and connects anew."""
+        """Remove rollout nodes from later syncs, for instance because their host is gone. Calls no member. Remove the
+        replicas on them first. The next sync plans and connects again."""
         async with self._lock:
             self._membership.remove_nodes(nodes)
 
@@ -243,14 +242,14 @@ class CheckpointEngineManager:
                 ) from error
 
     async def remove_replicas(self, replicas: Iterable[Replica]) -> None:
-        """Take replicas out of service. Their engines are not touched."""
+        """Remove replicas from service. Their engines are not touched."""
         async with self._lock:
             for replica in replicas:
                 self._replicas.pop(replica.name, None)
                 self._quarantined.pop(replica.name, None)
 
     async def abort_replicas(self) -> None:
-        """Stop generation everywhere; requests in flight return what they have."""
+        """Stop generation everywhere; requests in flight return their tokens so far."""
         await self._everywhere({replica.name: replica.pause("abort") for replica in self.replicas})
 
     async def resume_generation_replicas(self) -> None:
@@ -271,7 +270,7 @@ class CheckpointEngineManager:
         await self._everywhere({replica.name: replica.resume_kv_cache() for replica in self.replicas})
 
     async def close(self) -> None:
-        """Release what members hold: connections, arenas. Idempotent; members that are gone are logged."""
+        """Release the members' connections and arenas. Idempotent; dead members are logged."""
         members = {member.name: member.close() for member in self._membership.everybody}
         failures = await each_within(self._config.deadlines.commit_s, members, version=self._version, phase="close")
         for error in failures.values():

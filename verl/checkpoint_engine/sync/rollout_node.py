@@ -40,7 +40,7 @@ class RolloutNode(Participant):
         self._arena: NodeArena | None = None
 
     async def check(self, arena_nbytes: int, arenas: int) -> None:
-        """Before anything is allocated: is there memory for the host's `arenas`, and what the backend asks of a host?
+        """Check, before anything is allocated, the memory for the host's `arenas` and the backend's needs of a host.
 
         Raises ConfigError or BackendUnavailable.
         """
@@ -48,7 +48,7 @@ class RolloutNode(Participant):
         self._engine.check_host(self._config)
 
     async def prepare(self, plan: bytes) -> Member:
-        """Create the arena, unless there is one, for versions of the plan's layout, and say where it is."""
+        """Create the arena for versions of the plan's layout, unless it exists; returns its address."""
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> Member:
@@ -71,7 +71,7 @@ class RolloutNode(Participant):
         return await self._run(lambda: str(self._open_arena.begin(version)))
 
     async def takes_deltas(self, base: int) -> bool:
-        """Whether what changed since version `base` is enough for the open slot."""
+        """Whether a delta to version `base` is enough for the open slot."""
         return await self._run(lambda: self._engine.takes_deltas(base, self._open_arena))
 
     async def stage(self, version: int) -> Staged:
@@ -84,14 +84,14 @@ class RolloutNode(Participant):
         return Staged(nbytes=nbytes, links=self._engine.links(), memory=memory_watch().use_of(self.name, "stage"))
 
     async def staged(self, version: int) -> Staging:
-        """What `stage` has just done."""
+        """The result of the last `stage`."""
         return await self._run(lambda: self._engine.staging(version))
 
     async def verify(self, version: int, digests: bytes) -> int:
         """Compare the digests of the open slot; the number of pieces that were wrong and had to be fetched again.
 
-        Raises IntegrityError that names tensor, piece and owner of what stays wrong, or what the backend cannot fetch
-        again; TransportError if that fails.
+        Raises IntegrityError that names tensor, piece and owner of pieces that stay wrong, or that the backend cannot
+        fetch again; TransportError if fetching fails.
         """
         return await self._run_interruptibly(lambda: self._verify(self._manifest(version, digests)))
 

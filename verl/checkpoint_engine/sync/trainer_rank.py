@@ -117,7 +117,7 @@ class TrainerRank(Participant):
     async def publish(
         self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
     ) -> None:
-        """Copy this rank's pieces into `slots`. `deltas`: what changed since another version may be sent.
+        """Copy this rank's pieces into `slots`. `deltas`: the rank may send a delta to an earlier version.
 
         With `waits` this returns when they are copied, and the trainer may change its weights. Otherwise it returns
         when copying has begun, and the trainer calls `await_copied` before it changes them.
@@ -141,11 +141,11 @@ class TrainerRank(Participant):
             await asyncio.wrap_future(copy.made)
 
     def await_copied(self) -> None:
-        """Return when nothing is being copied out of the weights. Called by the thread that trains; blocks it.
+        """Return when no copy of the weights is running. Called by the thread that trains; blocks it.
 
-        A copy that fails is the manager's business, not the trainer's. One that has not begun within the deadline for
-        publishing never does. Raises TransportTimeout for one that has and is not done: it would send half of a later
-        step.
+        The manager, not the trainer, gets the error of a failed copy. A copy that has not begun within the deadline for
+        publishing never begins. Raises TransportTimeout for one that has begun and is not done: it would send half of a
+        later step.
         """
         copy, timeout_s = self._copy, self._config.deadlines.publish_s
         if copy is None or copy.made.done():
@@ -161,9 +161,9 @@ class TrainerRank(Participant):
             )
 
     async def published(self, version: int) -> Published:
-        """What was published as `version`, once it is copied and digested.
+        """The publication of `version`, once it is copied and digested.
 
-        The trainer may already be changing its weights: it is the copy that is read.
+        The trainer may already change its weights, because this reads the copy.
         """
         copy = self._copy
         if copy is None or copy.version != version:
@@ -171,9 +171,9 @@ class TrainerRank(Participant):
         return await asyncio.shield(asyncio.wrap_future(copy.published))
 
     async def serve(self, version: int) -> int:
-        """Take part in staging, for backends whose senders do; the bytes written into slots.
+        """Take part in staging, for backends whose senders do; returns the bytes written into slots.
 
-        The trainer may already be changing its weights.
+        The trainer may already change its weights.
         """
         return await self._run_interruptibly(lambda: self._engine.serve_weights(version))
 

@@ -57,7 +57,7 @@ Boundary = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Fleet:
-    """Everybody who takes part in one sync, connected for one plan."""
+    """All members and replicas of one sync, connected for one plan."""
 
     trainers: Sequence[TrainerPort]
     nodes: Sequence[NodePort]

@@ -38,7 +38,7 @@ PATTERNS = [(re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), better) for patte
 
 def pages() -> list[Path]:
     """What users read, and of the page about verl its source."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "scripts/coming_from_verl.md")]
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "scripts/coming_from_verl.md")]
     return top + sorted(path for path in ROOT.glob("docs/**/*.md") if name_of(path) not in GENERATED)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -26,11 +27,14 @@ from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.parameter_server import ParameterServer, request_inference_to_update
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+from verl.checkpoint_engine.parameter_server.http_server import Refused
 from verl.checkpoint_engine.update import main
 from verl.utils.builtin import make_tiny_model
 
 MODULE = "verl.checkpoint_engine.update"
+RPC = "/collective_rpc"
 SMALL_BUCKETS = {"PS_MAX_BUCKET_SIZE_GB": str(80_000 / 2**30)}
 """Just enough for the largest tensor: the model has four times as many bytes, and layers span buckets."""
 
@@ -151,6 +155,18 @@ class TestAgainstVLLM:
         assert main(arguments) == 0
         assert_serves(server, model, "again")
 
+    def test_workers_load_for_a_script_of_checkpoint_engine_without_a_weight_transfer_config(
+        self, server: ServedVLLM, second: Path
+    ):
+        label = server.version()
+        server.call(RPC, {"method": "forget_weight_transfer_engine"})
+        with ParameterServer(rank=0, world_size=1) as owner:
+            owner.register_checkpoint("second", files=sorted(second.glob("*.safetensors")))
+            owner.gather_metas("second")
+            owner.update("second", lambda paths: request_inference_to_update(f"{server.url}{RPC}", dict(paths)))
+        server.call("/reset_prefix_cache")
+        assert_serves(server, second, label)
+
 
 @contextmanager
 def started(*arguments: object) -> Iterator[subprocess.Popen]:
@@ -222,6 +238,18 @@ def test_an_endpoint_that_is_down_is_named_with_a_remedy(model: Path, capfd):
     url = f"http://127.0.0.1:{free_port()}"
     said = refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
     assert f"error: no vLLM answers at {url} (Connection refused): start it, or correct --endpoint" in said
+
+
+def test_a_server_is_reached_through_its_unix_socket_too(tmp_path: Path):
+    handler = type("Handler", (_Answers,), {"answers": {RPC: (200, {}), "/other": (500, {"error": "no such method"})}})
+    with socketserver.UnixStreamServer(str(tmp_path / "socket"), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            request_inference_to_update(f"http://vllm{RPC}", {"cpu-0": "path"}, uds=server.server_address)
+            with pytest.raises(Refused, match="no such method"):
+                request_inference_to_update("http://vllm/other", {"cpu-0": "path"}, uds=server.server_address)
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (503, False)])

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from tests.weight_sync.replicas import served_weights_file
+from verl.checkpoint_engine.parameter_server import VllmColocateWorkerExtension
 from verl.workers.rollout.vllm.engine import VLLMEngine
 
 
@@ -25,7 +26,7 @@ class InspectedVLLMEngine(VLLMEngine):
         await self._running().collective_rpc("write_served_weights", args=(version,))
 
 
-class ServedWeights:
+class ServedWeights(VllmColocateWorkerExtension):
     """vLLM mixes it into every worker: `worker_extension_cls`."""
 
     vllm_config: Any
@@ -35,6 +36,10 @@ class ServedWeights:
         directory = Path(self.vllm_config.additional_config["served_weights"])
         rank = get_world_group().rank_in_group  # over data-parallel ranks, too
         torch.save(served_weights(self.model_runner.get_model()), served_weights_file(directory, version, rank))
+
+    def forget_weight_transfer_engine(self) -> None:
+        """As if vLLM had started without `--weight-transfer-config`."""
+        self.weight_transfer_engine = None
 
 
 @torch.inference_mode()

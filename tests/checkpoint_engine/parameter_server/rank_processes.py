@@ -11,15 +11,18 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.member_processes import resources
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
+from verl.checkpoint_engine.parameter_server import update_weights_from_ipc
 from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.metas import load_metas, save_metas
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
@@ -91,6 +94,32 @@ class Rank:
             largest = max(tensor.nbytes for tensor in part_of(0, 0).values())
             self.server.mem_fraction = memory_for * largest / self.server._device.free_nbytes()
         return self.server.update(name, getattr(self, engine), ranks)
+
+    def run_as_with_checkpoint_engine(self, version: int) -> list[int]:
+        """The calls of a script that was written for checkpoint-engine; how many tensors came in which bucket."""
+        server, minute = self.server, timedelta(minutes=1)
+        buckets: list[int] = []
+
+        def request(paths: list[tuple[str, str]]) -> None:
+            update_weights_from_ipc(
+                None, dict(paths)[server.device_id], 0, run=run, post_hook=lambda: buckets.append(0)
+            )
+
+        def run(weights: list[tuple[str, torch.Tensor]]) -> None:
+            buckets.append(len(weights))
+            self.loaded |= {name: tensor.clone() for name, tensor in weights}
+
+        self.loaded.clear()
+        server.init_process_group(timeout=minute)
+        dist.barrier()
+        dist.destroy_process_group()
+        parts = part_of(server.rank, version)
+        server.register_checkpoint("script", files=None, named_tensors=parts, use_inplace_pin_memory=False)
+        server.gather_metas(checkpoint_name="script")
+        server.store_based_barrier(timeout=minute)
+        server.update(checkpoint_name="script", req_func=request, timeout=minute, ranks=[])
+        server.unregister_checkpoint("script", force=True)
+        return buckets
 
     def wrong(self, version: int, ranks: Sequence[int]) -> list[str]:
         """Names that the engine has not, should not have, or has with other bytes, dtype or shape."""

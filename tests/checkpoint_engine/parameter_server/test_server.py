@@ -49,6 +49,24 @@ def test_a_broadcast_brings_all_parts_to_the_engines_of_all_ranks(world: World):
         assert report.nbytes >= sum(tensor.nbytes for rank in (0, 1) for tensor in part_of(rank, 1).values())
 
 
+def test_a_script_for_checkpoint_engine_finds_its_names_and_arguments(world: World):
+    for buckets in reports(world.all("run_as_with_checkpoint_engine", 5)):
+        assert buckets.pop() == 0  # post_hook
+        assert len(buckets) > 6
+        assert sum(buckets) == sum(len(part_of(rank, 5)) for rank in range(SIZE))
+    assert world.all("wrong", 5, range(SIZE)) == [[]] * SIZE
+    world.all("gather", "one")
+
+
+def test_a_place_to_meet_may_be_given_in_two_arguments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with ParameterServer(rank=0, world_size=2, master_addr="host.invalid") as server:
+        assert server._calls._master == "host.invalid:1"
+    with ParameterServer(rank=0, world_size=2, master_port=29) as server:
+        assert server._calls._master == "127.0.0.1:29"
+
+
 def test_owners_broadcast_from_where_their_buckets_lie_and_fetch_nothing(world: World):
     for report in reports(world.all("update", "one")):
         assert [event for event in report.events if event.kind.startswith("fetch")] == []

@@ -7,10 +7,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
-from ..compat.torch import HashStore, Store, TCPStore
+from ..compat.torch import HashStore, PrefixStore, Store, TCPStore
 from ..errors import CheckpointEngineError, TransportError
 from ..links.communicators import GroupMaker
 from ..links.network import own_address
@@ -62,16 +64,19 @@ class CollectiveCalls:
         self._failed = False
 
     @contextmanager
-    def begin(self, ranks: tuple[int, ...], *, keep: bool = False) -> Iterator[CollectiveCall]:
+    def begin(
+        self, ranks: tuple[int, ...], *, keep: bool = False, timeout_s: float | None = None
+    ) -> Iterator[CollectiveCall]:
         """All of `ranks` call it. What goes wrong inside, on any of them, ends it on all with the first error.
 
-        `keep`: keep the group in any case.
+        `keep`: keep the group in any case. `timeout_s`: for this call, None for that of all.
         """
         if self._failed:  # its error may have been in a cycle, and with it the memory for buckets
             gc.collect()
             self._failed = False
-        deadline, failure = Deadline(self._timeout_s), FirstFailure()
-        own_deadline = Deadline(self._timeout_s - min(CLOSING_S, self._timeout_s / 8))
+        whole_s = timeout_s or self._timeout_s
+        deadline, failure = Deadline(whole_s), FirstFailure()
+        own_deadline = Deadline(whole_s - min(CLOSING_S, whole_s / 8))
         roster = Roster(self._meeting_place(), self._rank, ranks, on_failure=failure.set)
         try:
             roster.meet(deadline)
@@ -101,6 +106,15 @@ class CollectiveCalls:
             roster.forget()
             if not (self._keep_groups or keep):
                 self._drop(ranks)
+
+    def init_default_group(self, timeout_s: float | None) -> None:
+        """torch's, over the store in which the ranks meet. All ranks call it."""
+        dist.init_process_group(
+            store=PrefixStore("default_group", self._meeting_place()),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timedelta(seconds=timeout_s or self._timeout_s),
+        )
 
     def close(self) -> None:
         for ranks in list(self._groups):

@@ -6,10 +6,10 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,40 @@ def receive(socket_path: str, device: torch.device | str, timeout_s: float) -> I
     """Every (name, tensor) from the ParameterServer. See `IncomingWeights`, which can also say why it failed."""
     with IncomingWeights(socket_path, device, timeout_s) as weights:
         yield from weights.tensors()
+
+
+class FlattenedTensorMetadata(TypedDict):
+    """checkpoint-engine's description of one tensor in a buffer, for scripts that name it."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int
+
+
+def update_weights_from_ipc(
+    zmq_ctx: object,
+    zmq_handle: str,
+    device_id: int,
+    *,
+    run: Callable[[list[tuple[str, torch.Tensor]]], None],
+    post_hook: Callable[[], None] | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Load with `run` what a ParameterServer sends, bucket by bucket; then call `post_hook`. As checkpoint-engine's.
+
+    `zmq_ctx` is not used: the link is no ZeroMQ socket. `zmq_handle` is the socket path of this engine, `device_id` the
+    index of its accelerator, where there is one. Tensors stay valid as `IncomingWeights.tensors` says. Raises what
+    `run` and `post_hook` raise, which the server reports, TransportError, TransportTimeout.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    device = torch.device(accelerator.type, device_id) if accelerator is not None else torch.device("cpu")
+    with IncomingWeights(zmq_handle, device, timeout_s) as weights:
+        for bucket in weights.buckets():
+            run(bucket)
+            bucket.clear()
+        if post_hook is not None:
+            post_hook()
 
 
 class IncomingWeights:
@@ -63,12 +97,23 @@ class IncomingWeights:
         tensors are then copied, page by page, because vLLM keeps a tensor until its layer is complete. On devices every
         tensor is a copy already. Raises TransportError, TransportTimeout.
         """
+        for offer in self._offers():
+            yield from self._load(offer)
+
+    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """As `tensors`, those of a bucket together. The next one is asked for when the list is done with."""
+        for offer in self._offers():
+            lent = self._load(offer)
+            yield [next(lent) for _ in offer.tensors]
+            next(lent, None)
+
+    def _offers(self) -> Iterator[messages.Offer]:
         while True:
             message = self._receive(messages.Offer | messages.End)
             if isinstance(message, messages.End):
                 self._complete = True
                 return
-            yield from self._load(message)
+            yield message
             self._send(messages.Loaded())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -71,8 +71,11 @@ class Holdings:
         stamp.finish(incarnation)
         self._held[name] = Holding(buffers=buffers, stamp=stamp, incarnation=incarnation)
 
-    def unregister(self, name: str) -> None:
-        """Raises ConfigError for a name that is not registered."""
+    def unregister(self, name: str, *, keep_memory: bool) -> None:
+        """`keep_memory`: for the next checkpoint of the same layout.
+
+        Raises ConfigError for a name that is not registered.
+        """
         holding = self._held.pop(name, None)
         if holding is None:
             known = ", ".join(self._held) or "none"
@@ -82,7 +85,7 @@ class Holdings:
         if self._wire is not None:
             for buffer in holding.buffers:
                 self._wire.deregister(buffer.memory.numpy())
-        self._spare = holding.buffers
+        self._spare = holding.buffers if keep_memory else ()
 
     def __getitem__(self, name: str) -> Holding:
         """`NOTHING` for a name that is not registered."""

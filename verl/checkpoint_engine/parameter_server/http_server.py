@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +25,22 @@ _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOT
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class _OverUnixSocket(urllib.request.HTTPHandler):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, host: str, **options: Any) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(host, **options)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(connection.timeout)
+        connection.sock.connect(self._path)
+        return connection
+
+
 class Refused(ActivationError):
     """The server answered with an error. `status` is HTTP's."""
 
@@ -34,11 +52,13 @@ class Refused(ActivationError):
 class HttpServer:
     """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        """`timeout_s` is for each request that does something. Raises ConfigError unless `url` is http(s)://..."""
+    def __init__(self, url: str, *, timeout_s: float, uds: str | None = None) -> None:
+        """`timeout_s` is for each request that does something. `uds`: a unix socket to connect to instead of the host
+        of `url`. Raises ConfigError unless `url` is http(s)://..."""
         require_url(url)
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self._opener = _opener if uds is None else urllib.request.build_opener(_OverUnixSocket(uds))
 
     def is_healthy(self, timeout_s: float = TEST_TIMEOUT_S) -> bool:
         """Whether it is there, and says that it can be asked."""
@@ -59,7 +79,7 @@ class HttpServer:
             headers={"Content-Type": "application/json"},
         )
         try:
-            with _opener.open(request, timeout=timeout_s or self.timeout_s) as answer:
+            with self._opener.open(request, timeout=timeout_s or self.timeout_s) as answer:
                 answered = _body(answer, path)
                 return json.loads(answered or b"null") if is_json else answered.decode(errors="replace")
         except urllib.error.HTTPError as exc:
@@ -77,6 +97,19 @@ class HttpServer:
             raise TransportError(f"{reason}", member=self.url) from exc
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
             raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+
+
+def request_inference_to_update(
+    url: str, socket_paths: Mapping[str, str], timeout: float = 300.0, uds: str | None = None
+) -> None:
+    """Have vLLM's workers load from a ParameterServer, under checkpoint-engine's name: `req_func` calls it.
+
+    `url`: the server's `/collective_rpc`, which vLLM has where `VLLM_SERVER_DEV_MODE=1`; its workers need
+    `VllmColocateWorkerExtension`. `socket_paths`: what `req_func` got, by device id. `timeout`: seconds. `uds`: the
+    server's unix socket. Raises Refused with what a worker raised, TransportError, TransportTimeout, ConfigError.
+    """
+    body = {"method": "update_weights_from_ipc", "args": [dict(socket_paths)], "timeout": timeout}
+    HttpServer(url, timeout_s=timeout, uds=uds).call("POST", "", body)
 
 
 def require_url(endpoint: str) -> None:

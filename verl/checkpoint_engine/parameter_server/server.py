@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -53,6 +54,8 @@ class ParameterServer:
         gpu_count: int | None = None,
         mem_fraction: float | None = None,
         master: str | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
         p2p_protocol: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -60,7 +63,8 @@ class ParameterServer:
 
         `auto_pg`: make a process group for every update and drop it afterwards; else one is kept for each set of ranks.
         `gpu_count`: ranks (devices) per host. `mem_fraction`: share of a device's free memory that buckets may take.
-        `master`: `host:port` where ranks meet, None for `MASTER_ADDR` and `MASTER_PORT`; alone, a rank needs none.
+        `master`: `host:port` where ranks meet, or `master_addr` and `master_port`; None for `MASTER_ADDR` and
+        `MASTER_PORT`. Alone, a rank needs none.
         `p2p_protocol`: tcp or rdma; None for rdma where the host has devices for it. `timeout_s`: for each gathering
         and each update, all in all. Raises ConfigError.
         """
@@ -74,6 +78,9 @@ class ParameterServer:
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {timeout_s}")
         self._device = Device.of(self.rank, self.world_size, gpu_count)
+        if master is None and (master_addr is not None or master_port is not None):
+            host, _, port = envs.master_address().rpartition(":")
+            master = f"{master_addr or host}:{master_port or port}"
         protocol, rdma_device = choose_wire(p2p_protocol, self._device.local_rank, self._device.count)
         self._holdings = Holdings(
             rank=self.rank,
@@ -106,26 +113,32 @@ class ParameterServer:
 
     def register_checkpoint(
         self,
-        name: str,
+        checkpoint_name: str,
         *,
-        files: Sequence[str | Path] = (),
+        files: Sequence[str | Path] | None = None,
         named_tensors: Mapping[str, torch.Tensor] | None = None,
+        use_shared_memory_pool: bool = False,
+        use_inplace_pin_memory: bool = True,
     ) -> None:
-        """Load this rank's part of checkpoint `name` into its host memory, from safetensors files or tensors (copied).
+        """Load this rank's part of a checkpoint into its host memory, from safetensors files and tensors (copied).
+
+        `use_shared_memory_pool` and `use_inplace_pin_memory` are checkpoint-engine's, and change nothing: the memory of
+        a checkpoint that is unregistered always serves the next one of the same layout, and files are only read.
 
         Not collective. Raises ConfigError for files that are unsound, too little memory, or a name that is taken.
         """
-        self._holdings.register(name, [Path(file) for file in files], named_tensors)
+        self._holdings.register(checkpoint_name, [Path(file) for file in files or ()], named_tensors)
 
-    def unregister_checkpoint(self, name: str) -> None:
-        """Let go of checkpoint `name`. Its memory is kept for the next registration. Raises ConfigError."""
-        self._holdings.unregister(name)
+    def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
+        """Let go of a checkpoint. Its memory is kept for the next registration, unless `force`. Raises ConfigError."""
+        self._holdings.unregister(checkpoint_name, keep_memory=not force)
 
-    def gather_metas(self, name: str) -> None:
-        """Learn what every rank holds of checkpoint `name`. All ranks call it; a rank may hold nothing.
+    def gather_metas(self, checkpoint_name: str) -> None:
+        """Learn what every rank holds of a checkpoint. All ranks call it; a rank may hold nothing.
 
         Raises ConfigError if no rank has registered it, TransportError, TransportTimeout that names who is missing.
         """
+        name = checkpoint_name
         own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
         self._device.make_current()
         with self._calls.begin(tuple(range(self.world_size))) as together:
@@ -155,8 +168,15 @@ class ParameterServer:
 
     # ------------------------------------------------------------------ updates
 
-    def update(self, name: str, req_func: Request, ranks: Sequence[int] | None = None) -> UpdateReport | None:
-        """Move checkpoint `name` into the engines of all ranks (broadcast), or of `ranks` (P2P).
+    def update(
+        self,
+        checkpoint_name: str,
+        req_func: Request,
+        ranks: Sequence[int] | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> UpdateReport | None:
+        """Move a checkpoint into the engines of all ranks (broadcast), or of `ranks` (P2P).
 
         Called on all ranks, with the same arguments; others than `ranks` return None at once. Before it `gather_metas`,
         or for P2P `load_metas`. `req_func` is called on every updating rank, on a thread of its own, with (device id,
@@ -164,16 +184,17 @@ class ParameterServer:
         and returns when that is done. Socket paths are of the rank's own host.
 
         Raises the same first error on every updating rank: ConfigError, PlanError, TransportError, TransportTimeout
-        (after `timeout_s`), ActivationError. Engines have been told then; the next update can follow.
+        (after `timeout`, None for `timeout_s`), ActivationError. Engines have been told then; the next update can
+        follow.
         """
         receivers = self._receivers(ranks)
         if self.rank not in receivers:
             return None
-        held = self._holdings[name]
+        name, held = checkpoint_name, self._holdings[checkpoint_name]
         events, stop = Events(self.rank), threading.Event()
         self._events = events
         self._device.make_current()
-        with self._calls.begin(receivers) as together:
+        with self._calls.begin(receivers, timeout_s=_seconds(timeout)) as together:
             together.failure.then(lambda _: stop.set())
             size, order = agree(
                 together,
@@ -229,6 +250,19 @@ class ParameterServer:
             with self._calls.begin(receivers, keep=True) as together:
                 together.roster.exchange("connecting", None, together.deadline)
 
+    def init_process_group(self, *, timeout: timedelta | None = None) -> None:
+        """Make torch's default process group, for the caller's own collectives. All ranks call it.
+
+        A ParameterServer uses none of torch's global groups: it needs this neither before an update nor after it.
+        """
+        self._device.make_current()
+        self._calls.init_default_group(_seconds(timeout))
+
+    def store_based_barrier(self, timeout: timedelta | None = None) -> None:
+        """Return when all ranks have called it, without a process group. Raises TransportTimeout that names a rank."""
+        with self._calls.begin(tuple(range(self.world_size)), timeout_s=_seconds(timeout)) as together:
+            together.roster.exchange("a barrier", None, together.deadline)
+
     def close(self) -> None:
         """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
         self._calls.close()
@@ -249,6 +283,10 @@ class ParameterServer:
         if len(set(ranks)) < len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
             raise ConfigError(f"ranks must be different ones from 0 to {self.world_size - 1}, not {list(ranks)}")
         return tuple(sorted(ranks))
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    return timeout.total_seconds() if timeout is not None else None
 
 
 def _given(argument: int | None, environment: Callable[[], int | None], name: str, variable: str) -> int:

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import soon
+from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.killed_publisher import weights_of
 from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine import SyncAborted, WeightPublisher
-from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
-from verl.checkpoint_engine.parameter_server.writers import Writer
+from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
+from verl.checkpoint_engine.parameter_server.rescue import Rescue
+from verl.checkpoint_engine.parameter_server.writers import Writer, order
 
 STEPS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume")
 
@@ -91,3 +93,38 @@ def test_a_server_that_is_anothers_by_then_is_left_to_that(shm: Path):
         assert soon(lambda: list(shm.glob("verl-*")) == [])
         assert vllm.paused
         assert vllm.holders == {other}
+
+
+def test_a_rescue_that_comes_late_does_not_take_back_what_another_has_loaded(shm: Path):
+    """The publisher that failed is closed; the next one pushes, and is closed, too, before the rescue looks."""
+    with stand_in(2) as (vllm, url):
+        rescue = Rescue(shm, ANSWERS, Writer.here("publisher"))
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            publisher.push(1)
+            (arena,) = (path for path in arenas_in(shm) if "publisher" in path.name)
+            rescue.pausing(url, "vLLM")
+            rescue.loading(url, "vLLM", str(arena), 1)
+        with WeightPublisher({"w": torch.full((3,), 2.0)}, [url]) as publisher:
+            publisher.push(2)
+        rescue.close()
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert (vllm.version, vllm.paused) == ("2", False)
+        assert torch.equal(vllm.weights["w"], torch.full((3,), 2.0))
+        assert vllm.holders == {None}
+
+
+def test_who_comes_meanwhile_waits_for_the_rescue(shm: Path):
+    with stand_in(2) as (vllm, url):
+        claim = msgspec.json.encode(order("claim", Writer.here("publisher").rescuer())).decode()
+        vllm.rpc("answer", claim)
+        asked: list[str] = []
+
+        def ends(path: str) -> None:
+            asked.append(path)
+            if asked.count("/collective_rpc") == 3:
+                vllm.rpc("answer", claim.replace('"claim"', '"release"'))
+
+        vllm.before = ends
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            publisher.push(1)
+        assert vllm.version == "1"

@@ -8,6 +8,7 @@ vLLM has these routes only where `VLLM_SERVER_DEV_MODE=1`, and our engine only w
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from ..support import envs
 from ..support.package import PACKAGE
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from .rescue import Rescue
-from .writers import Answer, Writer, answers_to, order, require_loaded, require_own
+from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.
@@ -28,6 +29,7 @@ ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 ANSWERS = f"{ENGINE_NAME}_answers"
 """The method of vLLM's workers, which our plugin gives them, that answers to an `Order`."""
 ENGINE = "vLLM"
+AGAIN_S = 0.2
 PAUSE_MODES = ("abort", "wait", "keep")
 FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 
@@ -85,11 +87,17 @@ class Endpoint(HttpServer):
 
     def claim(self, writer: Writer) -> str:
         """Make the server `writer`'s, or renew that; what tells this server from others, and from one that is started
-        in its place. It goes on serving.
+        in its place. It goes on serving. Waits for one that sees after what a writer that has ended left.
 
         Raises ConfigError if it is somebody else's, or has what updates cannot be loaded into.
         """
+        deadline_s = time.monotonic() + LEASE_S
         answers = self._ask("claim", writer)
+        while any(answer.claimed_by and answer.claimed_by.rescues for answer in answers):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(AGAIN_S)
+            answers = self._ask("claim", writer)
         require_own(answers, writer, self.url)
         return answers[0].server
 
@@ -114,7 +122,8 @@ class Endpoint(HttpServer):
         it belongs to another publisher, ActivationError if the engine refuses. It then serves nothing: it holds a
         mixture of weights and stays paused until an update succeeds.
         """
-        writer, rescue = Writer.here("update"), Rescue(envs.shm_dir(), ANSWERS)
+        writer = Writer.here("update")
+        rescue = Rescue(envs.shm_dir(), ANSWERS, writer)
         self.claim(writer)
         try:
             rescue.pausing(self.url, ENGINE)

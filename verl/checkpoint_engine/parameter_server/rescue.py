@@ -1,8 +1,8 @@
 """What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
 
 A small process outlives it. A server into which nothing was loaded yet goes on with what it has; one that was loading
-gets the version that it was told to load, whose memory is kept for that. One that somebody else has claimed by then is
-left to that.
+gets the version that it was told to load, whose memory is kept for that, unless another has been loaded by then. The
+process has the claim of the one that has ended meanwhile; a server that somebody else has claimed is left to that.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..support.cleanup_process import CleanupProcess
+from .writers import Writer
 
 PREFIX = "verl-rescue-"
 _RESCUE = """
 import json, shutil, time, urllib.request
-root, method = sys.argv[1:]
+root, method, writer = sys.argv[1:]
+writer = json.loads(writer)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def call(url, path, body=None):
@@ -27,18 +31,34 @@ def call(url, path, body=None):
     with opener.open(request, timeout=600) as answer:
         return json.loads(answer.read() or b"null")
 
-def workers(url):
-    order = json.dumps({"number": "rescue", "act": "look"})
+def workers(url, act="look"):
+    order = json.dumps({"number": "rescue", "act": act, "writer": writer})
     return call(url, "/collective_rpc", {"method": method, "args": [order]})["results"]
 
+def claimed(url):
+    return all(one["claimed_by"] and one["claimed_by"]["id"] == writer["id"] for one in workers(url, "claim"))
+
+def is_whole(url, told):
+    with opener.open(url + "/weight_info", timeout=600) as answer:
+        label = json.loads(answer.read())["weight_version"]
+    (load, version), *others = {(one["load"], one["version"]) for one in told}
+    return bool(load) and not others and version is not None and label == str(version)
+
 def load(url, what):
-    if any(one["active"] for one in workers(url)):
+    told = workers(url)
+    is_active = any(one["active"] for one in told)
+    if not is_active and is_whole(url, told):  # it had only to go on, or somebody has loaded since
+        call(url, "/reset_prefix_cache?reset_running_requests=true")
+        return True
+    if what["state"] == "lost":
+        return False
+    if is_active:
         try:
             call(url, "/finish_weight_update")
         except OSError:
             pass
     call(url, "/start_weight_update", {})
-    info = {"arena_path": what["arena"], "version": what["version"], "load": root}
+    info = {"arena_path": what["arena"], "version": what["version"], "load": root, "writer": writer["id"]}
     try:
         call(url, "/update_weights", {"update_info": info})
     finally:
@@ -52,14 +72,17 @@ def rescue(url, what):
         if what["state"] == "paused":
             call(url, "/continue_generation", {})
         return
-    if any(one["claimed_by"] for one in workers(url)):
+    if not claimed(url):
         return
-    if what["state"] == "paused" or load(url, what):
-        for _ in range(10):  # what pauses it may still be on its way
-            call(url, "/resume")
-            time.sleep(0.5)
-            if any(one["claimed_by"] for one in workers(url)):
-                return
+    try:
+        if what["state"] == "paused" or load(url, what):
+            for _ in range(10):  # what pauses it may still be on its way
+                call(url, "/resume")
+                time.sleep(0.5)
+                if not claimed(url):
+                    return
+    finally:
+        workers(url, "release")
 
 left = {}
 for line in lines:
@@ -87,9 +110,10 @@ shutil.rmtree(root, ignore_errors=True)
 class Rescue:
     """Of one writer. Told what it does to servers, before it does it."""
 
-    def __init__(self, shm_dir: Path, answers: str) -> None:
-        """`answers`: the method of vLLM's workers that does. Nothing is started before a server is paused."""
-        self._shm_dir, self._answers = shm_dir, answers
+    def __init__(self, shm_dir: Path, answers: str, writer: Writer) -> None:
+        """`answers`: the method of vLLM's workers that does; `writer`: whose servers they are. Nothing is started
+        before one is paused."""
+        self._shm_dir, self._answers, self._writer = shm_dir, answers, writer
         self._root: Path | None = None
         self._process: CleanupProcess | None = None
         self._kept: dict[str, Path] = {}
@@ -144,5 +168,6 @@ class Rescue:
     def _started(self) -> Path:
         if self._process is None or self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._shm_dir))
-            self._process = CleanupProcess(_RESCUE, str(self._root), self._answers)
+            writer = msgspec.json.encode(self._writer.rescuer()).decode()
+            self._process = CleanupProcess(_RESCUE, str(self._root), self._answers, writer)
         return self._root

@@ -34,6 +34,8 @@ class Writer(msgspec.Struct, frozen=True):
     pid: int
     started: str
     """When the process began: another one may have its number later."""
+    rescues: bool = False
+    """It sees after the servers of a writer that has ended, and is soon done."""
 
     @classmethod
     def here(cls, kind: str) -> Writer:
@@ -41,6 +43,10 @@ class Writer(msgspec.Struct, frozen=True):
         pid = os.getpid()
         who = f"{kind} of process {pid} on {socket.gethostname()}"
         return cls(secrets.token_hex(8), who, _machine(), pid, _started(pid))
+
+    def rescuer(self) -> Writer:
+        """Who has this one's claims, once its process has ended."""
+        return Writer(self.id, f"rescue after the {self.who}", machine="", pid=0, started="", rescues=True)
 
     @property
     def is_gone(self) -> bool:

@@ -122,7 +122,8 @@ class WeightPublisher:
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
         """dtypes and shapes that were held against the models of those who are known."""
-        self._writer, self._rescue = Writer.here("publisher"), Rescue(envs.shm_dir(), ANSWERS)
+        self._writer = Writer.here("publisher")
+        self._rescue = Rescue(envs.shm_dir(), ANSWERS, self._writer)
         self._servers: dict[str, str] = {}
         """By name, what tells a server from others, and from one that was started in its place."""
         self._manager: CheckpointEngineManager | None = None

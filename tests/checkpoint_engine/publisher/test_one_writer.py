@@ -130,7 +130,9 @@ def test_answers_that_lag_are_found_out_before_anything_is_paused(shm: Path):
         with pytest.raises(ActivationError):
             vllm.rpc("finish")  # as others provoke it: rank 1 has refused, too, and nobody has read that
         vllm.log.clear()
-        with pytest.raises(ConfigError, match="do not say what they hold"):
+        with pytest.raises(
+            ConfigError, match="do not say what they hold .*without a matching start.*: restart the server"
+        ):
             publisher.push(2)
         with pytest.raises(ActivationError, match="answer a question that was asked before"):
             publisher.push(2)
@@ -215,6 +217,16 @@ def test_a_server_that_cannot_be_given_the_version_before_gets_the_next_one(serv
         held |= tensors(3)
         publisher.push(3)
         assert_serves(vllm, 3, 3)
+
+
+def test_answers_that_lag_behind_a_call_that_returns_nothing_are_named(shm: Path):
+    with stand_in(2) as (vllm, url), WeightPublisher(tensors(1), [url]) as publisher:
+        vllm.rpc("start")
+        with pytest.raises(ActivationError):
+            vllm.rpc("start")
+        vllm.workers[1].unread[0] = (True, None)  # and the refusal itself has been read meanwhile
+        with pytest.raises(ActivationError, match="a refusal has left answers unread. Restart the server"):
+            publisher.push(1)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.killed_publisher import weights_of
 from tests.checkpoint_engine.stand_in_vllm import stand_in
-from verl.checkpoint_engine import SyncAborted, WeightPublisher
+from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
 from verl.checkpoint_engine.parameter_server.writers import Writer, order
@@ -128,3 +128,23 @@ def test_who_comes_meanwhile_waits_for_the_rescue(shm: Path):
         with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
             publisher.push(1)
         assert vllm.version == "1"
+
+
+def test_weights_that_a_load_has_torn_are_not_served_by_who_only_pauses(shm: Path):
+    """A publisher of before has failed; the next one is killed, or gives up, before it loads."""
+    with stand_in(2) as (vllm, url):
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            publisher.push(1)
+        vllm.paused = True
+        for worker in vllm.workers:
+            worker.ledger.begin_load()
+        rescue = Rescue(shm, ANSWERS, Writer.here("publisher"))
+        rescue.pausing(url, "vLLM")
+        rescue.close()
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        with pytest.raises(ActivationError, match="is torn by a load that failed: it stays paused until one succeeds"):
+            Endpoint(url, timeout_s=60).resume()
+        assert vllm.paused
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            publisher.push(2)
+        assert (vllm.version, vllm.paused) == ("2", False)

@@ -20,7 +20,7 @@ from ..support import envs
 from ..support.package import PACKAGE
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from .rescue import Rescue
-from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own
+from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own, require_whole
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 """What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.
@@ -112,7 +112,10 @@ class Endpoint(HttpServer):
         try:
             said = self.call("POST", "/collective_rpc", body)
         except Refused as exc:
-            raise ConfigError(f"the workers at {self.url} do not say what they hold: start vLLM with {FLAG}") from exc
+            raise ConfigError(
+                f"the workers at {self.url} do not say what they hold ({exc.message}): start vLLM with {FLAG}. If it "
+                "was, a refusal of another call has left answers unread: restart the server"
+            ) from exc
         return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
 
     def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
@@ -167,8 +170,9 @@ class Endpoint(HttpServer):
         return answers[0].digest
 
     def resume(self) -> None:
-        """Generate again. Idempotent. Raises ActivationError if its workers do not compute with what was loaded: it was
-        started anew."""
+        """Generate again. Idempotent. Raises ActivationError if its weights are torn, and it stays paused; or if its
+        workers do not compute with what was loaded, since it was started anew."""
+        require_whole(self._ask("look"), self.url)
         self.call("POST", "/resume")
         if self._loaded is not None:
             require_loaded(self._ask("look"), *self._loaded, self.url)

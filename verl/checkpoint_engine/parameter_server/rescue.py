@@ -75,7 +75,7 @@ def rescue(url, what):
     if not claimed(url):
         return
     try:
-        if what["state"] == "paused" or load(url, what):
+        if load(url, what) if what["state"] != "paused" else not any(one["torn"] for one in workers(url)):
             for _ in range(10):  # what pauses it may still be on its way
                 call(url, "/resume")
                 time.sleep(0.5)

@@ -96,6 +96,8 @@ class Answer(msgspec.Struct, frozen=True):
     claimed_by: Writer | None
     refuses: str
     """Why no update can be loaded; empty if one can."""
+    torn: bool = False
+    """Whether a load has begun and not ended well: nobody can say what it computes with."""
 
 
 class Ledger:
@@ -107,6 +109,7 @@ class Ledger:
         self._claim: tuple[Writer, float] | None = None
         self._version: int | None = None
         self._load = self._digest = ""
+        self._torn = False
 
     @property
     def holder(self) -> Writer | None:
@@ -127,11 +130,11 @@ class Ledger:
 
     def begin_load(self) -> None:
         """From now on, and until `loaded`, nobody can say what the worker computes with."""
-        self._load, self._version, self._digest = "", None, ""
+        self._load, self._version, self._digest, self._torn = "", None, "", True
 
     def loaded(self, load: str, version: int | None, digest: str) -> None:
         """On every rank, once all have loaded."""
-        self._load, self._version, self._digest = load, version, digest
+        self._load, self._version, self._digest, self._torn = load, version, digest, False
 
     def answer(self, order: str, *, rank: int, active: bool, refuses: str) -> dict[str, Any]:
         """To an `Order` in JSON."""
@@ -152,6 +155,7 @@ class Ledger:
             digest=self._digest,
             claimed_by=self.holder,
             refuses=refuses,
+            torn=self._torn,
         )
         found: dict[str, Any] = msgspec.to_builtins(answer)
         return found
@@ -163,8 +167,9 @@ def order(act: Literal["look", "claim", "release"], writer: Writer | None = None
 
 def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
     """Of every worker of the server at `url`. Raises ActivationError for what is no answer to `order`."""
+    lags = isinstance(said, list) and None in said  # what calls that return nothing have left
     try:
-        answers = msgspec.convert(said, list[Answer])
+        answers = msgspec.convert(said, list[Answer]) if not lags else []
     except msgspec.ValidationError as exc:
         raise ActivationError(f"the workers of {url} do not say what they hold: {said!r:.300}", member=url) from exc
     if not answers or any(answer.number != order.number for answer in answers):
@@ -187,6 +192,12 @@ def require_own(answers: Sequence[Answer], writer: Writer, url: str) -> None:
             f"claim ends within {LEASE_S:g} s",
             member=url,
         )
+
+
+def require_whole(answers: Sequence[Answer], url: str) -> None:
+    """Raises ActivationError if a load has failed, and none has succeeded since."""
+    if any(answer.torn for answer in answers):
+        raise ActivationError(f"what {url} holds is torn by a load that failed: it stays paused until one succeeds")
 
 
 def require_loaded(answers: Sequence[Answer], load: str, version: int | None, url: str) -> None:

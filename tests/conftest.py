@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.warm_workers import ENVIRONMENT, lighten_ray, warm_base, warm_workers
 
 pytest_plugins = ["tests.tiers", "tests.cells", "pytester"]
@@ -107,6 +108,12 @@ def pytest_runtest_logreport(report):
     """Says at once what failed: the end may be far away, or never come."""
     if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n--- {report.nodeid}: {report.when} failed\n{report.longreprtext}\n", flush=True)
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """For tests of code that forks from multiprocessing's server: it has imported what others need as well."""
+    forked.start_server()
 
 
 @pytest.fixture(scope="session")

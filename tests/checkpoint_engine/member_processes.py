@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests import forked
 from tests.checkpoint_engine.fakes import (
     RecordingReplica,
     RowShardedSource,
@@ -253,12 +253,7 @@ class MemberProcess:
 
     def __init__(self, name: str, member_class: type, *arguments: Any) -> None:
         self.name = name
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "verl.checkpoint_engine.backends.collective"])
-        self._pipe, its_end = context.Pipe()
-        self._process = context.Process(target=serve, args=(its_end, member_class, arguments), name=name, daemon=True)
-        self._process.start()
-        its_end.close()
+        self._process, self._pipe = forked.start(serve, member_class, arguments, name=name)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._loop = asyncio.get_running_loop()

@@ -142,6 +142,7 @@ async def test_a_version_that_is_tried_again_is_not_taken_from_the_first_attempt
             assert_bit_equal(replica, 1, tensors)
 
 
+@pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("backend", CHAINS)
 async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_be_replaced(
     backend: str, tmp_path: Path

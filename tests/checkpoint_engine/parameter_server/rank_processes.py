@@ -5,7 +5,6 @@ The processes are forked by a server that has torch loaded, so that one takes a 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.free_ports import free_port
+from tests import forked
 from tests.checkpoint_engine.member_processes import resources
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
 from verl.checkpoint_engine.parameter_server import update_weights_from_ipc
@@ -218,13 +218,7 @@ class RankProcess:
 
     def __init__(self, rank: int, world_size: int, master: str | None, **options: Any) -> None:
         self.rank = rank
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipe, theirs = context.Pipe()
-        arguments = (rank, world_size, master, options)
-        self._process = context.Process(target=serve, args=(theirs, arguments), name=f"rank-{rank}", daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = forked.start(serve, (rank, world_size, master, options), name=f"rank-{rank}")
         self._thread = ThreadPoolExecutor(1)
 
     def call(self, method: str, *values: Any, **options: Any) -> Future[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from tests import forked
 from tests.checkpoint_engine.fakes import send_signal
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
@@ -61,12 +61,7 @@ def serve(pipe: Connection, seed: int) -> None:
 
 class Peer:
     def __init__(self, seed: int = 3) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, seed), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = forked.start(serve, seed)
         self.address, self.memory = self._pipe.recv()
         self.held = torch.arange(NBYTES // 8) * seed
 

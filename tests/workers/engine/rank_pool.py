@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import traceback
 import warnings
@@ -11,6 +10,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 TIMEOUT_S = 400.0
 RUNS = 8
@@ -29,19 +30,9 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        # The processes are forked from one that has done the imports, once.
-        context = multiprocessing.get_context("forkserver")
-        engines = ("fsdp.fsdp1", "fsdp.fsdp2", "megatron.engine")
-        context.set_forkserver_preload([f"verl.workers.engine.{engine}" for engine in engines])
-        self._connections: list[Connection] = []
-        self._processes = []
-        for _ in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        started = [forked.start(_serve) for _ in range(self._size)]
+        self._processes = [process for process, _ in started]
+        self._connections = [connection for _, connection in started]
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         self._runs += 1

@@ -10,7 +10,7 @@ from tests.checkpoint_engine.backends import using
 from tests.checkpoint_engine.fakes import soon
 from tests.e2e.hosts import NOTICES_SOON, RUN_S, Run, hosts_with_ray
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(4)]
 
 STEPS = 2
 

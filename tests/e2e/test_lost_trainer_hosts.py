@@ -12,7 +12,7 @@ from tests.e2e import seeded
 from tests.e2e.hosts import NOTICES_SOON, HostsWithRay, Run, hosts_with_ray
 
 # Three ranks start three times, each on a host of its own.
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.cells(2)]
 
 STEPS = 8
 RANK, KEEPER = ("ray::ActorRolloutRefWorker", "ray::trainer."), "ray::StateKeeper"

@@ -1,4 +1,4 @@
-"""The items of PyPI's verl's data set: {tokenizer, cases, cuts} comes in as JSON, a case is {file, config,
+"""The items of PyPI's verl's data set: {cases, cuts} comes in as JSON, a case is {tokenizer, file, config,
 max_samples}, a cut (side, length, limit).
 
 A case gives the list of its items, {raw_prompt, index, prompt_ids, tools_kwargs, ...}, or {error}; a cut the ids that
@@ -48,6 +48,7 @@ def cut(case: tuple[str, int, int]) -> list[int]:
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(given["tokenizer"])
-    found = {"items": [items(case, tokenizer) for case in given["cases"]], "cuts": [*map(cut, given["cuts"])]}
+    tokenizers = {path: AutoTokenizer.from_pretrained(path) for path in {case["tokenizer"] for case in given["cases"]}}
+    read = [items(case, tokenizers[case["tokenizer"]]) for case in given["cases"]]
+    found = {"items": read, "cuts": [*map(cut, given["cuts"])]}
     sys.stdout.write("\n" + json.dumps(found))

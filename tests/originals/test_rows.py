@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.originals.families import FAMILIES
 from tests.originals.original import VERL, computed, differences
 from verl.experimental.agent_loop.base import fit_prompt
 from verl.utils.builtin.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -63,6 +64,11 @@ FILES = {
         )
     ],
     "other columns": [row(said("x"), extra_info={"index": 1}, note="n")],
+    "conversations": [
+        row(said("be short", "1+2?", roles=("system", "user")), extra_info={"index": 0}),
+        row(said(" 1+2? ", "<think>\n1\n</think>\n\n3", "+1?\n"), extra_info={"index": 1}),
+        *(row(said("x", "y" * number, *TEXTS[1:6:2]), extra_info={"index": number}) for number in range(2, 60, 3)),
+    ],
 }
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"file": name} for name in FILES if name != "no index"},
@@ -101,6 +107,20 @@ CASES: dict[str, dict[str, Any]] = {
         "max_samples": 12,
         "config": {"filter_overlong_prompts": True, "max_prompt_length": 14, "shuffle": True},
     },
+    **{
+        f"{name}, thinking={thinking}, at most {limit} tokens": {
+            "file": "conversations",
+            "family": name,
+            "config": {
+                "apply_chat_template_kwargs": {} if thinking else {"enable_thinking": False},
+                "max_prompt_length": limit,
+                "filter_overlong_prompts": limit < 999,
+            },
+        }
+        for name in FAMILIES
+        for thinking in (True, False)
+        for limit in (999, 70, 110)
+    },
     "a prompt key": {
         "file": "indexed",
         "config": {"prompt_key": "question"},
@@ -124,6 +144,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tokenizer = build_tokenizer(4096)
     tokenizer.chat_template = CHAT_TEMPLATE + "{{ extra or '' }}"
     tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizers = {"tokenizer": tokenizer, **{name: family.save(folder / name) for name, family in FAMILIES.items()}}
     cases = []
     whole = CASES | DIFFERENT
     for case in whole.values():
@@ -135,10 +156,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             pq.write_table(pa.Table.from_pylist(rows), file)
         else:
             file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-        cases.append({"file": str(file), "config": config, "max_samples": case.get("max_samples", -1)})
-    given = {"tokenizer": str(folder / "tokenizer"), "cases": cases, "cuts": CUTS}
-    verls = computed("read_rows.py", given, VERL)
-    items = {name: (verls["items"][number], ours(cases[number], tokenizer)) for number, name in enumerate(whole)}
+        of = folder / case.get("family", "tokenizer")
+        most = case.get("max_samples", -1)
+        cases.append({"tokenizer": str(of), "file": str(file), "config": config, "max_samples": most})
+    verls = computed("read_rows.py", {"cases": cases, "cuts": CUTS}, VERL)
+    items = {
+        name: (verls["items"][number], ours(cases[number], tokenizers[Path(cases[number]["tokenizer"]).name]))
+        for number, name in enumerate(whole)
+    }
     return items | {"cut": verls["cuts"]}
 
 
@@ -176,3 +201,10 @@ def test_what_differs_on_purpose_is_listed(both: dict[str, Any], name: str) -> N
     verls, own = both[name]
     assert verls != own
     assert differences()[name]["why"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cases_of_families_drop_some_prompts_and_keep_some(both: dict[str, Any], family: str) -> None:
+    """Or they would show nothing of where the limit is."""
+    whole, *cut = (both[f"{family}, thinking=True, at most {limit} tokens"][0] for limit in (999, 70, 110))
+    assert 0 < min(map(len, cut)) < len(whole)

@@ -665,10 +665,47 @@ LAUNCHES = (
         said="TP 2, PP 2",
     ),
     Launch(
-        "pictures of a column of the user's own name",
+        "pictures, as every launch of verl's with some names their column",
         "hybrid",
-        f"{GRPO} data.image_key=photos data.video_key=films",
-        said="batch:",
+        f"{GRPO} data.image_key=images",
+        refused="data.image_key=images: models read text here, no pictures, videos or audio: leave it out",
+    ),
+    Launch(
+        "videos and audio",
+        "hybrid",
+        f"{GRPO} data.video_key=films data.audio_key=sounds",
+        refused="models read text here",
+    ),
+    *(
+        Launch(
+            f"arguments of a reward manager of one's own, in {section}",
+            "hybrid",
+            f"{GRPO} +{section}.reward_kwargs.weights.accuracy=1 +{section}.reward_kwargs.judge=x",
+            refused=f"'{section}.reward_kwargs.weights.accuracy' (and 1 more) is not supported here: it has max",
+        )
+        for section in ("reward", "reward_model")
+    ),
+    Launch("no column of pictures", "hybrid", f"{GRPO} data.image_key=''", said="batch:"),
+    Launch(
+        "the size of pictures' patches", "hybrid", f"{GRPO} data.image_patch_size=16", refused="with 16: models read"
+    ),
+    Launch(
+        "how pictures are read", "hybrid", f"{GRPO} +data.mm_processor_kwargs.fps=2", refused="models read text here"
+    ),
+    Launch(
+        "a part of a model that sees", "hybrid", f"{GRPO} {A}.freeze_vision_tower=True", refused="models read text here"
+    ),
+    Launch(
+        "many keys of an engine that is not here",
+        "hybrid",
+        f"{GRPO} {A}.veomni.fsdp_size=4 {A}.veomni.param_offload=True {F}.veomni.param_offload=True",
+        refused=f"'{A}.veomni.fsdp_size' (and 2 more) is not supported here: training engines are fsdp, fsdp2",
+    ),
+    Launch(
+        "an engine of plans",
+        "hybrid",
+        f"{GRPO} +{A}.fsdp_config.turbo_config.memory.recompute=True +{A}.engine.tp=2",
+        refused="training engines are fsdp, fsdp2",
     ),
     Launch("a typing mistake", "hybrid", f"{GRPO} trainer.nnode=2", refused="Did you mean 'trainer.nnodes'?"),
 )

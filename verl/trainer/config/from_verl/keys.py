@@ -21,6 +21,7 @@ from verl.trainer.config.from_verl.sections import (
     ACTOR,
     CORRECTION,
     MEGATRON,
+    NO_PICTURES,
     OF_STAGES,
     OTHER_ENGINES,
     POLICY,
@@ -67,7 +68,15 @@ RULES: dict[str, Rule] = {
         why="it is looked up by name", only=one_of("register"), otherwise="reward managers are looked up by name"
     ),
     "reward.reward_manager.module.*": NoEffect(why="only with reward_manager.source=importlib"),
-    "reward.reward_kwargs.*": Moved(to=(f"{REWARD}.reward_kwargs.*",)),
+    "reward.reward_kwargs.max_resp_len": Moved(to=(f"{REWARD}.reward_kwargs.max_resp_len",)),
+    "reward.reward_kwargs.overlong_buffer_cfg.*": Moved(to=(f"{REWARD}.reward_kwargs.overlong_buffer_cfg.*",)),
+    **{
+        f"{section}.reward_kwargs.*": Refused(
+            why="it has max_resp_len and overlong_buffer_cfg; a reward manager of your own gets the configuration, and "
+            "finds there what it wants in custom_reward_function.reward_kwargs"
+        )
+        for section in ("reward", REWARD)
+    },
     f"{REWARD}.overlong_buffer.*": Moved(to=(f"{REWARD}.reward_kwargs.overlong_buffer_cfg.*",)),
     "reward.custom_reward_function.*": Moved(to=("custom_reward_function.*",)),
     **reward(),
@@ -279,7 +288,10 @@ RULES: dict[str, Rule] = {
     **{
         f"{role}.{engine}.*": Refused(why=OTHER_ENGINES)
         for role in (ACTOR, REF, "critic")
-        for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel")
+        for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel", "engine", "fsdp_config.turbo_config")
     },
+    "data.image_patch_size": NoEffect(why="there are no pictures", only=one_of(14), otherwise=NO_PICTURES),
+    "data.mm_processor_kwargs.*": Refused(why=NO_PICTURES),
+    f"{ACTOR}.freeze_vision_tower": off(NO_PICTURES),
     f"{ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {ROLLOUT}.multi_turn"),
 }

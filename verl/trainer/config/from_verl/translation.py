@@ -6,16 +6,19 @@ Nothing is swallowed: what is taken over is said in a `Note` if anything is lost
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.trainer.config.from_verl.keys import RULES
 from verl.trainer.config.from_verl.rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
+from verl.trainer.config.from_verl.sections import NO_PICTURES
 from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
 from verl.utils.config import ConfigError
 
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+MEDIA = ("data.image_key", "data.video_key", "data.audio_key")
+"""Columns of what models do not read here. verl's files name them in any run: only who sets one wants it read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Translation:
     """Lines about keys of verl's that cannot be taken over."""
     unknown: list[str]
     """Keys that neither side has."""
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of verl's that are not here, by the reason; a line each in `problems`."""
 
 
 def written(value: Any) -> str:
@@ -79,7 +84,17 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         if ours is not value and ours != value:
             _put(result.values, key, ours)
             result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
-    return replace(result, values=_without_empty(result.values))
+    for key in MEDIA:
+        if key in explicit and (value := _get(result.values, key)):
+            result.problems.append(f"{key}={written(value)}: {NO_PICTURES}")
+    problems = [*result.problems, *(_refusal(keys, why) for why, keys in result.refused.items())]
+    return replace(result, values=_without_empty(result.values), problems=problems)
+
+
+def _refusal(refused: list[str], why: str) -> str:
+    """One line, however many keys of an engine that is not here a script sets."""
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    return f"verl key {refused[0]!r}{more} is not supported here: {why}"
 
 
 def _apply(key: str, value: Any, result: Translation, at: Any, explicit: Collection[str]) -> None:
@@ -117,7 +132,7 @@ def _judge(key: str, value: Any, rule: Rule | None, result: Translation, at: Any
     elif isinstance(rule, NoEffect):
         result.problems.append(f"verl key {key!r} is not supported here with {written(value)}: {rule.otherwise}")
     elif rule is not None:
-        result.problems.append(f"verl key {key!r} is not supported here: {rule.why}")
+        result.refused.setdefault(rule.why, []).append(key)
     elif is_verls(key):
         result.problems.append(f"verl key {key!r} is not supported here, other than with verl's default")
     else:

@@ -67,7 +67,9 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
 def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:
     """What `run_ppo` would find out about model and data, and what it would do. Starts nothing."""
     from verl.trainer.ppo.plan import plan
+    from verl.trainer.ppo.verl_names import refuse_replaced
 
+    refuse_replaced()
     return plan(config, _class_of(loop))
 
 
@@ -77,13 +79,18 @@ def _class_of(loop: str) -> type[RayPPOTrainer]:
     return found
 
 
-def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None) -> None:
+def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_runner_class: Any = None) -> None:
     """One training run, on this process as the driver. Raises ConfigError before anything is started.
 
-    `trainer_class` brings the loop; by default that of hybrid mode.
+    `config` is a PPOConfig, or what a script's own `hydra.main` has composed. `trainer_class` brings the loop; by
+    default that of hybrid mode. `task_runner_class` is verl's, for scripts that have one to be told what to write.
     """
     from verl.checkpoint_engine.support.console import log_to_console
+    from verl.trainer.ppo.verl_names import refuse_replaced, refuse_runner
 
+    refuse_replaced()
+    refuse_runner(task_runner_class)
+    config = _typed(config)
     log_to_console()
     logger.info(
         "training %s on %s; output in %s",
@@ -98,6 +105,17 @@ def run_ppo(config: PPOConfig, trainer_class: type[RayPPOTrainer] | None = None)
         train(config, trainer_class or RayPPOTrainer)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}") from None
+
+
+def _typed(config: Any) -> PPOConfig:
+    from verl.workers.config import PPOConfig
+
+    if isinstance(config, PPOConfig):
+        return config
+    from verl.trainer.config.cli import usable
+    from verl.trainer.config.loader import resolved_tree
+
+    return usable(resolved_tree(config))
 
 
 if __name__ == "__main__":

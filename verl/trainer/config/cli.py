@@ -17,7 +17,7 @@ from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.help import print_help
-from verl.trainer.config.loader import DEFAULT_NAME, compose_tree, load_config, resolve_config
+from verl.trainer.config.loader import DEFAULT_NAME, Resolved, compose_tree, load_config, resolve_config
 from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
@@ -108,8 +108,12 @@ def _parser() -> argparse.ArgumentParser:
 def _usable(
     overrides: Sequence[str], where: Mapping[str, Any], adapt: Callable[[PPOConfig], PPOConfig] | None
 ) -> PPOConfig:
+    """As `usable`."""
+    return usable(resolve_config(overrides, **where), adapt)
+
+
+def usable(resolved: Resolved, adapt: Callable[[PPOConfig], PPOConfig] | None = None) -> PPOConfig:
     """Raises ConfigError with a line for everything that is wrong with it. Warns of what costs more than in verl."""
-    resolved = resolve_config(overrides, **where)
     config, problems = _adapted(resolved.config, adapt)
     if problems := [*resolved.problems, *problems, *problems_of(config)]:
         raise ConfigError("\n".join(problems))

@@ -68,12 +68,17 @@ def resolve_config(overrides: Sequence[str] = (), **where: Any) -> Resolved:
     """As `load_config`, with everything that is wrong told at once. Raises ConfigError if nothing can be composed."""
     problems: list[str] = []
     composed = compose_tree(overrides, problems=problems, **where)
+    return resolved_tree(composed, set_keys(overrides), problems)
+
+
+def resolved_tree(composed: DictConfig, explicit: Collection[str] = (), problems: Sequence[str] = ()) -> Resolved:
+    """As `resolve_config`, of what Hydra has composed, here or in a script of the user's own (`hydra.main`)."""
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
         key = f"{exc.full_key}: " if exc.full_key else ""
         raise ConfigError("\n".join([*problems, key + _one_line(exc)])) from exc
-    resolved = build_config(values, set_keys(overrides))
+    resolved = build_config(values, explicit)
     return replace(resolved, config=_with_backend(resolved.config), problems=[*problems, *resolved.problems])
 
 

@@ -7,6 +7,7 @@ where the script says it, instead of failing later or having no effect.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,29 @@ def refuse_overrides(cls: type[Any]) -> None:
     if found:
         told = "; ".join(found)
         raise ConfigError(f"{cls.__name__} is written for verl's RayPPOTrainer. {told}. {RUN} ({PAGE})")
+
+
+def refuse_replaced() -> None:
+    """Raises ConfigError for functions and methods of verl's that a script has put into these modules or this trainer
+    from outside: nothing here would call them."""
+    found = [
+        f"{module}.{name}: {why}"
+        for module, names in NAMES.items()
+        for name, why in names.items()
+        if name in vars(sys.modules.get(module, object))
+    ]
+    trainer = vars(sys.modules.get("verl.trainer.ppo.ray_trainer", object)).get("RayPPOTrainer")
+    if trainer is not None:
+        refuse_overrides(trainer)
+    if found:
+        raise ConfigError(f"set from outside, and nothing here calls it: {'; '.join(found)} ({PAGE})")
+
+
+def refuse_runner(task_runner_class: Any) -> None:
+    """Raises ConfigError for verl's argument of `run_ppo`."""
+    if task_runner_class is not None:
+        why = NAMES["verl.trainer.main_ppo"]["TaskRunner"]
+        raise ConfigError(f"run_ppo(task_runner_class={getattr(task_runner_class, '__name__', 'X')}): {why} ({PAGE})")
 
 
 def refuse_arguments(cls: type[Any], given: Any) -> None:

@@ -685,6 +685,25 @@ LAUNCHES = (
         )
         for section in ("reward", "reward_model")
     ),
+    Launch(
+        "experts cut among ranks",
+        "hybrid",
+        f"{GRPO} +{R}.moe_tensor_parallel_size=2",
+        refused=f"with 2: it is TensorRT-LLM's: leave it out; experts are dealt out by {R}.expert_parallel_size",
+    ),
+    Launch(
+        "a limit of each turn",
+        "hybrid",
+        f"{GRPO} {R}.single_turn_response_length=99",
+        refused="data.max_response_length is of all turns together",
+    ),
+    Launch(
+        "an environment of workers",
+        "hybrid",
+        f"{GRPO} +trainer.worker_env.A=b",
+        refused="set it in ray_kwargs.ray_init.runtime_env.env_vars",
+    ),
+    Launch("that environment", "hybrid", f"{GRPO} +ray_kwargs.ray_init.runtime_env.env_vars.A=b", said="batch:"),
     Launch("no column of pictures", "hybrid", f"{GRPO} data.image_key=''", said="batch:"),
     Launch(
         "the size of pictures' patches", "hybrid", f"{GRPO} data.image_patch_size=16", refused="with 16: models read"

@@ -290,6 +290,17 @@ RULES: dict[str, Rule] = {
         for role in (ACTOR, REF, "critic")
         for engine in ("veomni", "torchtitan", "mindspeed", "mlite", "automodel", "engine", "fsdp_config.turbo_config")
     },
+    f"{ROLLOUT}.moe_tensor_parallel_size": NoEffect(
+        why="it is 1",
+        only=one_of(1, None),
+        otherwise=f"it is TensorRT-LLM's: leave it out; experts are dealt out by {ROLLOUT}.expert_parallel_size",
+    ),
+    f"{ROLLOUT}.single_turn_response_length": Refused(
+        why="data.max_response_length is of all turns together: leave it out"
+    ),
+    "trainer.worker_env.*": Refused(
+        why="set it in ray_kwargs.ray_init.runtime_env.env_vars, which every worker of the run has"
+    ),
     "data.image_patch_size": NoEffect(why="there are no pictures", only=one_of(14), otherwise=NO_PICTURES),
     "data.mm_processor_kwargs.*": Refused(why=NO_PICTURES),
     f"{ACTOR}.freeze_vision_tower": off(NO_PICTURES),

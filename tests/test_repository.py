@@ -86,3 +86,18 @@ def test_a_light_import_loads_neither_torch_nor_ray_nor_vllm(package):
     code = f"import sys, {package}; print(*sorted({{'torch', 'ray', 'vllm'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == []
+
+
+def test_what_the_page_of_the_tests_names_is_in_the_files_that_it_names():
+    lines = (ROOT / "tests/README.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and "`" in line]
+    assert len(rows) > 20
+    missing = []
+    for _, how, where in rows:
+        places = [ROOT / place for place in re.findall(r"`([^`]+)`", where)]
+        missing += [place for place in places if not place.exists()]
+        files = [file for place in places for file in ([place] if place.suffix else place.rglob("*.py"))]
+        text = "\n".join(file.read_text() for file in files if file.exists())
+        names = [re.match(r"\.?(?:\w+\.)?(\w+)", code)[1] for code in re.findall(r"`([^`]+)`", how)]
+        missing += [name for name in names if not re.search(rf"\b{name}\b", text)]
+    assert missing == []

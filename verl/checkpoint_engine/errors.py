@@ -81,3 +81,20 @@ class ActivationError(CheckpointEngineError):
 
 class SyncAborted(CheckpointEngineError):
     pass
+
+
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""In code or data: no transport raises them, and they would only be made again."""
+
+
+def as_ours(error: BaseException) -> CheckpointEngineError:
+    """`error`, if it is one of the tree; else one that says its type and text, and can go to any process:
+    TransportError, unless it is somebody's mistake. Of what is no error, such as a Ctrl-C, that it interrupted."""
+    if isinstance(error, CheckpointEngineError):
+        return error
+    name = type(error).__name__
+    if not isinstance(error, Exception):
+        return TransportError(f"interrupted by {name}")
+    ours = (CheckpointEngineError if isinstance(error, MISTAKES) else TransportError)(f"{name}: {error}")
+    ours.__cause__ = error
+    return ours

@@ -279,3 +279,36 @@ def test_ranks_that_push_different_versions_or_models_are_told_both(ranks: RankP
     for versions, models in said:
         assert "this rank pushes version 3, and rank 0 version 2" in versions
         assert models == "PlanError"
+
+
+class Unforeseen(Exception):
+    """Cannot be made again from what it says, as pickle would."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+
+
+def failing_on(shm: str, rank: int) -> str:
+    """What this rank is told, of a push that fails on `rank`."""
+    os.environ["VERL_SHM_DIR"] = shm
+
+    async def fail(*_: object) -> None:
+        raise Unforeseen("disk", "on fire")
+
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        publisher.push(1)
+        if dist.get_rank() == rank:
+            (publisher if rank == 0 else publisher._member).__dict__["_take_in" if rank == 0 else "publish"] = fail
+        with pytest.raises(Exception, match="on fire") as caught:
+            publisher.push(2)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_every_rank_is_told_what_nobody_has_foreseen_on_another(ranks: RankPool, shm: Path):
+    assert ranks.run(failing_on, 2, str(shm), 0) == [
+        "Unforeseen: disk: on fire",
+        "SyncAborted: [version 2, rank 0] Unforeseen: disk: on fire",
+    ]
+    for said in ranks.run(failing_on, 2, str(shm), 1):
+        assert said.startswith("SyncAborted: [version 2, publish, trainer-1] ")
+        assert said.endswith("Unforeseen: disk: on fire")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat.torch import HashStore, PrefixStore, Store, TCPStore
-from ..errors import CheckpointEngineError, TransportError
+from ..errors import CheckpointEngineError
 from ..links.communicators import GroupMaker
 from ..links.network import own_address
 from ..links.rendezvous import LOOPBACK, Deadline
@@ -89,7 +89,7 @@ class CollectiveCalls:
         except BaseException as exc:  # noqa: BLE001 - raised again, or as the error that was first
             self._failed = True
             self._drop(ranks)
-            failure.set(exc if isinstance(exc, Exception) else TransportError("interrupted"))
+            failure.set(exc)
             first = failure.error
             assert first is not None
             error = roster.fail(first, origin=not (_is_echo(first) or roster.has_told(first)))

@@ -220,7 +220,7 @@ class Fetcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:  # ends what the thread may be waiting for
-            self._failure.set(error if isinstance(error, Exception) else TransportError("interrupted"))
+            self._failure.set(error)
         self._sources.stop.set()
         self._thread.shutdown()
         self._targets.close()

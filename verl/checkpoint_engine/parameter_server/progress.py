@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import CheckpointEngineError, TransportError
+from ..errors import CheckpointEngineError, as_ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class FirstFailure:
         self._over = False
         self._lock = threading.Lock()
 
-    def set(self, error: Exception) -> None:
+    def set(self, error: BaseException) -> None:
         with self._lock:
             if self.error is not None or self._over:
                 return
-            self.error = error if isinstance(error, CheckpointEngineError) else _as_ours(error)
+            self.error = as_ours(error)
             self.stop.set()
             actions = list(self._actions)
         for action in actions:
@@ -101,9 +101,3 @@ class FirstFailure:
         """Raises the first failure, if there is one."""
         if self.error is not None:
             raise self.error
-
-
-def _as_ours(error: Exception) -> CheckpointEngineError:
-    wrapped = TransportError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -87,7 +87,7 @@ class Transfer:
                 self.together.roster.exchange("finishing", None, self.together.deadline)
             except BaseException as exc:
                 # Before the link closes, so that the engine hears the reason.
-                self.together.failure.set(exc if isinstance(exc, Exception) else RuntimeError("interrupted"))
+                self.together.failure.set(exc)
                 raise
 
     def _move(self, link: EngineLink) -> None:

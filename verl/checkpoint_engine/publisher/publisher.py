@@ -24,7 +24,15 @@ import torch
 from torch import nn
 
 from ..config import CheckpointEngineConfig
-from ..errors import ActivationError, CheckpointEngineError, ConfigError, PlanError, SyncAborted, TransportError
+from ..errors import (
+    ActivationError,
+    CheckpointEngineError,
+    ConfigError,
+    PlanError,
+    SyncAborted,
+    TransportError,
+    as_ours,
+)
 from ..parameter_server.endpoints import ANSWERS
 from ..parameter_server.http_server import require_url
 from ..parameter_server.rescue import Rescue
@@ -230,8 +238,8 @@ class WeightPublisher:
             ended = Ended(self._loop.run(self._transact(self._manager, version, allow_older, released)))
         except CheckpointEngineError as exc:
             ended = Ended(error=exc)
-        except BaseException:
-            self._ranks.end(Ended(error=SyncAborted("rank 0 was interrupted", version=version)))
+        except BaseException as exc:
+            self._ranks.end(Ended(error=SyncAborted(as_ours(exc).message, version=version, member="rank 0")))
             raise
         self._ranks.end(ended)
         return ended.result()

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ..errors import CheckpointEngineError, TransportError
+from ..errors import TransportError, as_ours
 from ..plan.types import SyncReport
 from ..support.loop_thread import LoopThread
 from ..sync.members import TrainerPort, methods_of
@@ -110,8 +110,8 @@ class Ranks:
             calls, self._asked = self._asked, []
             try:
                 outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self._lead, calls)
-            except CheckpointEngineError as exc:
-                outcomes = [exc] * len(calls)
+            except Exception as exc:  # noqa: BLE001 - who asked has to know
+                outcomes = [as_ours(exc)] * len(calls)
             for call, outcome in zip(calls, outcomes, strict=True):
                 if call.outcome.done():  # given up on
                     continue
@@ -175,4 +175,6 @@ for _method in methods_of(TrainerPort):
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return list(await asyncio.gather(*work, return_exceptions=True))
+    """Results, and failures as they can go to another rank."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    return [as_ours(one) if isinstance(one, Exception) else one for one in found]

@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from ..errors import CheckpointEngineError, TransportError, TransportTimeout
+from ..errors import CheckpointEngineError, TransportTimeout, as_ours
 
 T = TypeVar("T")
-
-MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""In code or data: no transport raises them."""
 
 
 async def all_within(
@@ -75,19 +72,14 @@ async def carried_through(work: Coroutine[Any, Any, T]) -> T:
 
 
 def located(error: BaseException, *, version: int | None, phase: str, member: str) -> CheckpointEngineError:
-    """`error` as one of ours that says where it happened: TransportError, unless it is somebody's mistake, which would
-    only be made again. Cancellation and exits are not errors and pass through."""
+    """`error` as one of ours that says where it happened. Cancellation and exits are not errors and pass through."""
     if not isinstance(error, Exception):
         raise error
-    if isinstance(error, CheckpointEngineError):
-        error.version = version if error.version is None else error.version
-        error.phase = error.phase or phase
-        error.member = error.member or member
-        return error
-    kind = CheckpointEngineError if isinstance(error, MISTAKES) else TransportError
-    wrapped = kind(f"{type(error).__name__}: {error}", version=version, phase=phase, member=member)
-    wrapped.__cause__ = error
-    return wrapped
+    ours = as_ours(error)
+    ours.version = version if ours.version is None else ours.version
+    ours.phase = ours.phase or phase
+    ours.member = ours.member or member
+    return ours
 
 
 def _who(tasks: Mapping[str, asyncio.Future[T]], timeout_s: float) -> str:

@@ -96,6 +96,18 @@ def test_a_tied_weight_is_there_under_any_of_its_names(tmp_path):
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
 
 
+def test_a_head_of_its_own_is_refused_where_the_model_has_the_embedding(tmp_path):
+    directory = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tensors = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    load_weights(model, tensors)
+    before = tensors["model.embed_tokens.weight"].clone()
+    other = {name: tensor + 1 for name, tensor in tensors.items()} | {"lm_head.weight": before + 2}
+    with pytest.raises(ActivationError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        load_weights(model, other)
+    assert torch.equal(model.lm_head.weight, before)
+
+
 def test_stacked_experts_are_loaded_one_by_one(tmp_path):
     directories = [make_tiny_model(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2)]
     model, other = (AutoModelForCausalLM.from_pretrained(directory) for directory in directories)

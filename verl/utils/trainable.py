@@ -74,22 +74,22 @@ def _methods(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _require_language_model(config: PretrainedConfig, key: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     what = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{key}: {config.model_type} ({what}) is an encoder with a decoder, and no causal language model"
         )
-    own = getattr(config, "auto_map", None) or {}
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own:
-        return
     names = [name for name, _ in _nested(vars(config))]
     senses = dict.fromkeys(sense for name in names for word, sense in SENSES.items() if word in name)
+    if not senses and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        senses = {"images": None}
     if senses:
         raise ConfigError(
-            f"{key}: {config.model_type} ({what}) also takes {' and '.join(senses)}, and transformers has no causal "
-            "language model for its configuration: give a checkpoint of the language model in it, under that model's "
-            "own config.json"
+            f"{key}: {config.model_type} ({what}) also takes {' and '.join(senses)}, which trainers and syncs do not "
+            "handle yet: give a checkpoint of the language model in it, under that model's own config.json"
         )
-    raise ConfigError(f"{key}: {config.model_type} ({what}) is no causal language model of transformers")
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
+        raise ConfigError(f"{key}: {config.model_type} ({what}) is no causal language model of transformers")

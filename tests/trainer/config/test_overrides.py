@@ -1,9 +1,13 @@
 import pytest
+import yaml
 
+from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.trainer.config.from_verl.keys import RULES
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.schema import keys
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, from_mapping
+from verl.workers.config import HFModelConfig
+from verl.workers.config.critic import CriticModelConfig
 
 SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model", "actor_rollout_ref.actor.optim")
 
@@ -149,3 +153,19 @@ def test_verls_names_of_a_floor_and_of_the_loss_of_bypass_mode_are_taken():
     assert (actor.policy_loss.loss_mode, actor.use_rollout_log_probs) == ("vanilla", True)
     floor = load_config(["actor_rollout_ref.actor.optim.min_lr_factor=0.25", "critic.optim.min_lr_factor=0.5"])
     assert (floor.actor_rollout_ref.actor.optim.min_lr_ratio, floor.critic.optim.min_lr_ratio) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("written", ["off", "Off", "'off'", "false"])
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [(HFModelConfig, "dropout"), (CriticModelConfig, "dropout"), (CheckpointEngineConfig, "check_engine")],
+)
+def test_off_without_quotes_is_off_although_yaml_reads_it_as_false(section, name, written):
+    values = yaml.safe_load(f"{name}: {written}")
+    assert getattr(from_mapping(section, values), name) == "off"
+
+
+@pytest.mark.parametrize("written", ["true", "on", "0", "null"])
+def test_other_values_are_not_taken_for_off(written):
+    with pytest.raises(ConfigError, match="dropout"):
+        from_mapping(HFModelConfig, yaml.safe_load(f"dropout: {written}"))

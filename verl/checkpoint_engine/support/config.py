@@ -136,9 +136,11 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", proble
 def _checked(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any], problems: list[str]) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_mapping(typing.cast("type[Any]", hint), value, dotted, problems)
+    choices = metadata.get("choices") or ()
+    if value is False and "off" in choices:
+        value = "off"  # which YAML reads as false where it has no quotes
     converted = _convert(hint, value, dotted)
     _require_bounds(converted, metadata.get("bounds"), dotted)
-    choices = metadata.get("choices")
     if choices and converted not in choices:
         raise ConfigError(_not_a_choice(dotted, value, choices, metadata["help"]))
     return converted

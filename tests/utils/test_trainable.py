@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
+from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
 from verl.utils.model_files import require_fit, weight_shapes
@@ -19,6 +22,9 @@ from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.model import load_hf_config as load_in_engine
 
 KEY = "model.path"
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*_SIZES, *(-size for size in _SIZES)])
+"""What four bits stand for (OCP Microscaling Formats, 5.3.3)."""
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
@@ -86,8 +92,6 @@ def test_quantised_weights_whose_config_does_not_say_so_are_told_by_their_tensor
 
 
 def test_an_engine_tells_them_by_their_tensors_too(model_dir):
-    from tests.workers.engine.engine_cases import make_engine
-
     weights = load_file(model_dir / "model.safetensors")
     name = next(name for name in weights if name.endswith("up_proj.weight"))
     save_file(weights | {f"{name}_scale_inv": torch.ones(1, 1)}, model_dir / "model.safetensors", {"format": "pt"})
@@ -99,27 +103,66 @@ def test_an_engine_tells_them_by_their_tensors_too(model_dir):
         dist.destroy_process_group()
 
 
-def test_what_the_refusal_says_to_run_makes_a_model_that_is_taken(model_dir):
-    weights = load_file(model_dir / "model.safetensors")
-    found = {}
-    for name, weight in weights.items():
-        found[name] = weight
-        if name.endswith("_proj.weight"):
-            found[name] = (weight.float() / 2).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = torch.full([-(-size // 128) for size in weight.shape], 2.0)
-    save_file(found, model_dir / "model.safetensors", {"format": "pt"})
-    rewrite(model_dir, quantization_config=FP8)
-    assert "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16', quantization_config=" in refusals(model_dir)[0]
-    new = model_dir.parent / "new"
-    quantization = FineGrainedFP8Config(dequantize=True)
-    AutoModelForCausalLM.from_pretrained(model_dir, dtype="bfloat16", quantization_config=quantization).save_pretrained(
-        new
-    )
-    for file in model_dir.glob("tokenizer*"):
+def follow(refusal: str, directory, new) -> None:
+    """Do what it says, and keep the tokenizer."""
+    (command,) = re.findall(r"`(AutoModel.*)` of transformers", refusal)
+    imports = "from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config"
+    exec(f"{imports}\n{command}", {"PATH": directory, "NEW": new})
+    for file in directory.glob("tokenizer*"):
         shutil.copy(file, new)
-    require_fit(load_hf_config(HFModelConfig(path=str(new))), weight_shapes(new, KEY), KEY, remote=False)
-    name = next(name for name in weights if name.endswith("up_proj.weight"))
-    assert load_file(new / "model.safetensors")[name].float() == pytest.approx(weights[name].float(), rel=0.1, abs=0.01)
+
+
+def is_taken(directory) -> None:
+    """By the driver and by an engine."""
+    model = HFModelConfig(path=str(directory))
+    require_fit(load_hf_config(model), weight_shapes(directory, KEY), KEY, remote=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        make_engine(directory)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_what_the_refusal_of_fp8_says_to_run_makes_a_model_that_is_taken(tmp_path, name):
+    directory, new = tmp_path / "quantised", tmp_path / "new"
+    write_checkpoint(ARCHITECTURES[name], directory)
+    right = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    weights = load_file(directory / "model.safetensors")
+    found = {}
+    for tensor, weight in weights.items():
+        found[tensor] = weight
+        if tensor.endswith("_proj.weight"):
+            found[tensor] = (weight.float() / 2).to(torch.float8_e4m3fn)
+            found[f"{tensor}_scale_inv"] = torch.full([-(-size // 128) for size in weight.shape], 2.0)
+    save_file(found, directory / "model.safetensors", {"format": "pt"})
+    rewrite(directory, quantization_config=FP8)
+    follow(refusals(directory)[0], directory, new)
+    is_taken(new)
+    written = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32).state_dict()
+    assert written.keys() == right.keys()
+    for tensor, weight in right.items():
+        assert (written[tensor] - weight).norm() <= 0.05 * weight.norm(), tensor
+
+
+def test_what_the_refusal_of_mxfp4_says_to_run_makes_a_model_that_is_taken(tmp_path):
+    directory, new = tmp_path / "quantised", tmp_path / "new"
+    write_checkpoint(ARCHITECTURES["gpt_oss"], directory)
+    weights, right = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1).flatten(-2)
+        right[name] = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    rewrite(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    follow(refusals(directory)[0], directory, new)
+    is_taken(new)
+    written = load_file(new / "model.safetensors")
+    assert len(right) == 4
+    assert [name for name, weight in right.items() if not torch.equal(written[name].float(), weight)] == []
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 SENSES = {"vision": "images", "image": "images", "visual": "images", "audio": "audio", "speech": "audio"}
 """Words in the names of nested configurations."""
 LOAD = "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16'"
+SAVE = ".save_pretrained(NEW, save_original_format=False)"
 WRITES = {
-    "fp8": f"{LOAD}, quantization_config=FineGrainedFP8Config(dequantize=True)).save_pretrained(NEW)",
-    "mxfp4": f"{LOAD}, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
-    "bitsandbytes": f"{LOAD}).dequantize().save_pretrained(NEW)",
+    "fp8": f"{LOAD}, quantization_config=FineGrainedFP8Config(dequantize=True)){SAVE}",
+    "mxfp4": f"{LOAD}, quantization_config=Mxfp4Config(dequantize=True)){SAVE}",
+    "bitsandbytes": f"{LOAD}).dequantize(){SAVE}",
 }
-"""By method: what of transformers writes a copy whose weights are not quantised."""
+"""By method: what of transformers writes a copy whose weights are not quantised. In the original format it would leave
+out MXFP4's experts without a word, and raise for the others: their quantisation cannot be turned round."""
 SIGNS = {
     "gptq or awq": re.compile(r"\.(qweight|qzeros)$"),
     "mxfp4": re.compile(r"_(blocks|scales)$"),

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from tests.workers.engine.megatron_cases import tiny_moe
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
@@ -104,6 +105,12 @@ def test_a_model_without_a_map_is_told_which_have_one_and_how_to_add_it(models):
     assert all(
         name in line for name in ("'gemma3'", "llama", "qwen2", "qwen3", "qwen3_moe", "architectures.py", "fsdp2")
     )
+
+
+def test_a_critic_without_a_map_is_told_which_strategy_has_a_value_head_for_it(tmp_path):
+    write_checkpoint(ARCHITECTURES["gemma2"], tmp_path)
+    with pytest.raises(ConfigError, match=r"critic.strategy=megatron has no map .*'gemma2'.* critic.strategy=fsdp2"):
+        check_job(MegatronConfig(), HFModelConfig(path=str(tmp_path)), 1, "cpu", labels=1)
 
 
 def test_what_the_map_does_not_know_of_a_model_is_told(models):

@@ -185,12 +185,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 whether it is a critic."""
 
 
-def architecture_of(model_type: str) -> Architecture:
-    """Raises ConfigError for a model type without a table."""
+def architecture_of(model_type: str, key: str = "strategy") -> Architecture:
+    """Raises ConfigError, which names `key`, for a model type without a table."""
     if model_type not in ARCHITECTURES:
         raise ConfigError(
-            f"strategy=megatron has no map for model_type={model_type!r}.{did_you_mean(model_type, ARCHITECTURES)} "
+            f"{key}=megatron has no map for model_type={model_type!r}.{did_you_mean(model_type, ARCHITECTURES)} "
             f"Known: {', '.join(ARCHITECTURES)}. To add one, give it a table in "
-            "verl/workers/engine/megatron/architectures.py (see docs/megatron.md), or train it with strategy=fsdp2"
+            f"verl/workers/engine/megatron/architectures.py (see docs/megatron.md), or train it with {key}=fsdp2"
         )
     return ARCHITECTURES[model_type]

@@ -109,7 +109,7 @@ def check(
     dropout: str = OFF,
 ) -> None:
     """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
-    architecture = architecture_of(hf_config.model_type)
+    architecture = architecture_of(hf_config.model_type, "critic.strategy" if labels else "strategy")
     dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size), labels=labels)
     problems = [
         *_ranks(config, sizes_of(config, world)),

@@ -94,6 +94,18 @@ def test_the_defaults_fit_together():
         (["actor_rollout_ref.rollout.max_model_len=20"], ["max_model_len=20", "= 80"]),
         (["actor_rollout_ref.rollout.response_length=20"], ["response_length=20", "max_response_length=16"]),
         (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=70"], ["ppo_max_token_len_per_gpu=70", "= 80"]),
+        (
+            ["actor_rollout_ref.model.require_remove_padding=true"],
+            ["actor_rollout_ref.model: require_remove_padding=true needs use_remove_padding=true"],
+        ),
+        (
+            [
+                "actor_rollout_ref.model.use_remove_padding=true",
+                "actor_rollout_ref.model.require_remove_padding=true",
+                "actor_rollout_ref.actor.strategy=megatron",
+            ],
+            ["actor_rollout_ref.model.require_remove_padding=true is for fsdp and fsdp2"],
+        ),
         (["algorithm.kl_ctrl.type=adaptive"], ["algorithm.use_kl_in_reward=false"]),
         (
             ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=false"],

@@ -8,7 +8,7 @@ from typing import Any
 from verl.utils.config import ConfigError, option, section
 from verl.utils.dropout import CHOICES, require_no_random
 from verl.workers.config.actor import LOSS_AGG_MODES, CheckpointConfig, FSDPConfig
-from verl.workers.config.model import HFModelConfig
+from verl.workers.config.model import REQUIRE_HELP, HFModelConfig, require_padding_removed
 from verl.workers.config.optim import OptimizerConfig
 
 DEFAULT_CRITIC_LR = 1e-5
@@ -46,9 +46,11 @@ class CriticModelConfig:
         "ranks share sequences (verl: true)",
         follows=True,
     )
+    require_remove_padding: bool = option(False, REQUIRE_HELP)
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
     def __post_init__(self) -> None:
+        require_padding_removed(self.require_remove_padding, self.use_remove_padding)
         require_no_random(self.override_config, self.dropout)
 
 
@@ -102,5 +104,6 @@ class CriticConfig:
             override_config=self.model.override_config,
             dropout=self.model.dropout,
             use_remove_padding=self.model.use_remove_padding,
+            require_remove_padding=self.model.require_remove_padding,
             enable_gradient_checkpointing=self.model.enable_gradient_checkpointing,
         )

@@ -9,6 +9,11 @@ from typing import Any
 from verl.utils.config import ConfigError, option, section
 from verl.utils.dropout import CHOICES, KEEP, require_no_random
 
+REQUIRE_HELP = (
+    "a model whose sequences cannot share a row is computed without use_remove_padding, and a warning says so; true: "
+    "that is an error"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
@@ -57,11 +62,13 @@ class HFModelConfig:
         "ranks share sequences (verl: true)",
         follows=True,
     )
+    require_remove_padding: bool = option(False, REQUIRE_HELP)
     enable_gradient_checkpointing: bool = option(False, "recompute activations in the backward pass (verl: true)")
 
     def __post_init__(self) -> None:
         if not self.target_modules:
             raise ConfigError("target_modules names no layer")
+        require_padding_removed(self.require_remove_padding, self.use_remove_padding)
         require_no_random(self.override_config, self.dropout)
 
     def at(self, directory: Path) -> HFModelConfig:
@@ -77,3 +84,9 @@ class HFModelConfig:
     def sends_adapters(self) -> bool:
         """A sync moves the adapters alone; the rollout engines have the other weights from `path`."""
         return self.lora_rank > 0 and not self.lora.merge
+
+
+def require_padding_removed(required: bool, used: bool | None) -> None:
+    """Raises ConfigError for one without the other."""
+    if required and not used:
+        raise ConfigError("require_remove_padding=true needs use_remove_padding=true")

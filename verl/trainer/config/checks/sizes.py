@@ -94,6 +94,8 @@ def sharing(config: PPOConfig) -> Iterator[str]:
 def sharer_problems(
     path: str, fsdp: FSDPConfig, model_path: str, model: HFModelConfig | CriticModelConfig, strategy: str, ranks: int
 ) -> Iterator[str]:
+    if strategy == "megatron" and model.require_remove_padding:
+        yield f"{model_path}.require_remove_padding=true is for fsdp and fsdp2; with megatron sequences have rows"
     key = f"{path}.ulysses_sequence_parallel_size={fsdp.ulysses_sequence_parallel_size}"
     if fsdp.ulysses_sequence_parallel_size == 1:
         return

@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.checkpoint import load_training_state, save_traini
 from verl.workers.engine.fsdp.export import export_hf
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.engine.fsdp.mesh import DTYPES, sharers_of
-from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model
+from verl.workers.engine.fsdp.model import CAUSAL_LM, BuiltModel, Head, build_model, require_packing_is_not_asked
 from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.micro_batches import partition, sequence_lengths, sequence_widths, split_to_count
 from verl.workers.engine.schedule import learning_rate
@@ -297,12 +297,14 @@ class FSDPEngine:
         model.train(False)
         apart = keeps_sequences_apart(model, self.device)
         self.sharding.reshard(model)
-        if not apart and dist.get_rank() == 0:
+        if not apart:
             assert self._built_model is not None
-            logger.info(
-                "model.use_remove_padding: %s mixes sequences that are in one row; each has a row of its own",
-                self._built_model.conversion.model,
-            )
+            name = self._built_model.conversion.model
+            require_packing_is_not_asked(self._model_config, f"{name} mixes sequences that are in one row")
+            if dist.get_rank() == 0:
+                logger.info(
+                    "model.use_remove_padding: %s mixes sequences that are in one row; each has a row of its own", name
+                )
         return apart
 
     def _require_shared(self) -> None:

@@ -194,10 +194,21 @@ def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, f
     together = replace(together, way=Way(int(way)))
     if together.way is Way.NONE:
         raise ConfigError(f"model.path={model_config.path}: {together.why}")
+    if together.way is not Way.PACKED:
+        require_packing_is_not_asked(model_config, together.why)
     if together.why and not shared and dist.get_rank() == 0:
         how = "one sequence at a time" if together.way is Way.ALONE else "each sequence in a row of its own"
         logger.warning("%s is computed with %s: %s", model_config.path, how, together.why)
     return together
+
+
+def require_packing_is_not_asked(model_config: HFModelConfig, why: str) -> None:
+    """Raises ConfigError if sequences must share a row, which the model cannot compute for the reason `why`."""
+    if model_config.require_remove_padding:
+        raise ConfigError(
+            f"model.require_remove_padding=true, and {model_config.path} cannot be computed without padding: {why}; "
+            "with false sequences have rows of their own where they need them"
+        )
 
 
 def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:

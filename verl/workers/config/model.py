@@ -81,6 +81,11 @@ class HFModelConfig:
         return self.dropout == KEEP
 
     @property
+    def is_of_transformers(self) -> bool:
+        """No code of others builds or changes it."""
+        return not self.trust_remote_code and self.external_lib is None
+
+    @property
     def sends_adapters(self) -> bool:
         """A sync moves the adapters alone; the rollout engines have the other weights from `path`."""
         return self.lora_rank > 0 and not self.lora.merge

@@ -5,14 +5,13 @@ The answer is held against the model as transformers builds it, which has each s
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl.compat.transformers import remembers_tokens
+from verl.workers.hf import answers
 from verl.workers.hf.packing import SHARED, attend_sequences_apart, row_inputs, scales_by_column
 from verl.workers.hf.regimes import Regimes
 from verl.workers.hf.shrinking import SHRINKINGS, VOCABULARY, shrunk
@@ -54,6 +54,12 @@ class Finding:
     """The furthest that changes nothing, of those that were asked about."""
     why: str = ""
     """Not further, in words."""
+    sure: bool = True
+    """No error was met, which another run might not meet."""
+
+    @classmethod
+    def of(cls, way: int, why: str, sure: bool) -> Finding:
+        return cls(Way(way), why, sure)
 
 
 class NoProbe(Exception):
@@ -65,35 +71,70 @@ _FOUND: dict[str, Any] = {}
 
 
 def find_way(
-    config: PretrainedConfig, build: Build, implementation: str | None, *, furthest: Way, shared: bool = False
+    config: PretrainedConfig,
+    build: Build,
+    implementation: str | None,
+    *,
+    furthest: Way,
+    shared: bool = False,
+    lasts: bool = False,
 ) -> Finding:
     """How far sequences may go together in a model of `config`, `furthest` at most. No collective.
 
-    `shared`: with the attention of rows that ranks share. Takes little memory and a second at most, and no random
-    numbers of anybody else. Implementations of attention that a CPU has not are not asked: torch's is, in their place.
+    `shared`: with the attention of rows that ranks share. `lasts`: see `answered`. Takes little memory and a second at
+    most, and no random numbers of anybody else. Implementations of attention that a CPU has not are not asked: torch's
+    is, in their place.
     """
 
     def find() -> Finding:
         try:
             return Probe.of(config, build, implementation).find(furthest, shared)
         except NoProbe as exc:
-            return Finding(Way.ALONE, str(exc))
+            return Finding(Way.ALONE, str(exc), sure=False)
 
-    return answered(config, f"{implementation} {furthest} {shared}", find)
-
-
-_Answer = TypeVar("_Answer")
+    return answered(config, f"{implementation} {furthest} {shared}", find, Finding, lasts=lasts)
 
 
-def answered(config: PretrainedConfig, question: str, find: Callable[[], _Answer]) -> _Answer:
-    """What `find` returns, asked once for a configuration, with random numbers, warnings and messages of its own."""
-    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {question}"
-    digest = hashlib.sha256(key.encode()).hexdigest()
+class Answer(Protocol):
+    """A dataclass of what JSON has. It is made again of its fields."""
+
+    @property
+    def sure(self) -> bool: ...
+
+    @classmethod
+    def of(cls, *args: Any, **fields: Any) -> Self: ...
+
+
+_Answer = TypeVar("_Answer", bound=Answer)
+
+
+def answered(
+    config: PretrainedConfig, question: str, find: Callable[[], _Answer], kind: type[_Answer], *, lasts: bool
+) -> _Answer:
+    """What `find` returns, asked once for a configuration, with random numbers, warnings and messages of its own.
+
+    Of a model that is transformers' own, and of nobody who may have changed it (`lasts`), an answer that is sure is
+    kept on disk for later runs.
+    """
+    digest = answers.digest_of(f"{type(config).__name__} {config.to_json_string(use_diff=False)} {question}")
     if digest not in _FOUND:
-        with _aside():
-            _FOUND[digest] = find()
-    found: _Answer = _FOUND[digest]
-    return found
+        lasts = lasts and type(config).__module__.startswith("transformers.")
+        found = _read(kind, digest) if lasts else None
+        if found is None:
+            with _aside():
+                found = find()
+            if lasts and found.sure:
+                answers.write(digest, asdict(found))  # type: ignore[call-overload]
+        _FOUND[digest] = found
+    answer: _Answer = _FOUND[digest]
+    return answer
+
+
+def _read(kind: type[_Answer], digest: str) -> _Answer | None:
+    try:
+        return kind.of(**answers.read(digest) or {})
+    except (TypeError, ValueError):  # there is none, or not in this form
+        return None
 
 
 @contextmanager
@@ -162,9 +203,9 @@ class Probe:
     def find(self, furthest: Way, shared: bool) -> Finding:
         name = type(self.model).__name__
         if self._differs(in_rows, [(index,) for index in range(len(LENGTHS))]):
-            return Finding(Way.NONE, f"{name} computes something else in rows of one sequence" + self._trouble)
+            return self._not_further(Way.NONE, f"{name} computes something else in rows of one sequence")
         if self._differs(in_rows, NEIGHBOURHOODS):
-            return Finding(Way.ALONE, f"a sequence changes in {name} with those beside it" + self._trouble)
+            return self._not_further(Way.ALONE, f"a sequence changes in {name} with those beside it")
         if furthest < Way.PACKED:
             return Finding(Way.ROWS)
         if remembers_tokens(self.model) or scales_by_column(self.model):
@@ -174,8 +215,11 @@ class Probe:
         else:
             attend_sequences_apart(self.model)
         if self._differs(_packed, NEIGHBOURHOODS):
-            return Finding(Way.ROWS, f"a sequence changes in {name} with its place in a row" + self._trouble)
+            return self._not_further(Way.ROWS, f"a sequence changes in {name} with its place in a row")
         return Finding(Way.PACKED)
+
+    def _not_further(self, way: Way, why: str) -> Finding:
+        return Finding(way, why + self._trouble, sure=not self._trouble)
 
     def _differs(self, compute: _Compute, groups: Sequence[Sequence[int]]) -> bool:
         for group in groups:

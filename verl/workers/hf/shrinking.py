@@ -120,6 +120,11 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
     if not isinstance(count, int):
         _set(config, "num_layers", 2)
         return
+    of_stack = _get(config, "num_layers_per_stack")
+    if isinstance(of_stack, int):  # layers that run several times, and have a slot of the cache for each
+        config.num_layers_per_stack = min(2, of_stack)
+        config.num_hidden_layers = count // of_stack * config.num_layers_per_stack
+        return
     dense = _get(config, "first_k_dense_replace")
     for name, value in list(vars(config).items()):
         if (

@@ -188,6 +188,7 @@ def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, f
         attention_implementation(hf_config, model_config.override_config.get(ATTENTION)),
         furthest=Way.PACKED if shared or model_config.use_remove_padding else Way.ROWS,
         shared=shared,
+        lasts=model_config.is_of_transformers,
     )
     way = torch.tensor(int(together.way))
     dist.all_reduce(way, op=dist.ReduceOp.MIN)

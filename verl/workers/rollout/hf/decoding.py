@@ -24,21 +24,28 @@ class Found:
     """Not a faster one, in words."""
     changes_later: bool = False
     """Whether the model says something else of a token once others follow: log-probs of whole sequences differ."""
+    sure: bool = True
+    """No error was met, which another run might not meet."""
+
+    @classmethod
+    def of(cls, decoding: int | None, why: str, changes_later: bool, sure: bool) -> Found:
+        return cls(None if decoding is None else Decoding(decoding), why, changes_later, sure)
 
 
-def find_decoding(config: PretrainedConfig, build: Build, implementation: str | None) -> Found:
+def find_decoding(config: PretrainedConfig, build: Build, implementation: str | None, *, lasts: bool = False) -> Found:
     """How sequences of a model of `config` are decoded, with this implementation of attention.
 
-    Held against the model as transformers builds it, which has each sequence alone, and no cache.
+    Held against the model as transformers builds it, which has each sequence alone, and no cache. `lasts`: see
+    `answered`.
     """
 
     def find() -> Found:
         try:
             return _Decoded(Probe.of(config, build, implementation)).find()
         except NoProbe as exc:
-            return Found(Decoding.ALONE, str(exc))
+            return Found(Decoding.ALONE, str(exc), sure=False)
 
-    return answered(config, f"decoding {implementation}", find)
+    return answered(config, f"decoding {implementation}", find, Found, lasts=lasts)
 
 
 class _Decoded:
@@ -48,6 +55,7 @@ class _Decoded:
         self._probe = probe
         self._name = type(probe.model).__name__
         self._changes_later = False
+        self._sure = True
         self._grown: dict[tuple[int, int], torch.Tensor] = {}
         """Logits after so many tokens of a sequence, by the untouched model that has no others."""
 
@@ -56,9 +64,10 @@ class _Decoded:
         for decoding in sorted(Decoding, reverse=True):
             problem = self._what_differs(decoding)
             if problem is None:
-                return Found(decoding, why, self._changes_later)
+                return Found(decoding, why, self._changes_later, self._sure)
             why = why or f"{self._name}: {problem}"
-        return Found(None, f"{self._name} is not what transformers' eager attention computes")
+        why = f"{self._name} is not what transformers' eager attention computes"
+        return Found(None, why, sure=self._sure)
 
     def _what_differs(self, decoding: Decoding) -> str | None:
         if decoding is Decoding.CACHED:
@@ -69,6 +78,7 @@ class _Decoded:
         try:
             right = all(self._is_right(decoding, group) for group in NEIGHBOURHOODS)
         except Exception as exc:  # noqa: BLE001 - what cannot be computed so is computed otherwise
+            self._sure = False
             return f"{type(exc).__name__}: {exc}"
         if right:
             return None

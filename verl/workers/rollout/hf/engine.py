@@ -136,7 +136,8 @@ class HFEngine:
 
     def _find_way(self, config: PretrainedConfig, build: Build, implementation: str | None) -> Decoding:
         """How the model is decoded. Says what it is, where it is not with a cache."""
-        path, found = self._spec.model.path, find_decoding(config, build, implementation)
+        model = self._spec.model
+        path, found = model.path, find_decoding(config, build, implementation, lasts=model.is_of_transformers)
         if found.decoding is None:
             raise ConfigError(f"model.path={path}: {found.why}")
         if found.why:

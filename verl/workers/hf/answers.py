@@ -1,0 +1,72 @@
+"""What probes have found, kept on disk for later runs.
+
+Under the digest of all that an answer depends on: what was asked, the versions of torch and transformers, and our
+sources. A file appears whole or not at all, so any number of processes may write the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from verl import envs
+
+logger = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+SOURCES = (_HERE, _HERE.parent / "rollout" / "hf", _HERE.parents[1] / "compat" / "transformers.py")
+"""Of what asks, and of what is asked about. Of a directory, all modules."""
+
+
+def digest_of(question: str) -> str:
+    return hashlib.sha256(f"{question}\n{_asked_by()}".encode()).hexdigest()
+
+
+@cache
+def _asked_by() -> str:
+    found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for source in SOURCES:
+        for file in sorted(source.glob("*.py")) if source.is_dir() else [source]:
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def read(digest: str) -> dict[str, Any] | None:
+    """What was written under `digest`; None if nothing was, or nothing that can be read."""
+    try:
+        found = json.loads(_file(digest).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write(digest: str, answer: dict[str, Any]) -> None:
+    """Without a place to write to, the next run asks again."""
+    file = _file(digest)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{digest[:12]}-")
+        try:
+            with os.fdopen(descriptor, "w") as opened:
+                json.dump(answer, opened)
+            os.replace(partial, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+    except OSError as exc:
+        logger.debug("the answer of a probe is not kept: %s", exc)
+
+
+def _file(digest: str) -> Path:
+    return envs.cache_dir() / "probes" / f"{digest}.json"

@@ -36,11 +36,21 @@ ENGINE_TESTS = "tests/models/test_vllm_models.py"
 PROPERTIES = {
     "test_parameters_and_buffers_equal_those_of_transformers": "build",
     "test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_padded": "log-probs",
+    "test_gradients_of_one_micro_batch_are_those_row_by_row_tensor_by_tensor": "gradients",
     "test_the_weight_source_has_the_bytes_of_the_checkpoint": "sent bytes",
     "test_the_weight_source_casts_all_but_what_stays_in_float32": "sent dtypes",
     "test_an_export_has_the_tensors_of_the_source_and_transformers_loads_them_all": "export",
 }
 STRATEGIES = ("fsdp2", "fsdp")
+WAYS = {
+    "ulysses 2": (
+        "tests/workers/engine/test_sequence_parallel.py",
+        "test_a_family_of_models_is_what_transformers_computes_when_ranks_share_sequences_or_refused",
+    ),
+    "hf": ("tests/models/test_hf_models.py", "test_log_probs_of_decoded_tokens_are_those_of_the_sequence_alone"),
+}
+"""Other columns, of which a cell is one test: its file and name."""
+COLUMNS = ("architecture", *STRATEGIES, "ulysses 2", "megatron", "hf", "vLLM")
 DTYPES = ("bfloat16", "float32")
 TEXT = """# Models
 
@@ -53,10 +63,14 @@ every kind that the field trains. A cell is *right*, or names the part that refu
     * *build*: parameters and buffers are those of `from_pretrained`, bit for bit.
     * *log-probs*: those of Hugging Face's eager model row by row, float32, within 1e-4. fsdp2 packs sequences where the
       model separates them, fsdp has a row for each.
+    * *gradients*: of one step, each tensor within 1e-4 of its norm of those of Hugging Face's model row by row.
     * *sent bytes* and *sent dtypes*: engines get the checkpoint, rounded where it may be.
     * *export*: it loads with no missing key and equal tensors.
+* **ulysses 2**: log-probs and gradients (as above) where two ranks share every sequence.
 * **megatron**: log-probs (as above), sent bytes and export, with tensor parallel 1 and 2, where Megatron has a table of
   the architecture.
+* **hf**: what `rollout.name=hf` says of the tokens that it decodes, beside others that join and leave, is what
+  Hugging Face's model says of the sequence alone.
 * **vLLM**, in {dtypes}: a live model that started from dummy weights equals vLLM's load from disk in every tensor that
   it computes with, after a first and after a second version.
     * *right, whole*: vLLM's layerwise reload does not reach all of it, so every version is loaded as from disk, which
@@ -75,12 +89,19 @@ def rendered() -> str:
     engine = {(row["architecture"], row["dtype"]): row for row in ran["rows"]}
     lines = [TEXT.format(count=len(ARCHITECTURES), dtypes=" and ".join(DTYPES), vllm=ran["vllm"], cpu=ran["cpu"])]
     for kind in dict.fromkeys(architecture.kind for architecture in ARCHITECTURES.values()):
-        lines += [f"## {kind}", "", "| architecture | fsdp2 | fsdp | megatron | vLLM |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {kind}",
+            "",
+            "| architecture | fsdp2 | fsdp | ulysses 2 | megatron | hf | vLLM |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for architecture in ARCHITECTURES.values():
             if architecture.kind == kind:
                 cells = [_trained(trainer[architecture.name][strategy]) for strategy in STRATEGIES]
                 cells += [
+                    trainer[architecture.name]["ulysses 2"],
                     _megatron(architecture),
+                    trainer[architecture.name]["hf"],
                     _served([engine.get((architecture.name, dtype)) for dtype in DTYPES]),
                 ]
                 notes = f" ({architecture.notes})" if architecture.notes else ""
@@ -131,16 +152,24 @@ def _cell(text: str) -> str:
 
 def run_trainers() -> None:
     """Write trainer.json. Raises CalledProcessError if pytest could not run."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for case in _tested(TRAINER_TESTS):
         test, _, cell = case.get("name", "").partition("[")
         if test in PROPERTIES:
             strategy, _, name = cell.removesuffix("]").partition("-")
-            refused = _recorded(case, "refused")
-            failed = case.find("failure") is not None or case.find("error") is not None
-            outcome = "wrong" if failed else f"refused: {refused}" if refused else "right"
-            found.setdefault(name, {}).setdefault(strategy, {})[PROPERTIES[test]] = outcome
+            found.setdefault(name, {}).setdefault(strategy, {})[PROPERTIES[test]] = _told(case)
+    for way, (file, test) in WAYS.items():
+        for case in _tested(f"{file}::{test}"):
+            name = case.get("name", "").partition("[")[2].removesuffix("]")
+            found[name][way] = _told(case)
     (RESULTS / "trainer.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _told(case: Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "wrong"
+    refused = _recorded(case, "refused")
+    return f"refused: {refused}" if refused else "right"
 
 
 def run_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ PACKS = "fsdp2"
 """The strategy that is tried with packed sequences; another one has a row for each."""
 NEIGHBOURHOODS = ((0, 1, 2, 3), (3, 2, 0), (2, 1))
 """Rows of `padded_batch` that share a micro-batch: each is beside others, and elsewhere."""
+SHORTEST = 1
+"""Of those rows."""
 DECODED = ((NUM_PROMPT, NUM_RESPONSE), (2, 2 * NUM_RESPONSE), (WINDOW - 1, 4))
 """Tokens of prompts and of responses: beyond a window while they are decoded, and before."""
 ORDERS = ((0, 1, 2), (2, 1))
@@ -90,7 +93,7 @@ def parameters_and_buffers(model: Any) -> Tensors:
 
 
 def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
     return [
         (clean_tensor_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
         for name, tensor in named
@@ -142,23 +145,64 @@ def padded_batch() -> DataProto:
     )
 
 
-def gradient_norm(engine: FSDPEngine, data: DataProto) -> float:
-    """Of the sum of log-probs, with all rows in one micro-batch. The engine's weights are others afterwards."""
+def gradients(engine: FSDPEngine, data: DataProto) -> Tensors:
+    """Of minus the sum of log-probs, whole, by parameter, with all rows in one micro-batch.
+
+    A collective. The engine's weights are others afterwards.
+    """
+    found: Tensors = {}
 
     def summed(log_prob: torch.Tensor, entropy: Any, micro_batch: DataProto, totals: Any) -> Any:
         return -(log_prob * micro_batch.batch["response_mask"]).sum(), {}
 
+    def keep() -> None:
+        model: Any = engine.model
+        if isinstance(model, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                found.update(_gradients(model))
+        else:
+            found.update(_gradients(model))
+
+    engine._grad_clip, engine._before_step = float("inf"), keep
     limits = MicroBatchLimits(max_sequences=len(data))
-    return engine.train_mini_batch(data, summed, temperature=1.0, limits=limits)["grad_norm"]
+    engine.train_mini_batch(data, summed, temperature=1.0, limits=limits)
+    return found
 
 
-def reference_gradient_norm(model: Any, data: DataProto) -> float:
+def _gradients(model: Any) -> Tensors:
+    return {
+        clean_tensor_name(name): grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        for name, parameter in model.named_parameters()
+        if (grad := parameter.grad) is not None
+    }
+
+
+def reference_gradients(model: Any, data: DataProto) -> Tensors:
     """Row by row, without padding. Dropout is off."""
+    found: Tensors = {}
     for row in range(len(data)):
-        (-_of_response(model, data, row).sum()).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+        alone = copy.deepcopy(model)
+        (-_of_response(alone, data, row).sum()).backward()
+        for name, gradient in _gradients(alone).items():
+            found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def other_gradients(found: Tensors, expected: Tensors) -> dict[str, float]:
+    """The distance of those that are not as `expected`, in their norms: by more than 1e-4 of it.
+
+    One that is nothing but rounding, as that of a bias of all keys, may be off by 1e-6 of the norm of all.
+    """
+    if missing := expected.keys() - found.keys():
+        raise AssertionError(f"no gradients of {sorted(missing)}")
+    whole = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    wrong = {}
+    for name, gradient in found.items():
+        right = expected.get(name, torch.zeros(()))
+        distance = float((gradient - right).norm())
+        if not distance <= 1e-4 * float(right.norm()) + 1e-6 * whole:
+            wrong[name] = distance / float(right.norm())
+    return wrong
 
 
 def log_probs(engine: FSDPEngine, data: DataProto) -> torch.Tensor:
@@ -168,10 +212,13 @@ def log_probs(engine: FSDPEngine, data: DataProto) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_log_probs(model: Any, data: DataProto) -> torch.Tensor:
-    """Row by row, without padding, from the logits of every position."""
+    """Row by row, without padding, from the logits of every position.
+
+    By a new model each: some remember how long the sequences of earlier calls were.
+    """
     found = torch.zeros(len(data), NUM_RESPONSE)
     for row in range(len(data)):
-        values = _of_response(model, data, row)
+        values = _of_response(copy.deepcopy(model), data, row)
         found[row, : len(values)] = values
     return found
 

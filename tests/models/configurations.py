@@ -56,6 +56,9 @@ _LATENT: Config = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+_INDEXED: Config = {"index_topk": 4, "index_n_heads": 16, "index_head_dim": 32}
+"""With so many heads no key has a score of 0, of which the choice is anybody's."""
+_SECOND_SPARSE: Config = {"mlp_layer_types": ["dense", "sparse"]}
 _DELTA_NET: Config = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -183,6 +186,10 @@ EXPERTS: dict[str, Config] = {
     "phimoe": _like(_WIDE, _LOCAL_EXPERTS, attention_bias=True, lm_head_bias=True),
     "deepseek_v2": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE),
     "deepseek_v3": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE, topk_method="noaux_tc"),
+    "deepseek_v32": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE, _INDEXED),
+    "glm_moe_dsa": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _INDEXED, _SECOND_SPARSE),
+    "axk2": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _INDEXED, _SECOND_SPARSE),
+    "hy_v4": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _INDEXED, _SECOND_SPARSE),
     "glm4_moe": _like(_HEAD, _ROUTED, _FIRST_DENSE, use_qk_norm=True, attention_bias=True),
     "glm4_moe_lite": _like(_LATENT, _EQUAL_HEADS, _ROUTED, mlp_layer_types=["dense", "sparse"], topk_method="noaux_tc"),
     "dots1": _like(_WIDE, _ROUTED, _FIRST_DENSE, layer_types=["full_attention"] * 2, topk_method="noaux_tc"),
@@ -328,6 +335,21 @@ KINDS: dict[str, dict[str, Config]] = {
     "state space or hybrid": STATE_SPACE,
 }
 
+ORIGINAL = 12
+"""Tokens that stretched positions are made for: of the sequences of the tests, only some have more."""
+
+
+def stretched(kind: str, **more: Any) -> Config:
+    """Parameters of rotary embeddings of 32 columns."""
+    if kind == "longrope":
+        more |= {
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0 + pair for pair in range(16)],
+            "original_max_position_embeddings": ORIGINAL,
+        }
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 6.0, **more}}
+
+
 AGAIN: dict[str, tuple[str, Config, str]] = {
     "qwen2-tied": ("qwen2", DENSE["qwen2"] | _TIED, "the head is the embedding"),
     "qwen3-tied": ("qwen3", DENSE["qwen3"] | _TIED, "the head is the embedding"),
@@ -339,5 +361,15 @@ AGAIN: dict[str, tuple[str, Config, str]] = {
         "the first layout, one key head, biases, ALiBi",
     ),
     "gemma3-untied": ("gemma3_text", DENSE["gemma3_text"] | {"tie_word_embeddings": False}, "a head of its own"),
+    "phi3-longrope": (
+        "phi3",
+        DENSE["phi3"] | stretched("longrope") | {"original_max_position_embeddings": ORIGINAL},
+        "positions are stretched by the longest of a call, as in Phi-4-mini",
+    ),
+    "llama-dynamic": (
+        "llama",
+        DENSE["llama"] | stretched("dynamic") | {"max_position_embeddings": ORIGINAL},
+        "positions are stretched by the longest of a call",
+    ),
 }
 """Other settings of an architecture: model type, configuration, what is different."""

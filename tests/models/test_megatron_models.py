@@ -17,6 +17,7 @@ from verl.workers.engine.megatron.architectures import ARCHITECTURES as TABLES
 
 USUAL = "takes a checkpoint that has the model's tensors, each by itself under its usual name, and no others"
 REFUSED = {
+    "llama-dynamic": "computes plain rotary positions and Llama 3's",
     "llama-biased": "has no map for llama with attention_bias=True",
     "qwen3_moe-stacked": USUAL,
     "qwen3-mtp": USUAL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts.models_page import rendered
+from scripts.models_page import PROPERTIES, STRATEGIES, WAYS, rendered
 from tests.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,10 +25,13 @@ def test_the_page_is_up_to_date_and_has_a_row_for_every_architecture():
 def test_the_results_of_the_trainers_cover_every_cell_and_none_is_wrong():
     results = json.loads((ROOT / "tests" / "models" / "results" / "trainer.json").read_text())
     assert results.keys() == ARCHITECTURES.keys()
-    for strategies in results.values():
-        for outcomes in strategies.values():
-            assert len(outcomes) == 5
-            assert "wrong" not in outcomes.values()
+    for cells in results.values():
+        assert cells.keys() == {*STRATEGIES, *WAYS}
+        for way in WAYS:
+            assert cells[way] == "right" or cells[way].startswith("refused: ")
+        for strategy in STRATEGIES:
+            assert cells[strategy].keys() == set(PROPERTIES.values())
+            assert "wrong" not in cells[strategy].values()
 
 
 def test_the_results_of_vllm_say_on_which_cpu_they_were_found():

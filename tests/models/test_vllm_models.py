@@ -51,6 +51,8 @@ NOT_RUN = {
     "xglm": ("Model architectures ['XGLMForCausalLM'] ",),
     "afmoe": ("'AfmoeConfig' object has no attribute 'score_func'",),
     "dbrx": ("blocks.0.ffn.experts.w13_weight",),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), ("Sparse Attention is not supported on CPU",)),
+    "hy_v4": ("no valid sparse MLA backend is available",),
     "glm4_moe_lite": ("'Glm4MoeLiteConfig' object has no attribute 'first_k_dense_replace'",),
     "longcat_flash": ("'LongcatFlashConfig' object has no attribute 'mla_scale_q_lora'",),
     "diffllama": ("does not dispatch through the Transformers attention interface",),

@@ -59,15 +59,17 @@ class ServedVLLM:
         """Of the weights that it serves."""
         return Endpoint(self.url, timeout_s=300).version()
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self, rank: int = 0) -> dict[str, torch.Tensor]:
         """What the worker computes with, by vLLM's name of the parameter."""
         self.call("/collective_rpc", {"method": "write_served_weights", "args": ["now"]})
-        found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", 0))
+        found: dict[str, torch.Tensor] = torch.load(served_weights_file(self._served, "now", rank))
         return found
 
 
 @contextmanager
-def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[ServedVLLM]:
+def served_vllm(
+    model: Path, directory: Path, warm: WarmWorkers, *flags_too: str, ranks: int = 1
+) -> Iterator[ServedVLLM]:
     """`vllm serve MODEL --load-format dummy ...`: the command itself does not start in vLLM's CPU distribution."""
     port, served = free_port(), directory / "served"
     served.mkdir()
@@ -82,6 +84,7 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
         "kv-cache-memory-bytes": 10**8,
         "weight-transfer-config": json.dumps({"backend": ENGINE_NAME}),
         "worker-extension-cls": "tests.weight_sync.inspected_engine.ServedWeights",
+        "tensor-parallel-size": ranks,
         "additional-config": json.dumps({"served_weights": str(served)}),
     }
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
@@ -90,7 +93,7 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
             **kept.environment,
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join("0" for _ in range(ranks)),
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -99,7 +102,7 @@ def served_vllm(model: Path, directory: Path, warm: WarmWorkers) -> Iterator[Ser
             server = Fork(
                 warm,
                 "vllm.entrypoints.openai.api_server",
-                ["--enforce-eager", *flags],
+                ["--enforce-eager", *flags, *flags_too],
                 env=environment,
                 stdout=log,
                 stderr=log,

@@ -90,9 +90,24 @@ class ServedStandIn:
         )
 
 
-def held(model: nn.Module) -> Weights:
-    state = model.state_dict().items()
-    return {name: whole(tensor) for name, tensor in state}
+class Model(nn.Module):
+    """What a publisher is given: `net` under its own names, and in another's place later."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.module = net
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+
+def held(model: Model) -> Weights:
+    """Tied weights once."""
+    values = model.module.state_dict(keep_vars=True)
+    return {
+        name: whole(value)
+        for name, value in {id(value): (name, value) for name, value in [*values.items()][::-1]}.values()
+    }
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +122,7 @@ class World:
 
     def __init__(self, chance: random.Random, served: Served, victims: Victims, shm: Path) -> None:
         self.chance, self.served, self.victims, self.shm = chance, served, victims, shm
-        self.model: Any = nn.Sequential(self.new_net())
+        self.model = Model(self.new_net())
         self.publisher = self.new_publisher()
         self.version = 0
         self.pushed: dict[str, list[Weights]] = {}
@@ -116,18 +131,18 @@ class World:
 
     # --- what differs with the model ---
 
-    def new_net(self, like: Weights | None = None) -> nn.Module:
+    def new_net(self, like: Weights | None = None) -> Any:
         """Of any shape, or of that of `like`."""
         width = like["0.weight"].shape[1] if like is not None else self.chance.randint(1, 9)
         return nn.Sequential(nn.Linear(width, 3), nn.BatchNorm1d(3))
 
     def forward(self) -> torch.Tensor:
-        linear = self.model[0][0]
+        linear = self.model.module[0]
         result: torch.Tensor = self.model(torch.randn(5, linear.in_features, dtype=linear.weight.dtype))
         return result
 
     def spoil(self, value: float) -> None:
-        self.model[0][0].bias[1] = value
+        self.model.module[0].bias[1] = value
 
     # --- one sequence ---
 
@@ -138,12 +153,15 @@ class World:
             for _ in range(steps):
                 self.happens(self.chance.choices(actions, frequencies)[0])
             self.served.before = nothing
-            self.happens("do_push")
-            self.happens("do_push")
+            for _ in range(3):  # one may read what a refusal has left, and the next one say that: it is started anew
+                self.happens("do_push")
+            assert self.served.version == str(self.version)
+            assert self.served.computes_with(held(self.model))
+        except BaseException as exc:
+            exc.add_note("\n".join(self.happened))
+            raise
         finally:
             self.publisher.close()
-        assert self.served.version == str(self.version)
-        assert self.served.computes_with(held(self.model))
 
     def happens(self, action: str) -> None:
         self.happened.append(action)
@@ -157,7 +175,7 @@ class World:
         self.pushed[str(self.version)] = [weights]
         return self.version
 
-    def push(self, publisher: WeightPublisher, model: nn.Module) -> bool:
+    def push(self, publisher: WeightPublisher, model: Model) -> bool:
         """Whether it was."""
         expected = held(model)
         version = self.new_version(expected)
@@ -169,7 +187,7 @@ class World:
         except CheckpointEngineError as exc:
             self.happened.append(f"  {version} failed: {exc}")
             self.require_true()
-            if exc.message.endswith("Restart the server"):
+            if exc.message.lower().endswith("restart the server"):
                 self.served.start()
             return False
         assert self.served.version == str(version)
@@ -186,9 +204,11 @@ class World:
     def rescues(self) -> set[Path]:
         return {*self.shm.glob("verl-rescue-*")}
 
-    def require_serving(self, *, after: Set[Path] = frozenset()) -> None:
-        """Once the rescues of those who are gone have ended."""
-        assert soon(lambda: not self.served.paused and not self.rescues & after), "it stays paused"
+    def require_serving(self, *, after: Set[Path] = frozenset(), unless: bool = False) -> None:
+        """Once the rescues of those who are gone have ended; one that was paused before, with weights that a load has
+        torn, may be so."""
+        assert soon(lambda: not self.rescues & after), "a rescue does not end"
+        assert unless or soon(lambda: not self.served.paused), "it stays paused"
         self.require_true()
 
     @contextmanager
@@ -221,23 +241,25 @@ class World:
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     if parameter.grad is not None:
-                        parameter.sub_(parameter.grad)
+                        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                        own.sub_(own_gradient(parameter).nan_to_num(0, 0, 0).clamp(-1, 1))
             self.model.zero_grad()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(self.chance.random())
 
     def do_assign(self) -> None:
-        state = {name: tensor + 1 for name, tensor in self.model.state_dict().items()}
-        self.model.load_state_dict(state, assign=True)
+        state = {name: tensor + 1 for name, tensor in self.model.module.state_dict().items()}
+        self.model.module.load_state_dict(state, assign=True)
 
     def do_assign_a_parameter(self) -> None:
         if not self.is_sharded:
-            for name, parameter in self.model[0][0].named_parameters():
-                setattr(self.model[0][0], name, nn.Parameter(parameter.detach() * 2))
+            module = self.chance.choice([one for one in self.model.modules() if [*one.parameters(recurse=False)]])
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, nn.Parameter(parameter.detach() * 2))
 
     def do_resize(self) -> None:
-        self.model[0] = self.new_net()
+        self.model.module = self.new_net()
 
     def do_dtype(self) -> None:
         self.replace_sharded()  # FSDP2 takes no other dtype once it has run
@@ -246,7 +268,7 @@ class World:
     def do_evaluate(self) -> None:
         """FSDP2 leaves the root's parameters gathered."""
         if not self.is_sharded:
-            fully_shard(self.model[0], mesh=init_device_mesh("cpu", (1,)))
+            fully_shard(self.model.module, mesh=init_device_mesh("cpu", (1,)))
         self.model.eval()
         with torch.no_grad():
             self.forward()
@@ -259,10 +281,10 @@ class World:
 
     def replace_sharded(self) -> None:
         if self.is_sharded:
-            state = held(self.model[0])
+            state = held(self.model)
             net = self.new_net(state)
-            net.load_state_dict(state, assign=True)
-            self.model[0] = net
+            net.load_state_dict(state, assign=True, strict=False)
+            self.model.module = net
 
     def do_spoil(self) -> None:
         if self.is_sharded:
@@ -276,13 +298,13 @@ class World:
             self.require_true()
         else:
             raise AssertionError("NaN was pushed")
-        self.model.load_state_dict(kept)
+        self.model.module.load_state_dict(kept, strict=False)
 
     # --- publishers ---
 
-    def another(self) -> nn.Module:
+    def another(self) -> Model:
         self.replace_sharded()
-        other: nn.Module = copy.deepcopy(self.model)
+        other = copy.deepcopy(self.model)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(7)
@@ -323,7 +345,7 @@ class World:
         self.publisher = self.new_publisher()
 
     def do_close_as_it_pushes(self) -> None:
-        expected, seen = held(self.model), threading.Event()
+        expected, seen, was_paused = held(self.model), threading.Event(), self.served.paused
         version = self.new_version(expected)
         with self.at(self.chance.choice(OF_A_PUSH), seen.set):
             pending = None
@@ -334,11 +356,11 @@ class World:
             self.publisher.close()
         gone = self.rescues
         self.publisher = self.new_publisher()
-        self.require_serving(after=gone)
+        self.require_serving(after=gone, unless=was_paused)
 
     def do_cancel(self) -> None:
         """Ctrl-C while the server is asked for something."""
-        expected, sent = held(self.model), threading.Event()
+        expected, sent, was_paused = held(self.model), threading.Event(), self.served.paused
         version = self.new_version(expected)
 
         def interrupt() -> None:
@@ -353,12 +375,12 @@ class World:
                     time.sleep(10)  # it is on its way
             except KeyboardInterrupt:
                 pass
-        self.require_serving()
+        self.require_serving(unless=was_paused)
 
     def do_kill(self) -> None:
         """kill -9 of a publisher's process while it asks for something in its last push, or after that."""
         self.publisher.close()
-        weights = [held(self.model), held(self.another())][: self.chance.randint(1, 2)]
+        weights, was_paused = [held(self.model), held(self.another())][: self.chance.randint(1, 2)], self.served.paused
         pushes = {self.new_version(one): one for one in weights}
         path, num_served = self.chance.choice([*OF_A_PUSH, ""]), 0
         victim = self.victims.new(self.shm, self.served.url, pushes)
@@ -376,7 +398,7 @@ class World:
         self.publisher = self.new_publisher()
         if self.chance.random() < 0.5:
             self.do_push()  # what outlives the victim may be at work
-        self.require_serving(after=gone)
+        self.require_serving(after=gone, unless=was_paused)
 
     # --- the server ---
 
@@ -403,6 +425,12 @@ class World:
             self.do_push()
 
 
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
 def nothing(_: str) -> None: ...
 
 
@@ -425,7 +453,7 @@ def run_with_stand_in(seed: int, victims: Victims, shm: Path, steps: int = STEPS
         try:
             world.run(steps)
         except BaseException as exc:
-            exc.add_note(f"seed {seed}, {vllm.ranks} ranks:\n" + "\n".join(world.happened))
+            exc.add_note(f"seed {seed}, {vllm.ranks} ranks")
             exc.add_note(f"version {vllm.version}, paused: {vllm.paused}, asked last: {' '.join(vllm.log[-40:])}")
             raise
     return world

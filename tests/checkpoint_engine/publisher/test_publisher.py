@@ -8,12 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import arenas_in, soon
+from tests.checkpoint_engine.gate import passed_on
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.warm_workers import WarmWorkers
@@ -78,42 +77,6 @@ def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
             yield process
         finally:
             process.terminate()
-
-
-@contextmanager
-def passed_on(url: str) -> Iterator[tuple[str, dict[str, list[Callable[[], object]]]]]:
-    """A server that passes on to that at `url`; and what it calls before the first, the second request of a path."""
-    at: dict[str, list[Callable[[], object]]] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if at.get(path):
-                at[path].pop(0)()
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            connection = HTTPConnection(url.removeprefix("http://"), timeout=300)
-            connection.request(self.command, self.path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            data = answer.read()
-            connection.close()
-            with suppress(OSError):  # who asked may be dead
-                self.send_response(answer.status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    between = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=between.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{between.server_port}", at
-    finally:
-        between.shutdown()
-        between.server_close()
 
 
 def test_a_push_of_trls_that_would_end_what_is_in_flight_is_refused():
@@ -219,10 +182,11 @@ class TestAgainstVLLM:
     def test_a_publisher_that_is_killed_leaves_it_serving_what_it_names(
         self, step: str, server: ServedVLLM, directory: Path, shm: Path
     ):
-        with passed_on(server.url) as (url, at):
-            command = [sys.executable, "-m", killed_publisher.__name__, url, directory]
+        with passed_on(server.url) as gate:
+            command = [sys.executable, "-m", killed_publisher.__name__, gate.url, directory]
             with subprocess.Popen(command, cwd=ROOT) as process:
-                at[step] = [lambda: None, process.kill]  # in its second push
+                at_each = iter([lambda: None, process.kill])  # in its second push
+                gate.before = lambda path: next(at_each, lambda: None)() if path == step else None
                 assert process.wait() == -signal.SIGKILL
             assert soon(lambda: [*shm.iterdir()] == [])
         version = "1" if step == "/pause" else "2"

@@ -32,7 +32,7 @@ from verl.checkpoint_engine.publisher.node_key import key_in, make_key
 from verl.checkpoint_engine.publisher.node_link import METHODS, Call, Cancel, Failure, Link, Message, ask_in
 from verl.checkpoint_engine.publisher.node_server import serve
 from verl.checkpoint_engine.publisher.remote_node import RemoteNode
-from verl.checkpoint_engine.publisher.reports import MAKE, TAKE
+from verl.checkpoint_engine.publisher.reports import CLAIM, MAKE, RELEASE, TAKE
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.members import NodePort, methods_of
 
@@ -91,7 +91,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_everything_that_a_node_can_be_asked_for_can_be_sent():
-    assert METHODS.keys() == methods_of(NodePort) | {"open", MAKE, TAKE}
+    assert METHODS.keys() == methods_of(NodePort) | {"open", CLAIM, MAKE, RELEASE, TAKE}
 
 
 async def test_versions_arrive_are_verified_and_the_arena_goes_with_the_publisher(tmp_path: Path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +15,8 @@ from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.publisher.test_remote_node import remote, serving
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.sglang.orders import Report, reports_of, write_report
-from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.errors import ActivationError, ConfigError
+from verl.checkpoint_engine.publisher.host_claims import HostClaims
 from verl.checkpoint_engine.publisher.remote_node import ReportsThere
 from verl.checkpoint_engine.publisher.reports import Reports, ReportsHere
 
@@ -103,3 +107,52 @@ async def test_a_process_that_is_gone_before_ranks_have_answered_is_named(tmp_pa
         await reports.take(directory)
     await node.close()
     assert soon(lambda: left_in(tmp_path) == [])
+
+
+URL = "http://localhost:30000/"
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_server_of_a_host_is_one_publishers_until_that_lets_go_of_it(place: str, tmp_path: Path):
+    async with reports_at(place, tmp_path) as first, reports_at("here", tmp_path) as second:
+        name = await first.claim(URL, "publisher of process 1 on a")
+        assert await first.claim(URL.replace("localhost", "127.0.0.1"), "publisher of process 1 on a") == name
+        with pytest.raises(ConfigError, match="30000/ is written by another: the publisher of process 1 on a. Close"):
+            await second.claim(URL, "second")
+        await second.claim(URL.replace("30000", "30001"), "second")
+        await first.release(URL)
+        await second.claim(URL, "second")
+        with pytest.raises(ConfigError, match="is written by another: the second"):
+            await first.claim(URL, "first")
+        await second.release(URL)
+        await first.claim(URL, "first")
+    assert soon(lambda: left_in(tmp_path) == [])
+
+
+def test_a_claim_ends_with_its_process_though_that_has_forks(tmp_path: Path):
+    program = (
+        "import os, sys, pathlib; from verl.checkpoint_engine.publisher.host_claims import HostClaims\n"
+        "claims = HostClaims(pathlib.Path(sys.argv[1])); claims.claim(sys.argv[2], 'first')\n"
+        "if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
+        "print(flush=True); os.kill(os.getpid(), 9)"
+    )
+    claims = HostClaims(tmp_path)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path), URL], **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.wait() == -signal.SIGKILL
+        claims.claim(URL, "second")
+    claims.close()
+    assert left_in(tmp_path) == []
+
+
+def test_whoever_removes_a_claim_takes_none_that_was_made_meanwhile(tmp_path: Path):
+    first, second = HostClaims(tmp_path), HostClaims(tmp_path)
+    name = first.claim(URL, "first")
+    (tmp_path / name).unlink()
+    second.claim(URL, "second")
+    first.forget()
+    with pytest.raises(ConfigError, match="written by another: the second"):
+        first.claim(URL, "first")
+    second.close()

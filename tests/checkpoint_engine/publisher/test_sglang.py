@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, soon
+from tests.checkpoint_engine.gate import passed_on
+from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
@@ -228,6 +231,43 @@ class TestAgainstSGLang:
                 assert after != before
                 assert (server.version(), server.greedy_tokens(), other.version) == ("4", after, 4)
 
+    def test_a_server_has_one_writer_and_is_named_once(self, server: ServedSGLang, directory: Path, shm: Path):
+        model, other = (AutoModelForCausalLM.from_pretrained(directory) for _ in range(2))
+        nudge(model, 41)
+        with WeightPublisher(model, [server.url]) as publisher, WeightPublisher(other, [server.url]) as second:
+            publisher.push(41)
+            said = server.greedy_tokens()
+            with pytest.raises(ConfigError, match=f"is written by another: the publisher of process {os.getpid()} on"):
+                second.push(42)
+            assert (server.version(), server.greedy_tokens()) == ("41", said)
+            publisher.close()
+            second.push(43)
+            assert (server.version(), server.greedy_tokens()) == ("43", hugging_face_tokens(other))
+        names = [server.url, server.url.replace("127.0.0.1", "localhost")]
+        with (
+            WeightPublisher(model, names) as publisher,
+            pytest.raises(ConfigError, match="are the same server: name it once"),
+        ):
+            publisher.push(44)
+        assert [*shm.iterdir()] == []
+
+    def test_a_publisher_that_is_killed_leaves_it_serving_what_it_names(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        with passed_on(server.url) as gate:
+            command = [sys.executable, "-m", killed_publisher.__name__, gate.url, directory]
+            with subprocess.Popen(command, cwd=ROOT) as process:
+                at_each = iter([lambda: None, process.kill])  # in its second push
+                gate.before = lambda path: next(at_each, lambda: None)() if path == "/pause_generation" else None
+                assert process.wait() == -signal.SIGKILL
+            assert soon(lambda: list(shm.glob("verl-*")) == [])
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        model.load_state_dict(killed_publisher.weights_of(1, directory), strict=False)
+        assert (server.version(), server.greedy_tokens()) == ("1", hugging_face_tokens(model))
+        with WeightPublisher(model, [server.url]) as publisher:
+            publisher.push(51)
+        assert server.version() == "51"
+
     def test_a_server_loads_from_the_memory_of_a_process_beside_it_and_answers_there(
         self, server: ServedSGLang, directory: Path, shm: Path
     ):
@@ -252,11 +292,13 @@ class TestAgainstSGLang:
             with node_process(key, place):
                 publisher.push(34)
                 assert (server.version(), server.greedy_tokens()) == ("34", hugging_face_tokens(model))
+                publisher.close()
                 lacking = dict([*model.named_parameters()][:-1])
                 with WeightPublisher(lacking, [server.url], **across) as other, pytest.raises(SyncAborted) as caught:
                     other.push(35)
                 assert "no tensor fills" in str(caught.value.__cause__)
-                publisher.push(36)
+                with WeightPublisher(model, [server.url], **across) as other:
+                    other.push(36)
         assert soon(lambda: [path.name for path in shm.iterdir()] == [key.name])
 
 

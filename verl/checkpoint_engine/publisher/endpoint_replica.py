@@ -23,13 +23,13 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Server(Protocol):
-    """What a push needs of one. Every method but `activate` blocks."""
+    """What a push needs of one. Methods that are not async block."""
 
     engine: str
 
     def check(self, tensors: Tensors) -> None: ...
-    def claim(self) -> str: ...
-    def release(self) -> None: ...
+    async def claim(self) -> str: ...
+    async def release(self) -> None: ...
     def pause(self, mode: str) -> None: ...
     async def activate(self, arena_path: str, version: int) -> None: ...
     def resume(self) -> None: ...
@@ -46,11 +46,11 @@ class VLLMServer:
     def check(self, tensors: Tensors) -> None:
         self._endpoint.check(None, tensors)
 
-    def claim(self) -> str:
-        return self._endpoint.claim(self._writer)
+    async def claim(self) -> str:
+        return await apart(self._endpoint.claim, self._writer)
 
-    def release(self) -> None:
-        self._endpoint.release(self._writer)
+    async def release(self) -> None:
+        await apart(self._endpoint.release, self._writer)
 
     async def activate(self, arena_path: str, version: int) -> None:
         update = {"arena_path": arena_path, "version": version}
@@ -86,7 +86,8 @@ class EndpointReplica:
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
         self._rescue = rescue
-        self._server: Server = VLLMServer(url, writer or Writer.here("publisher"), timeout_s=timeout_s)
+        self._writer = writer or Writer.here("publisher")
+        self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> None:
         """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
@@ -105,11 +106,11 @@ class EndpointReplica:
         """Claim the server for its writer, or renew the claim; returns the server's identity. It continues to serve.
 
         Raises ConfigError if it belongs to another writer, ActivationError, TransportError."""
-        return await apart(self._server.claim)
+        return await self._server.claim()
 
     async def release(self) -> None:
         """Others may write it. Raises as `claim`."""
-        await apart(self._server.release)
+        await self._server.release()
 
     def _sglang(self) -> SGLangEndpoint:
         return SGLangEndpoint(
@@ -118,6 +119,8 @@ class EndpointReplica:
             check_engine=self._config.check_engine,
             pause_mode=self._config.pause_mode,
             reports=self._reports,
+            host=self.node_index,
+            who=self._writer.who,
         )
 
     async def pause(self, mode: str) -> None:

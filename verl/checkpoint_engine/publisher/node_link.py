@@ -28,7 +28,7 @@ from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, TransportError
 from ..plan.encoded import unpacked
 from ..sync.members import NodePort, methods_of
-from .reports import MAKE, TAKE
+from .reports import CLAIM, MAKE, RELEASE, TAKE
 
 NONCE_NBYTES: Final = 32
 PROOF_NBYTES: Final = 32
@@ -103,6 +103,8 @@ METHODS: dict[str, Signature] = {
     OPEN: Signature([int, CheckpointEngineConfig, str], type(None)),
     MAKE: Signature([], str),
     TAKE: Signature([str], dict[int, bytes]),
+    CLAIM: Signature([str, str], str),
+    RELEASE: Signature([str], type(None)),
     **{name: _signature_of(getattr(NodePort, name)) for name in sorted(methods_of(NodePort))},
 }
 """All that may be called, by name."""

@@ -15,7 +15,7 @@ from ..plan.encoded import unpacked
 from ..support.package import PACKAGE
 from ..sync.members import NodePort, methods_of
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, ask_in
-from .reports import MAKE, TAKE
+from .reports import CLAIM, MAKE, RELEASE, TAKE
 
 GONE = (OSError, EOFError, TransportError)
 COMMAND = f"python -m {PACKAGE}.node"
@@ -158,6 +158,12 @@ class ReportsThere:
 
     async def take(self, directory: str) -> dict[int, bytes]:
         return cast(dict[int, bytes], await self._asked(TAKE, directory))
+
+    async def claim(self, url: str, who: str) -> str:
+        return cast(str, await self._node().ask(CLAIM, (url, who)))
+
+    async def release(self, url: str) -> None:
+        await self._node().ask(RELEASE, (url,))
 
     async def _asked(self, method: str, *arguments: str) -> object:
         try:

@@ -10,9 +10,10 @@ from typing import Protocol
 from ..engines.sglang.orders import read_reports
 from ..errors import ActivationError
 from ..memory.janitor import Janitor
+from .host_claims import HostClaims
 
 PREFIX = "sglang-reports-"
-MAKE, TAKE = "make_reports", "take_reports"
+MAKE, TAKE, CLAIM, RELEASE = "make_reports", "take_reports", "claim", "release"
 """What a process that holds nodes is asked for."""
 
 
@@ -27,6 +28,12 @@ class Reports(Protocol):
         """What each rank has written into `directory`, which is removed."""
         ...
 
+    async def claim(self, url: str, who: str) -> str:
+        """As `HostClaims.claim`, on that host. Raises ConfigError, TransportError."""
+        ...
+
+    async def release(self, url: str) -> None: ...
+
 
 class ReportsHere:
     """Of this host, beside its arenas: whoever maps those sees them. Removed with this process, however it ends."""
@@ -36,6 +43,7 @@ class ReportsHere:
         self._root: Path | None = None
         self._janitor: Janitor | None = None
         self._made: set[str] = set()
+        self._claims = HostClaims(shm_dir)
 
     async def make(self) -> str:
         try:
@@ -59,8 +67,15 @@ class ReportsHere:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
+    async def claim(self, url: str, who: str) -> str:
+        return self._claims.claim(url, who)
+
+    async def release(self, url: str) -> None:
+        self._claims.release(url)
+
     def close(self) -> None:
         """Remove what was not taken. Idempotent."""
+        self._claims.close()
         if self._janitor is not None:
             self._janitor.close()
         self._root = self._janitor = None

@@ -37,9 +37,11 @@ class SGLangEndpoint(HttpServer):
 
     engine = "SGLang"
 
-    def __init__(self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str, reports: Reports) -> None:
-        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. `reports`: of
-        its host. Raises ConfigError for what SGLang has not."""
+    def __init__(
+        self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str, reports: Reports, host: int, who: str
+    ) -> None:
+        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. `host`: its
+        number, and `reports` of it. `who`: its writer. Raises ConfigError for what SGLang has not."""
         super().__init__(url, timeout_s=timeout_s)
         if pause_mode not in MODES:
             raise ConfigError(
@@ -49,7 +51,7 @@ class SGLangEndpoint(HttpServer):
         self._check_engine = check_engine
         self._has_checked = False
         self._ranks = 1
-        self._reports = reports
+        self._reports, self._host, self._who = reports, host, who
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Make sure that it can be told to load a version. Whether that fits its model is found out when it does.
@@ -67,11 +69,12 @@ class SGLangEndpoint(HttpServer):
             raise ConfigError(f"the SGLang at {self.url} runs with {several[0]}={about[several[0]]}, and needs 1")
         self._ranks = about["tp_size"]
 
-    def claim(self) -> str:
-        """Nothing: SGLang's ranks know no writers. Its URL."""
-        return self.url
+    async def claim(self) -> str:
+        """On its host: SGLang's ranks know no writers. Raises ConfigError, TransportError."""
+        return f"{self._host}:{await self._reports.claim(self.url, self._who)}"
 
-    def release(self) -> None: ...
+    async def release(self) -> None:
+        await self._reports.release(self.url)
 
     def pause(self, mode: str) -> None:
         """Stop generating. Idempotent."""

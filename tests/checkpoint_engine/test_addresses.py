@@ -26,7 +26,7 @@ def test_without_one_it_is_that_of_the_interface_or_of_the_default_route():
 
 @pytest.mark.parametrize("host", [ELSEWHERE, "no-such-host.invalid"])
 def test_an_address_of_another_host_is_refused_with_those_of_this_one(host: str):
-    with pytest.raises(ConfigError, match=rf"host={host} is no address of .*; there are: .*127\.0\.0\.1 \(lo\)"):
+    with pytest.raises(ConfigError, match=rf"host={host} is no address of .*; its addresses: .*127\.0\.0\.1 \(lo\)"):
         reached_at(host, None)
 
 

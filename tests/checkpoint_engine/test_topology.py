@@ -161,7 +161,9 @@ def test_every_piece_goes_once_to_every_other_host_and_the_ranks_there_share_the
 
 @pytest.mark.parametrize(("trainers", "nodes", "lonely"), [("a", "ab", "b"), ("ab", "a", "b"), ("ac", "ab", "b, c")])
 def test_hosts_without_a_trainer_rank_or_without_a_node_are_named(trainers, nodes, lonely):
-    with pytest.raises(BackendUnavailable, match=f"needs a trainer rank on every host .*; not so: {lonely}\\."):
+    with pytest.raises(
+        BackendUnavailable, match=f"needs a trainer rank and a rollout node on each host; .*: {lonely}\\."
+    ):
         across_hosts(on_hosts("trainer", trainers), on_hosts("node", nodes))
 
 

@@ -330,9 +330,9 @@ def test_a_directory_without_a_whole_checkpoint_is_an_error(second: Path, tmp_pa
         (["--checkpoint-path", "d"], "give --endpoint"),
         (["--checkpoint-path", "d", "--endpoint", "localhost:8000"], "is not a URL like http://127.0.0.1:8000"),
         (["--load-metas-file", "f", "--endpoint", "http://h", "--update-method", "all"], "must be p2p"),
-        (["--load-metas-file", "f", "--save-metas-file", "g"], "with --load-metas-file another one holds it"),
+        (["--load-metas-file", "f", "--save-metas-file", "g"], "with --load-metas-file another job holds them"),
         (["--checkpoint-path", "d", "--endpoint", "http://h", "--timeout-s", "0"], "--timeout-s must be positive"),
-        (["--checkpoint-path", "d", "--endpoint", "http://h", "http://i"], "fed by 2 ranks, not 1: torchrun"),
+        (["--checkpoint-path", "d", "--endpoint", "http://h", "http://i"], "need 2 ranks, not 1: torchrun"),
         (["--checkpoint-path", "d", "--endpoint", "http://h", "--inference-parallel-size", "0"], "must be 1 or more"),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_quantized_tensor_of_the_version_before_is_found(tried: Activations):
 def test_a_quantized_model_that_cannot_be_compared_serves_nothing(tried: Activations):
     (activation,) = tried["float8 without memory"]
     assert activation.error == "ActivationError"
-    assert "compared with a load from disk before it serves any: a second model needs" in activation.message
+    assert "comparison with a load from disk before it serves: a second model needs" in activation.message
 
 
 def test_a_server_tells_the_longest_time_of_its_ranks_once(tmp_path: Path):

@@ -155,7 +155,7 @@ def test_the_other_modes_sample_dynamically_and_resume_where_they_were(ray_clust
 
 
 def test_a_step_that_finds_too_few_groups_ends_the_run_with_the_reason(ray_cluster, tmp_path, base):
-    with pytest.raises(TooFewGroups, match="after 1 batches, but a step takes 4"):
+    with pytest.raises(TooFewGroups, match="after 1 batches, but a step needs 4"):
         in_process(tmp_path, *base, *FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
 
 

@@ -35,7 +35,7 @@ def test_a_run_that_skips_every_update_ends_and_keeps_the_checkpoints_before(ray
         "trainer.max_actor_ckpt_to_keep=1",
         "trainer.max_skipped_steps=2",
     )
-    with pytest.raises(Diverged, match=r"since step 2 an update was left out in each of 2 steps"):
+    with pytest.raises(Diverged, match=r"since step 2 each of 2 steps skipped an update"):
         in_process(tmp_path, *overrides, trainer_class=Spoiled)
     assert "step 2: 1 of the actor's optimizer steps were left out" in caplog.text
     assert sorted(path.name for path in (tmp_path / "out").glob("global_step_*")) == ["global_step_1", "global_step_2"]

@@ -52,7 +52,7 @@ def test_whichever_host_is_lost_its_ranks_get_their_state_of_the_parity_that_oth
             lost = next(host for host in before if host not in (emptied, died.hosts[0]))
             lost.cut_off()
             output = died.output()
-    assert "the training state in memory outlives the loss of a host: with" in output
+    assert "the training state in memory survives the loss of a host, with" in output
     assert [source for _, source in WENT_ON.findall(output)] == ["from memory", "from memory"], output
     assert seeded.metrics_of(died.output_dir) == seeded.metrics_of(whole.output_dir)
     assert seeded.weights_of(died.output_dir, STEPS) == seeded.weights_of(whole.output_dir, STEPS)

@@ -298,8 +298,8 @@ def test_a_record_that_is_none_is_an_error(config, content):
         (["hf_model", "model", "optimizer", "extra"], ["model", "optimizer", "extra"], None),
         (["model"], ["model"], None),
         (["model"], ["model", "hf_model"], None),
-        (["hf_model"], ["model", "optimizer", "extra"], "=[hf_model] lacks model, optimizer, extra: no run can be"),
-        (["model", "extra"], ["model", "optimizer", "extra"], "=[model,extra] lacks optimizer: no run can be resumed"),
+        (["hf_model"], ["model", "optimizer", "extra"], "=[hf_model] lacks model, optimizer, extra: no run can"),
+        (["model", "extra"], ["model", "optimizer", "extra"], "=[model,extra] lacks optimizer: no run can resume"),
         ([], ["model"], "=[] lacks model"),
     ],
 )

@@ -247,7 +247,7 @@ def warn_of_lacking_contents(key: str, contents: CheckpointConfig) -> None:
     lacking = [part for part in contents.load_contents if part not in (*contents.save_contents, "hf_model")]
     if lacking:
         logger.warning(
-            "%s.save_contents=[%s] lacks %s: no run can be resumed from these checkpoints. Add it, or take it out of "
+            "%s.save_contents=[%s] lacks %s: no run can resume from these checkpoints. Add it, or remove it from "
             "load_contents",
             key,
             ",".join(contents.save_contents),

@@ -59,9 +59,7 @@ def _opened(path: Path) -> Iterator[TextIO | None]:
             except OSError as exc:
                 if exc.errno in _HELD:
                     raise ConfigError(_told(path, file)) from exc
-                logger.warning(
-                    "%s cannot be locked (%s): see yourself that no other run writes there", path, exc.strerror
-                )
+                logger.warning("%s cannot be locked (%s): make sure that no other run writes there", path, exc.strerror)
                 yield None
                 return
             with suppress(FileNotFoundError):

@@ -58,9 +58,9 @@ def test_all_ranks_agree_on_the_size_of_a_bucket(
 
 def test_the_rank_and_the_setting_that_are_short_are_named():
     metas = {0: meta_of(0, [100])}
-    with pytest.raises(ConfigError, match="'w0.0.0' has 100 bytes, but a bucket may have 50 on rank 1: set PS_MAX_BUC"):
+    with pytest.raises(ConfigError, match="'w0.0.0' has 100 bytes, more than a bucket of rank 1 .50.: set PS_MAX_BUC"):
         choose_bucket_size({0: 9999, 1: 9999}, {0: 9999, 1: 50}, metas)
-    with pytest.raises(ConfigError, match="two buckets have to hold it, but rank 1 can use 199 bytes of its device"):
+    with pytest.raises(ConfigError, match="so two buckets need twice that, but rank 1 can use 199 bytes of its device"):
         choose_bucket_size({0: 9999, 1: 199}, {0: 9999, 1: 9999}, metas)
 
 

@@ -43,7 +43,9 @@ def test_a_second_publisher_is_told_whose_a_server_is_until_the_first_is_closed(
     with WeightPublisher(tensors(1), [url]) as first:
         first.push(100)
         with WeightPublisher(tensors(2), [url]) as second:
-            with pytest.raises(ConfigError, match=rf"{url} is written by another: the publisher of process \d+ on "):
+            with pytest.raises(
+                ConfigError, match=rf"{url} belongs to another publisher: the publisher of process \d+ on "
+            ):
                 second.push(100)
             assert_serves(vllm, 100, 1)
             first.push(101)
@@ -56,7 +58,7 @@ def test_update_is_told_whose_a_server_is(served: Served, shm: Path):
     vllm, url = served
     with WeightPublisher(tensors(1), [url]) as publisher:
         publisher.push(1)
-        with pytest.raises(ConfigError, match="is written by another: the publisher"):
+        with pytest.raises(ConfigError, match="belongs to another publisher: the publisher"):
             Endpoint(url, timeout_s=60).update({}, "2")
         assert_serves(vllm, 1, 1)
 
@@ -117,7 +119,7 @@ def test_what_workers_have_loaded_is_compared_with_what_was_pushed(served: Serve
         with WeightPublisher(tensors(1), [url]) as publisher:
             publisher.push(1)
             vllm.misleads = str(misleads)
-            with pytest.raises(SyncAborted, match="have loaded other weights as version 2 than those that were pushed"):
+            with pytest.raises(SyncAborted, match="loaded other weights as version 2 than the pushed ones"):
                 publisher.push(2)
             vllm.misleads = ""
             publisher.push(3)
@@ -134,7 +136,7 @@ def test_answers_that_lag_are_found_out_before_anything_is_paused(shm: Path):
             ConfigError, match="do not say what they hold .*without a matching start.*: restart the server"
         ):
             publisher.push(2)
-        with pytest.raises(ActivationError, match="answer a question that was asked before"):
+        with pytest.raises(ActivationError, match="return the answer of an earlier call"):
             publisher.push(2)
         assert "/pause" not in vllm.log
         vllm.start()
@@ -225,7 +227,7 @@ def test_answers_that_lag_behind_a_call_that_returns_nothing_are_named(shm: Path
         with pytest.raises(ActivationError):
             vllm.rpc("start")
         vllm.workers[1].unread[0] = (True, None)  # and the refusal itself has been read meanwhile
-        with pytest.raises(ActivationError, match="a refusal has left answers unread. Restart the server"):
+        with pytest.raises(ActivationError, match="a refused call left answers unread. Restart the server"):
             publisher.push(1)
 
 

@@ -166,7 +166,9 @@ class TestAgainstVLLM:
         nudge(model, 20)
         with WeightPublisher(model, [server.url]) as publisher, WeightPublisher(other, [server.url]) as second:
             publisher.push(100)
-            with pytest.raises(ConfigError, match=f"is written by another: the publisher of process {os.getpid()} on"):
+            with pytest.raises(
+                ConfigError, match=f"belongs to another publisher: the publisher of process {os.getpid()} on"
+            ):
                 second.push(100)
             assert_serves(server, model, directory)
             server.call("/start_weight_update", {})

@@ -73,10 +73,10 @@ async def test_only_a_directory_that_was_made_for_answers_is_read_and_only_once(
     async with reports_at(place, tmp_path) as reports:
         made = await reports.make()
         for strange in (str(other), f"{made}/../../other", ""):
-            with pytest.raises(ActivationError, match="no answers of SGLang's ranks were asked for in"):
+            with pytest.raises(ActivationError, match="no answers of SGLang's ranks were requested in"):
                 await reports.take(strange)
         await reports.take(made)
-        with pytest.raises(ActivationError, match="no answers of SGLang's ranks were asked for in"):
+        with pytest.raises(ActivationError, match="no answers of SGLang's ranks were requested in"):
             await reports.take(made)
     assert soon(lambda: left_in(tmp_path) == [other, other / "0.json"])
 

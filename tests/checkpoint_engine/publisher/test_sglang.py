@@ -346,7 +346,7 @@ ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size"
     ("about", "config", "message"),
     [
         ({"custom_weight_loader": []}, {}, f"cannot take our weights: start it with {FLAG}"),
-        ({"tp_size": None}, {}, "does not say how many ranks it has"),
+        ({"tp_size": None}, {}, "does not report its number of ranks"),
         ({"dp_size": 2}, {}, "runs with dp_size=2, and needs 1"),
         ({}, {"pause_mode": "wait"}, "pause_mode=wait: .* needs keep or abort"),
     ],
@@ -373,7 +373,7 @@ def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_bef
     tensors = {"a": ("float32", (1,))}
     url = f"http://127.0.0.1:{free_port()}"
     said = (
-        f"no server of vLLM or SGLang answers at {url} (Connection refused): start it, or take it out of the endpoints"
+        f"no server of vLLM or SGLang answers at {url} (Connection refused): start it, or remove it from the endpoints"
     )
     with pytest.raises(TransportError, match=f"^{re.escape(said)}$"):
         asyncio.run(replica(url).check(tensors))

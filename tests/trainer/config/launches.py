@@ -262,7 +262,7 @@ LAUNCHES = (
         "reward.reward_model.rollout.name=vllm reward.reward_model.rollout.gpu_memory_utilization=0.8 "
         "reward.reward_model.rollout.tensor_model_parallel_size=1 reward.reward_model.rollout.prompt_length=2048 "
         "reward.reward_model.rollout.skip_tokenizer_init=False reward.num_workers=8",
-        said="the model has no head that gives a score",
+        said="the model has no score head",
     ),
     Launch(
         "a reward model with keys of engines that shard it",
@@ -396,7 +396,7 @@ LAUNCHES = (
         "engines in float8 that nothing accounts for",
         "hybrid",
         f"{GRPO} {R}.quantization=fp8 {R}.quantization_config_file=null",
-        said="nothing accounts for it: algorithm.rollout_correction.rollout_is=token would",
+        said="sampled from rounded weights, without correction: algorithm.rollout_correction.rollout_is=token would",
     ),
     Launch(
         "engines in float8 of another width",

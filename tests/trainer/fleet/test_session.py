@@ -163,7 +163,7 @@ def test_the_ray_of_the_environment_is_joined_unless_the_run_names_one(
             "127.0.0.1:1",
             "^RAY_ADDRESS=127.0.0.1:1: no Ray can be reached there: .*set ray_kwargs.ray_init.address=local",
         ),
-        ("http://127.0.0.1:8265", "^RAY_ADDRESS=http://127.0.0.1:8265 is where jobs are submitted; .*host:port"),
+        ("http://127.0.0.1:8265", "^RAY_ADDRESS=http://127.0.0.1:8265 is the address for job submission; .*host:port"),
     ],
 )
 def test_a_ray_of_the_environment_that_cannot_be_joined_is_told_before_anything_starts(monkeypatch, variable, message):

@@ -75,10 +75,10 @@ def test_a_teacher_has_the_engines_that_its_devices_allow(keys, device, engines)
     ("keys", "said"),
     [
         (["distillation.nnodes=0"], "needs distillation.nnodes, 1 or more"),
-        ([f"{TEACHERS}.two.key=null"], "two.key must say which samples are its own"),
+        ([f"{TEACHERS}.two.key=null"], "two.key must select its samples"),
         ([f"{TEACHERS}.two.key=math"], "one.key=math is another teacher's, too"),
         ([f"{TEACHERS}.two.num_replicas=0"], "two.num_replicas must say how many"),
-        ([f"{TEACHERS}.teacher_model.model_path=x"], "teacher_model is the name of a teacher that is alone"),
+        ([f"{TEACHERS}.teacher_model.model_path=x"], "teacher_model is the name of a single teacher"),
         ([f"{TEACHERS}.one.inference.expert_parallel_size=4"], "expert_parallel_size=4 is neither 1 nor tensor_model"),
         ([f"{TEACHERS}.one.inference.engine_kwargs.sglang.x=1"], "engine_kwargs.sglang: teachers are served by vllm"),
         (["trainer.device=cuda"], "are 8 devices, and the replicas of distillation.teacher_models have 4"),

@@ -26,7 +26,7 @@ def test_so_many_steps_in_a_row_without_an_update_end_a_run(caplog: pytest.LogCa
         "step 5: 1 of the critic's optimizer steps were left out: the gradients' norm is not finite, though the loss "
         "is",
     ]
-    with pytest.raises(Diverged, match=r"since step 5 an update was left out in each of 3 steps: not finite are"):
+    with pytest.raises(Diverged, match=r"since step 5 each of 3 steps skipped an update: not finite are"):
         skipped.look(7, BAD)
 
 

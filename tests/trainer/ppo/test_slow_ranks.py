@@ -31,7 +31,7 @@ def test_a_rank_that_is_slow_for_several_steps_is_named_once(look, caplog):
         metrics = look(ranks(1.0, 1.1, 2.0, 0.9))
         assert len(warnings(caplog)) == (step + 1 >= STEPS)
     assert warnings(caplog) == [
-        f"trainer rank 2 (pid 102 on 10.0.0.2) is slow: in {PHASE} it takes 2.0 times as long for a token as the "
+        f"trainer rank 2 (pid 102 on 10.0.0.2) is slow: in {PHASE} it takes 2.0 times as long per token as the "
         f"others, which wait for it (median of {STEPS} steps; trainer/slowness/{PHASE})"
     ]
     assert metrics[f"trainer/slowest_rank/{PHASE}"] == 2

@@ -180,7 +180,7 @@ def test_a_model_with_a_head_is_not_for_sglang(tmp_path):
             "reward_model.rollout.name=sglang",
         ]
     )
-    with pytest.raises(ConfigError, match=r"name=sglang: .* has a head that gives a score.* set it to vllm"):
+    with pytest.raises(ConfigError, match=r"name=sglang: .* has a score head.* set it to vllm"):
         reward_function(config)
 
 
@@ -224,7 +224,7 @@ def test_a_function_that_cannot_ask_the_reward_model_is_refused(tmp_path):
 
 def test_a_model_without_a_head_needs_a_function_that_asks_it(tmp_path):
     config = load_config(["reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen2"])
-    with pytest.raises(ConfigError, match=r"no head .* custom_reward_function\.path"):
+    with pytest.raises(ConfigError, match=r"no score head.* custom_reward_function\.path"):
         reward_function(config)
     file = tmp_path / "judge.py"
     file.write_text("async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_address): ...\n")

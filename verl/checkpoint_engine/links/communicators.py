@@ -159,7 +159,7 @@ class Nccl(_OverDevice):
         if not dist.is_nccl_available() or not torch.cuda.is_available():
             raise BackendUnavailable(
                 "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
-                f"rollout node: {extra('cuda')}; without a device use checkpoint_engine.backend=gloo"
+                f"rollout node: {extra('cuda')}. Without a device use checkpoint_engine.backend=gloo"
             )
         super().__init__(options, "cuda")
 

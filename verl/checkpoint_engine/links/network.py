@@ -17,8 +17,8 @@ def reached_at(host: str | None, interface: str | None) -> str:
     if not _is_here(host):
         addresses = (f"{address} ({name})" for _, name in socket.if_nameindex() if (address := _address_of(name)))
         raise ConfigError(
-            f"host={host} is no address of {socket.gethostname()}; there are: {', '.join(addresses)}. "
-            "Where members are on several hosts, choose a network interface instead"
+            f"host={host} is no address of {socket.gethostname()}; its addresses: {', '.join(addresses)}. "
+            "For members on several hosts choose a network interface instead"
         )
     return host
 

@@ -68,9 +68,7 @@ def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str
     Raises RuntimeError if there is no device, ValueError if ranks cannot be divided evenly among `devices`.
     """
     if not devices:
-        raise RuntimeError(
-            "no RDMA device on this host: use TCP, or set PS_P2P_STORE_RDMA_DEVICES to the devices that there are"
-        )
+        raise RuntimeError("no RDMA device on this host: use TCP, or set PS_P2P_STORE_RDMA_DEVICES to existing devices")
     if not 0 <= local_rank < device_count:
         raise ValueError(f"local rank {local_rank} is not one of {device_count} ranks on this host")
     if len(devices) > device_count or device_count % len(devices):

@@ -269,9 +269,9 @@ def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> 
     if needed > free:
         who = "the node arena needs" if arenas == 1 else f"{arenas} node arenas on one host need"
         raise ConfigError(
-            f"{who} {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir} on {socket.gethostname()}, "
-            f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free some, enlarge the file system, "
-            "or set checkpoint_engine.slots=1 to halve the need"
+            f"{who} {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir} on {socket.gethostname()}; "
+            f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free memory, enlarge the file system, "
+            "or set checkpoint_engine.slots=1, which needs half"
         )
 
 

@@ -92,8 +92,8 @@ def warm_up() -> None:
         delta_codec.warm()
     except (ImportError, RuntimeError, OSError) as exc:
         raise BackendUnavailable(
-            f"checkpoint_engine.delta: numba cannot compile it: {type(exc).__name__}: {exc}. Install numba, and let "
-            "NUMBA_CACHE_DIR be a folder that can be written, or set checkpoint_engine.delta=off"
+            f"checkpoint_engine.delta: numba cannot compile it: {type(exc).__name__}: {exc}. Install numba, and set "
+            "NUMBA_CACHE_DIR to a writable folder, or set checkpoint_engine.delta=off"
         ) from exc
     _warm.set()
 

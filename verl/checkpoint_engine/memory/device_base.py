@@ -55,8 +55,8 @@ def device_base_for(source: WeightSource, region: PackedRegion) -> DeviceBase | 
     free, _ = torch.get_device_module(device).mem_get_info(device)
     if region.bytes.nbytes > LARGEST_SHARE * free:
         logger.info(
-            "deltas are made on the host: the last version would take %.2f GiB of %s, more than a tenth of the "
-            "%.2f GiB that it has free",
+            "the host compares versions for deltas: the last version needs %.2f GiB of %s, more than a tenth of its "
+            "%.2f GiB of free memory",
             region.bytes.nbytes / 2**30,
             device,
             free / 2**30,
@@ -103,7 +103,9 @@ class DeviceBase:
         self.compared_s = time.perf_counter() - start_s
         digests = PieceDigests.none_of(len(before))
         if not all(self._change(changes, before, deltas, digests) for changes in found):
-            logger.warning("the copy of the last version on this host is not what was published; it is made anew")
+            logger.warning(
+                "the copy of the last version on this host differs from the published one; it is copied again"
+            )
             deltas.give_up()
             return self._all(start_s)
         nbytes = int(self._region.extents.nbytes.sum())

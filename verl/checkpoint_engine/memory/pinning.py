@@ -51,8 +51,8 @@ class Pinned:
             error = cudart.cudaHostRegister(start, end - start, flags)
             if int(error) != 0:
                 logger.warning(
-                    "%d bytes of host memory cannot be pinned (%s): copies between device and host are slower. Files "
-                    "must be in shared memory (tmpfs), and `ulimit -l` or the container may limit locked memory",
+                    "%d bytes of host memory cannot be pinned (%s), so copies between device and host are slower. "
+                    "Only files in shared memory (tmpfs) can be; `ulimit -l` or the container may limit it",
                     end - start,
                     cudart.cudaGetErrorString(error),
                 )

@@ -100,7 +100,7 @@ def _check_metas(
     held = metas[own.rank].incarnation if own.rank in metas else 0
     if absent or held != own.incarnation:
         raise ConfigError(
-            f"a broadcast of {name!r} needs all its owners as they were when metas were gathered, but "
+            f"a broadcast of {name!r} needs all its owners with the memory of the gathered metas, but "
             + (f"ranks {absent} are not among {ranks}" if absent else f"rank {own.rank} has other memory now")
             + ": gather again, or name the receiving ranks"
         )

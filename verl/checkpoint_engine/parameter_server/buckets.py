@@ -54,7 +54,7 @@ def choose_bucket_size(
     if most < largest.nbytes:
         strictest = min(max_nbytes, key=lambda rank: max_nbytes[rank])
         raise ConfigError(
-            f"tensor {largest.name!r} has {largest.nbytes} bytes, but a bucket may have {most} on rank {strictest}: "
+            f"tensor {largest.name!r} has {largest.nbytes} bytes, more than a bucket of rank {strictest} ({most}): "
             f"set PS_MAX_BUCKET_SIZE_GB to at least {largest.nbytes / 2**30:.3f}"
         )
     for parts in (3, 2):
@@ -62,8 +62,8 @@ def choose_bucket_size(
         if nbytes >= largest.nbytes and nbytes > 0:
             return BucketSize(nbytes=nbytes, staged=parts == 3)
     raise ConfigError(
-        f"tensor {largest.name!r} has {largest.nbytes} bytes and two buckets have to hold it, but rank {short} can use "
-        f"{usable_nbytes[short]} bytes of its device: free some, or raise mem_fraction"
+        f"tensor {largest.name!r} has {largest.nbytes} bytes, so two buckets need twice that, but rank {short} can use "
+        f"{usable_nbytes[short]} bytes of its device: free memory, or raise mem_fraction"
     )
 
 

@@ -122,8 +122,8 @@ def _obtain(
     free = free_host_nbytes()
     if needed > free:
         raise ConfigError(
-            f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB) of host memory on this rank, {free} bytes "
-            f"({free / 2**30:.2f} GiB) are free: use more hosts, or unregister a checkpoint that is not needed"
+            f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB) of host memory on this rank; {free} bytes "
+            f"({free / 2**30:.2f} GiB) are free. Use more hosts, or unregister an unused checkpoint"
         )
     pinned = resolve_device() != "cpu"
     return [reuse.get(layout) or _allocate(layout, pinned=pinned) for layout in layouts]

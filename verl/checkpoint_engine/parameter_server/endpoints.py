@@ -51,7 +51,7 @@ class Endpoint(HttpServer):
         if workers != everybody:
             raise ConfigError(
                 f"the server at {self.url} runs {everybody // workers} data-parallel engines: start one server for "
-                "each, and name all of them as endpoints"
+                "each, and list all of them as endpoints"
             )
         if parallel_size is not None and workers != parallel_size:
             raise ConfigError(

@@ -85,7 +85,7 @@ class Sources:
         _, _, version = memory.view(torch.int64)[:3].tolist()
         if version != meta.incarnation:
             raise TransportError(
-                f"rank {owner} at {meta.p2p_address} no longer holds what it held when metas were gathered: "
+                f"rank {owner} at {meta.p2p_address} no longer holds the memory of the gathered metas: "
                 "gather, or save, its metas again"
             )
 

@@ -54,8 +54,8 @@ def meeting_place(master: str | None) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(
-            f"the ranks of a ParameterServer meet at MASTER_ADDR and MASTER_PORT, now {place!r}: set both, "
-            "start under torchrun, or give master='host:port'"
+            f"the ranks of a ParameterServer connect to MASTER_ADDR and MASTER_PORT, now {place!r}: set both, "
+            "start under torchrun, or pass master='host:port'"
         )
     return host, int(port)
 

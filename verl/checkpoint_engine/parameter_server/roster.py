@@ -231,7 +231,7 @@ class Roster:
             self._note_failure(exc)
         except RuntimeError as exc:
             if not self._left.is_set():
-                gone = TransportError(f"the store in which the ranks meet is gone ({exc}): its process has ended")
+                gone = TransportError(f"the ranks' shared store is gone ({exc}): its process has ended")
                 self._note_failure(gone)
 
     def _open_session(self) -> str:
@@ -321,7 +321,7 @@ def _text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as exc:
-        raise TransportError(f"the store in which the ranks meet holds something that no rank wrote: {exc}") from exc
+        raise TransportError(f"the ranks' shared store holds something that no rank wrote: {exc}") from exc
 
 
 def _error_of(rank: int, failure: _Failure) -> CheckpointEngineError:

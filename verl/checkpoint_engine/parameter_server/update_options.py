@@ -74,7 +74,9 @@ def _check(options: Options) -> None:
     if not options.endpoints and options.save_metas_file is None:
         raise ConfigError("give --endpoint, the URL of an engine to update, or --save-metas-file to hold for others")
     if options.load_metas_file is not None and options.save_metas_file is not None:
-        raise ConfigError("--save-metas-file writes what this job holds; with --load-metas-file another one holds it")
+        raise ConfigError(
+            "--save-metas-file needs weights held by this job; with --load-metas-file another job holds them"
+        )
     if options.load_metas_file is not None and options.methods != ("p2p",):
         raise ConfigError("with --load-metas-file the weights are another job's: --update-method must be p2p")
     if options.parallel_size < 1:
@@ -86,7 +88,7 @@ def _check(options: Options) -> None:
     many = options.world_size > options.num_workers > 0 and "broadcast" in options.methods
     if few or many:
         raise ConfigError(
-            f"{len(options.endpoints)} endpoints of --inference-parallel-size {options.parallel_size} are fed by "
+            f"{len(options.endpoints)} endpoints of --inference-parallel-size {options.parallel_size} need "
             f"{options.num_workers} ranks, not {options.world_size}: torchrun --nproc-per-node {options.num_workers} "
             f"-m {PACKAGE}.update ..." + (", or --update-method p2p" if many else "")
         )

@@ -174,7 +174,7 @@ def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
         raise ActivationError(f"the workers of {url} do not say what they hold: {said!r:.300}", member=url) from exc
     if not answers or any(answer.number != order.number for answer in answers):
         raise ActivationError(
-            f"the workers of {url} answer a question that was asked before: a refusal has left answers unread. "
+            f"the workers of {url} return the answer of an earlier call: a refused call left answers unread. "
             "Restart the server",
             member=url,
         )
@@ -188,8 +188,8 @@ def require_own(answers: Sequence[Answer], writer: Writer, url: str) -> None:
     others = [answer.claimed_by for answer in answers if answer.claimed_by and answer.claimed_by.id != writer.id]
     if others:
         raise ConfigError(
-            f"the server at {url} is written by another: the {others[0].who}. Close that one first; if it is gone, its "
-            f"claim ends within {LEASE_S:g} s",
+            f"the server at {url} belongs to another publisher: the {others[0].who}. Close that one first. If it is "
+            f"gone, its claim ends within {LEASE_S:g} s",
             member=url,
         )
 

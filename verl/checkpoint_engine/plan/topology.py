@@ -94,8 +94,8 @@ def across_hosts(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topolog
     hosts = {node.host for node in nodes}
     if lonely := sorted(hosts ^ ranks.keys()):
         raise BackendUnavailable(
-            "checkpoint_engine.backend=naive needs a trainer rank on every host that has a rollout node, and the other "
-            f"way round; not so: {', '.join(lonely)}. Choose a backend that crosses hosts"
+            "checkpoint_engine.backend=naive needs a trainer rank and a rollout node on each host; these have only one "
+            f"of them: {', '.join(lonely)}. Choose a backend that crosses hosts"
         )
     audience = {
         trainer.name: tuple(there[place % len(there)].name for other, there in ranks.items() if other != host)

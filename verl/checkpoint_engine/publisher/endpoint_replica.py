@@ -58,7 +58,7 @@ class VLLMServer:
         digest = await apart(committed_digest, arena_path, version)
         if digest is not None and loaded != digest:
             raise ActivationError(
-                f"its workers have loaded other weights as version {version} than those that were pushed "
+                f"its workers loaded other weights as version {version} than the pushed ones "
                 f"(digest {loaded}, not {digest})",
                 version=version,
                 phase="activate",
@@ -99,7 +99,7 @@ class EndpointReplica:
             await apart(self._server.check, tensors)
         except TransportError as exc:
             raise TransportError(
-                f"no {sought} answers at {self.name} ({exc.message}): start it, or take it out of the endpoints"
+                f"no {sought} answers at {self.name} ({exc.message}): start it, or remove it from the endpoints"
             ) from exc
 
     async def claim(self) -> str:

@@ -52,8 +52,8 @@ class Hosts:
         if addresses & own or any(ipaddress.ip_address(address).is_loopback for address in addresses):
             return HERE
         raise ConfigError(
-            f"{url} is not on this host ({socket.gethostname()}), and no rollout node is named for its own: an engine "
-            f"maps the memory from which it loads. Run `{COMMAND} --key-file F` there, and name it in nodes"
+            f"{url} is not on this host ({socket.gethostname()}), and nodes has no rollout node on its host. An engine "
+            f"needs one to load from. Run `{COMMAND} --key-file F` there, and add it to nodes"
         )
 
     def node(self, index: int) -> NodePort:

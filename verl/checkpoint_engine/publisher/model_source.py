@@ -106,7 +106,7 @@ class ModelSource:
         if not (-most <= low and high <= most):  # nothing compares with NaN
             raise ConfigError(
                 f"{name} has {named_extremes(low, high)}, which is not finite in {self._by_name[name].dtype}: an "
-                "update before it went wrong. allow_nonfinite=True pushes it all the same"
+                "earlier update failed. allow_nonfinite=True pushes it anyway"
             )
 
     def _values(self, shard: Shard) -> torch.Tensor:

@@ -52,7 +52,7 @@ async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
         async with asyncio.timeout(HANDSHAKE_S):
             link = await let_in(reader, writer, key)
     except (OSError, EOFError, TimeoutError, TransportError) as exc:
-        logger.warning("%s was not let in: %s", peer, getattr(exc, "message", "it does not say the key"))
+        logger.warning("%s was not let in: %s", peer, getattr(exc, "message", "it does not have the key"))
         return
     logger.info("publisher %s: connected", peer)
     held = HeldNode(link, shm_dir)

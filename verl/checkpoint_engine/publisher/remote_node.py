@@ -61,7 +61,7 @@ class RemoteNode:
         except (*GONE, TimeoutError) as exc:
             why = "it says nothing" if isinstance(exc, TimeoutError | EOFError) else getattr(exc, "message", str(exc))
             raise TransportError(
-                f"no rollout node can be had at {self._at}: {why}. Is `{COMMAND}` running there, with the same key?",
+                f"no rollout node is available at {self._at}: {why}. Is `{COMMAND}` running there, with the same key?",
                 member=self.name,
             ) from exc
         self._reading = asyncio.create_task(self._read(link))

@@ -58,7 +58,7 @@ class ReportsHere:
 
     async def take(self, directory: str) -> dict[int, bytes]:
         if directory not in self._made:
-            raise ActivationError(f"no answers of SGLang's ranks were asked for in {directory}")
+            raise ActivationError(f"no answers of SGLang's ranks were requested in {directory}")
         self._made.remove(directory)
         try:
             return read_reports(Path(directory))

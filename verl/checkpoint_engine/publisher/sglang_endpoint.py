@@ -61,7 +61,7 @@ class SGLangEndpoint(HttpServer):
         about = self.call("GET", "/server_info", timeout_s=TEST_TIMEOUT_S)
         if not isinstance(about, dict) or not isinstance(about.get("tp_size"), int):
             raise ConfigError(
-                f"the SGLang at {self.url} does not say how many ranks it has; 0.5.23, which was tried, does"
+                f"the SGLang at {self.url} does not report its number of ranks; 0.5.23, which was tested, does"
             )
         if LOADER not in (about.get("custom_weight_loader") or ()):
             raise ConfigError(f"the SGLang at {self.url} cannot take our weights: start it with {FLAG}")

@@ -117,7 +117,7 @@ def attach(sock: socket.socket, filter_: Sequence[Instruction]) -> None:
             struct.pack("HxxxxxxP", len(filter_), ctypes.addressof(instructions)),
         )
     except OSError as exc:
-        raise Unguarded(f"this kernel keeps no strangers from a listening socket: {exc}") from exc
+        raise Unguarded(f"this kernel cannot restrict who connects to a listening socket: {exc}") from exc
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,8 @@ class CheckpointEngineManager:
                 if not self.late_nodes:
                     raise ConfigError(
                         f"checkpoint_engine.backend={self._config.backend}: a rollout node cannot join after the first "
-                        "sync, because nodes of this backend cannot fetch a version by themselves. Those of tcp, nixl, "
-                        "mooncake and kimi_ckpt_engine can"
+                        "sync, because its nodes cannot fetch a version alone. Use tcp, nixl, mooncake or "
+                        "kimi_ckpt_engine"
                     )
                 calls = {node.name: self._membership.join(node, self._held) for node in added}
                 failures = await each_within(

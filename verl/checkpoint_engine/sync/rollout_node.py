@@ -104,7 +104,7 @@ class RolloutNode(Participant):
         is_few = len(wrong) <= max(len(manifest.plan) // REPAIRED_OF, 1)
         if is_few and self._engine.repair_weights(manifest.version, self._open_arena, wrong):
             logger.warning(
-                "version %d: %s fetched %d pieces again, which were not what the trainer sent: %s",
+                "version %d: %s fetched %d pieces again, which differed from the trainer's: %s",
                 manifest.version,
                 self.name,
                 len(wrong),

@@ -242,8 +242,8 @@ def _no_such_file(message: str) -> str:
     section, value, files = found.groups()
     key = next((name for name in ("backend", "name", "tool") if f"{section}.{name}" in keys()), "<key>")
     return (
-        f"{section} is a section of keys, and there is no file {section}/{value}.yaml to take them from (there is "
-        f"{files}). One key of it is set as {section}.{key}={value}"
+        f"{section} is a section of keys, and no file {section}/{value}.yaml has values for it (files: {files}). "
+        f"To set one of its keys: {section}.{key}={value}"
     )
 
 

@@ -221,7 +221,7 @@ class MemoryCheckpoint:
             sizes: list[int] = [await reference for reference in asked]
         if with_plans:
             logger.info(
-                "the training state in memory outlives the loss of a host: with %s of parity, in %.1f s",
+                "the training state in memory survives the loss of a host, with %s of parity, computed in %.1f s",
                 ", ".join(f"{_told(size)} on {keeper.address}" for keeper, size in zip(keepers, sizes, strict=True)),
                 time.monotonic() - began_s,
             )
@@ -276,13 +276,13 @@ class MemoryCheckpoint:
             raise
         self._keepers, self._is_protected, self._step = keepers, None, found.step
         end(before)
-        logger.info("the training state after step %d was brought to the hosts where the ranks are now", found.step)
+        logger.info("the training state after step %d was copied to the hosts of the new ranks", found.step)
         return found.step
 
     def _reshard(self, step: int) -> int:
         """Have ranks that are more or fewer than before take their parts. Raises what keepers and ranks raise."""
         if any(one.places is None for one in self._described):
-            raise TransportError("the training engine has no `places`, which tell what another number of ranks takes")
+            raise TransportError("the training engine has no `places`, which another number of ranks needs")
         found, processes = self._find(step), self._ranks().processes
         hosts = [processes[rank].address for rank in sorted(processes)]
         lent = self._lent(found, hosts)
@@ -300,7 +300,9 @@ class MemoryCheckpoint:
         each = [[left[rank] for rank in sorted(left)]] * len(hosts)
         self._ranks().check_resharded(each, hosts)  # before any of them changes anything
         self._ranks().restore_resharded(each, hosts, [found.step] * len(hosts))
-        logger.info("%d ranks have taken what %d left in memory after step %d", len(hosts), len(left), found.step)
+        logger.info(
+            "%d ranks restored the state that %d stored in memory after step %d", len(hosts), len(left), found.step
+        )
         return found.step
 
     def _find(self, step: int) -> Found:
@@ -371,10 +373,12 @@ async def until_kept(kept: Future[None], version: int) -> None:
             await asyncio.shield(asyncio.wrap_future(kept))
     except TimeoutError as exc:
         raise TransportTimeout(
-            f"the trainer ranks have not left their state in memory within {KEEPS_WITHIN_S:g} s", version=version
+            f"the trainer ranks did not store their state in memory within {KEEPS_WITHIN_S:g} s", version=version
         ) from exc
     except WorkerGroupError as exc:
-        raise TransportError("the trainer ranks died before their state was in memory", version=version) from exc
+        raise TransportError(
+            "the trainer ranks died before they stored their state in memory", version=version
+        ) from exc
     except Exception:
         logger.debug("version %d has no state in memory", version, exc_info=True)
 

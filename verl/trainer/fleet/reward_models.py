@@ -45,8 +45,8 @@ def reward_function(config: PPOConfig) -> RewardFunction:
         return AskedFunction(function, addresses_file(config), str(path))
     if not has_head(config, path):
         raise ConfigError(
-            f"{KEY}.model.path={settings.model.path}: the model has no head that gives a score; name the function that "
-            "asks it in custom_reward_function.path"
+            f"{KEY}.model.path={settings.model.path}: the model has no score head; set custom_reward_function.path to "
+            "the function that calls it"
         )
     return ScoredByModel(addresses_file(config), settings.timeout_s)
 
@@ -72,8 +72,8 @@ def require_engine(config: PPOConfig, path: Path) -> None:
     name = config.reward_model.rollout.name
     if name == "sglang" and has_head(config, path):
         raise ConfigError(
-            f"{KEY}.rollout.name=sglang: {config.reward_model.model.path} has a head that gives a score, and SGLang "
-            "adds to some (Qwen2's, Qwen3's) a bias that no checkpoint has: set it to vllm, which serves all of them"
+            f"{KEY}.rollout.name=sglang: {config.reward_model.model.path} has a score head, and SGLang adds to "
+            "some heads (Qwen2's, Qwen3's) a bias that no checkpoint has: set it to vllm, which serves all of them"
         )
     RolloutReplicaRegistry.get(name)
 

@@ -101,8 +101,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     address, said_by = address_of(arguments)
     if address.startswith(("http://", "https://")):
         raise ConfigError(
-            f"{said_by}={address} is where jobs are submitted; a run joins a Ray by host:port, or auto. "
-            f"Start it with `ray job submit`, or set {KEY}.address, to local for a Ray of its own"
+            f"{said_by}={address} is the address for job submission; a run connects to host:port, or auto. "
+            f"Start it with `ray job submit`, or set {KEY}.address (local: a Ray of its own)"
         )
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():

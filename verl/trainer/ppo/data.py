@@ -110,7 +110,7 @@ def require_rewards(dataset: Any, key: str) -> None:
         if source.without_truth:
             raise ConfigError(
                 f"{source.first}: reward_model.ground_truth is empty in {source.without_truth} of the {source.count} "
-                f"samples of {key}={name!r}: no response to them could be right"
+                f"samples of {key}={name!r}, so no response could be right"
             )
 
 

@@ -86,8 +86,8 @@ class DynamicBatch:
         if not self.is_full and self.drawn_batches >= self.max_batches:
             raise TooFewGroups(
                 f"{self.kept_groups} of {self.drawn_groups} prompts have responses that differ in "
-                f"{KEY}.metric={self.metric} after {float(self.drawn_batches):g} batches, but a step takes "
-                f"{self.wanted}: they are too easy or too hard for the model, or {KEY}.max_num_gen_batches is too small"
+                f"{KEY}.metric={self.metric} after {float(self.drawn_batches):g} batches, but a step needs "
+                f"{self.wanted}. The prompts are too easy or too hard, or {KEY}.max_num_gen_batches is too small"
             )
         logger.info("%d of %d groups after %g batches", self.kept_groups, self.wanted, float(self.drawn_batches))
         return {uids[rows[0]] for rows in differing}

@@ -93,7 +93,7 @@ def _correction(config: PPOConfig) -> str:
     if by_ratio or config.algorithm.rollout_correction.rollout_is is not None:
         return ", which rollout correction accounts for"
     return (
-        "; responses are sampled from rounded weights, and nothing accounts for it: "
+        "; responses are sampled from rounded weights, without correction: "
         "algorithm.rollout_correction.rollout_is=token would"
     )
 

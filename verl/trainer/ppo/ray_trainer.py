@@ -410,7 +410,7 @@ class RayPPOTrainer:
         Raises ConfigError for a checkpoint of a loop that this one cannot go on from.
         """
         if "rollouter" in state:
-            raise ConfigError("the checkpoint is one of a fully asynchronous run: go on with fully_async_main")
+            raise ConfigError("the checkpoint is of a fully asynchronous run: continue with fully_async_main")
         return state
 
     # ---- helpers

@@ -40,10 +40,9 @@ class SkippedSteps:
             logger.warning("step %d: %s optimizer steps were left out: %s", step, counts, cause)
         if self.in_a_row >= self._most:
             raise Diverged(
-                f"since step {self._first} an update was left out in each of {self.in_a_row} steps: {cause}. Nothing "
-                "is learned any more. Go on from a checkpoint before it with a lower learning rate "
-                "(trainer.resume_mode=resume_path), or look for NaN in the data's rewards; trainer.max_skipped_steps "
-                "is how many are borne"
+                f"since step {self._first} each of {self.in_a_row} steps skipped an update: {cause}. The policy no "
+                "longer learns. Resume from an earlier checkpoint (trainer.resume_mode=resume_path) with a lower "
+                "learning rate, or check the rewards for NaN. The limit is trainer.max_skipped_steps"
             )
 
 

@@ -64,7 +64,7 @@ class SlowRanks:
         if is_slow and key not in self._slow:
             self._slow.add(key)
             logger.warning(
-                "trainer %s is slow: in %s it takes %.1f times as long for a token as the others, which wait for it "
+                "trainer %s is slow: in %s it takes %.1f times as long per token as the others, which wait for it "
                 "(median of %d steps; trainer/slowness/%s)",
                 rank,
                 phase,

@@ -112,8 +112,8 @@ def refuse_arguments(cls: type[Any], given: Any) -> None:
     """Raises ConfigError for arguments of verl's constructor."""
     if verls := [name for name in ARGUMENTS if name in given]:
         raise ConfigError(
-            f"{cls.__name__}({', '.join(verls)}): these are arguments of verl's constructor. Trainers are made with "
-            f"parts that run already: {RUN} ({PAGE})"
+            f"{cls.__name__}({', '.join(verls)}): these are arguments of verl's constructor. Trainers here get "
+            f"parts that already run: {RUN} ({PAGE})"
         )
 
 

@@ -70,7 +70,7 @@ def reports_of(written: Mapping[int, bytes], ranks: int) -> dict[int, Report]:
     if failed := [f"rank {rank}: {report.failed}" for rank, report in reports.items() if report.failed]:
         raise ActivationError("; ".join(failed))
     if silent := sorted(set(range(ranks)) - reports.keys()):
-        raise ActivationError(f"rank {', '.join(map(str, silent))} of SGLang did not load it and does not say why")
+        raise ActivationError(f"rank {', '.join(map(str, silent))} of SGLang did not load it and reported no reason")
     return reports
 
 

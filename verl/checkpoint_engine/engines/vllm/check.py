@@ -98,8 +98,8 @@ class EngineCheck:
                 self._build(weights)
             elif weights is not None and quantizes_online(self._vllm_config):
                 raise ActivationError(
-                    f"an engine that quantizes weights is compared with a load from disk before it serves any: "
-                    f"{self._lacking(model)}; give it a smaller KV cache (rollout.gpu_memory_utilization)",
+                    f"an engine that quantizes weights must pass a comparison with a load from disk before it serves: "
+                    f"{self._lacking(model)}; make its KV cache smaller (rollout.gpu_memory_utilization)",
                     phase="activate",
                 )
             else:
@@ -186,8 +186,8 @@ class EngineCheck:
     def _reason(self, model: torch.nn.Module, weights: Callable[[], Weights] | None) -> str:
         reason = "the weights come only once" if weights is None else self._lacking(model)
         logger.warning(
-            "the live model is not compared with a load from disk (%s): only that every parameter is written anew is "
-            "checked; `python -m %s.certify` checks all of it",
+            "the live model is not compared with a load from disk (%s); the only check is that loading writes every "
+            "parameter. `python -m %s.certify` compares all of it",
             reason,
             PACKAGE,
         )

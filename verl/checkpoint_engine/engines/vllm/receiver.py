@@ -284,7 +284,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         if why:
             self._why_whole = self._noted_whole(why)
             raise ActivationError(
-                f"{type(self.model).__name__} has to be loaded another way, which the next update takes: update again"
+                f"{type(self.model).__name__} needs another way of loading, which the next update uses: update again"
             )
         self._check.after(self.model, None)
 
@@ -324,7 +324,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         needed, free = needed_nbytes(self.model), free_nbytes(self.device)
         if not self._all_agree(needed < free):
             raise ActivationError(
-                f"vLLM's reload does not reach all of {kind}, and a second one needs {needed} bytes on {self.device}, "
+                f"vLLM's reload does not load all of {kind}, and a second model needs {needed} bytes on {self.device}, "
                 f"where {free} are free",
                 version=version,
                 phase="activate",
@@ -406,7 +406,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
         Raises ConfigError: what is loaded here was published, and verified, before vLLM is told of it.
         """
-        raise ConfigError("this vLLM engine is not sent weights by vLLM's trainers: push them with a WeightPublisher")
+        raise ConfigError(
+            "this vLLM engine does not receive weights from vLLM's trainers: push them with a WeightPublisher"
+        )
 
 
 class ArenaEngineOfLess(ArenaWeightTransferEngine):

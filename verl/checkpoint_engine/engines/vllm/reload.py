@@ -280,8 +280,8 @@ def require_exchangeable(vllm_config: VllmConfig, why: str) -> None:
     compilation = vllm_config.compilation_config
     if compilation.mode not in (None, CompilationMode.NONE) or compilation.cudagraph_mode:
         raise ActivationError(
-            f"{why}; such a model is loaded as a second one that takes the first one's place, which does not reach "
-            "compiled code or graphs: set rollout.enforce_eager=true (vLLM: --enforce-eager)"
+            f"{why}; a second model must replace such a model, and compiled code and graphs would keep the first one: "
+            "set rollout.enforce_eager=true (vLLM: --enforce-eager)"
         )
 
 

@@ -68,9 +68,9 @@ def _truncated(config: PPOConfig) -> Iterator[str]:
     by = next((key for key, is_used in used.items() if is_used), None)
     if sampling and by and not correction.accept_truncated_sampling:
         yield (
-            f"{by} compares probabilities with those of actor_rollout_ref.rollout.{sampling[0]}, which are divided by "
-            "what it leaves of the vocabulary; the trainer's are not, and equal weights have ratios below 1. Sample "
-            "from the whole vocabulary (top_k=-1, top_p=1, do_sample=true), or set "
+            f"{by} compares trainer and rollout probabilities, but actor_rollout_ref.rollout.{sampling[0]} normalises "
+            "the rollout's over a truncated vocabulary. Equal weights then have ratios below 1. Sample from the whole "
+            "vocabulary (top_k=-1, top_p=1, do_sample=true), or set "
             "algorithm.rollout_correction.accept_truncated_sampling=true to train with these ratios"
         )
 
@@ -82,7 +82,7 @@ def warnings(config: PPOConfig) -> Iterator[str]:
         greedy = "temperature=0.0" if validation.do_sample else "do_sample=false"
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={validation.n} with {greedy}: the {validation.n} responses to a "
-            "prompt are the same one, and best and maj of them say nothing; set val_kwargs.do_sample=true and "
+            "prompt are identical, so best and maj are meaningless; set val_kwargs.do_sample=true and "
             "val_kwargs.temperature"
         )
 

@@ -42,7 +42,7 @@ def checkpoint_engine(config: PPOConfig) -> Iterator[str]:
     if needs.same_host and separate and (config.trainer.nnodes > 1 or device != "cpu"):
         yield (
             f"checkpoint_engine.backend={backend} needs rollout engines on the trainer's machines, and "
-            f"trainer.placement=separate with trainer.nnodes={config.trainer.nnodes} on {device} puts them on others"
+            f"trainer.placement=separate with trainer.nnodes={config.trainer.nnodes} on {device} puts them elsewhere"
         )
     if device not in needs.device_types:
         yield (

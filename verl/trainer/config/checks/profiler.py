@@ -17,8 +17,8 @@ def profiler(config: PPOConfig) -> Iterator[str]:
         yield f"actor_rollout_ref.rollout.profiler.enable=true traces vllm, not rollout.name={rollout.name}"
     if rollout.profiler.enable and config.trainer.placement != "colocated":
         yield (
-            "actor_rollout_ref.rollout.profiler.enable=true traces generation of a step, and engines with "
-            f"trainer.placement={config.trainer.placement} generate all the time: set it to false"
+            "actor_rollout_ref.rollout.profiler.enable=true traces the generation of one step, but engines with "
+            f"trainer.placement={config.trainer.placement} generate continuously: set it to false"
         )
     chosen, ranks, where = config.global_profiler, config.actor_rollout_ref.actor.profiler, "actor_rollout_ref.actor"
     if not ranks.enable and not chosen.steps:

@@ -28,8 +28,8 @@ def distillation(config: PPOConfig) -> Iterator[str]:
         yield "distillation.enabled=true needs distillation.nnodes, 1 or more"
     if len(teachers) > 1 and ONLY_TEACHER in teachers:
         yield (
-            f"{path}.{ONLY_TEACHER} is the name of a teacher that is alone, and verl leaves it out beside others: give "
-            "it another name"
+            f"{path}.{ONLY_TEACHER} is the name of a single teacher, and verl ignores it beside others: choose "
+            "another name"
         )
     keys = [teacher.key for teacher in teachers.values()]
     for name, teacher in teachers.items():
@@ -47,7 +47,7 @@ def distillation(config: PPOConfig) -> Iterator[str]:
     if loss.uses_topk and strategy == "megatron":
         yield (
             f"distillation.distillation_loss.loss_mode={loss.loss_mode} needs actor_rollout_ref.actor.strategy=fsdp or "
-            "fsdp2: Megatron's engine tells log-probs of the tokens of responses alone"
+            "fsdp2: Megatron's engine returns log-probs of response tokens only"
         )
 
 
@@ -59,7 +59,7 @@ def _teacher(config: PPOConfig, key: str, teacher: TeacherConfig, *, several: bo
     if teacher.model_path is None:
         yield f"{key} needs {key}.model_path"
     if several and not teacher.key:
-        yield f"{key}.key must say which samples are its own, by distillation.teacher_key"
+        yield f"{key}.key must select its samples, by distillation.teacher_key"
     if several and not teacher.num_replicas:
         yield f"{key}.num_replicas must say how many of the devices are its own"
     if (inference.max_model_len or longest) < longest:

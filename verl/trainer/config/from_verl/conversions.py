@@ -128,8 +128,8 @@ def rejections(value: Any, at: Values) -> Any:
     if "_" in str(bounds):
         lower, _, upper = str(bounds).rpartition("_")
         raise ConfigError(
-            f"an older release's name, with which {bounds} bounded the trainer's probability over the rollout's; "
-            f"*_k1 bound the inverse: write {key}={older[value]} and, for those bounds, {key}_threshold="
+            f"an older release's name, where {bounds} bounds the ratio of trainer to rollout probability. "
+            f"*_k1 bounds the inverse ratio: write {key}={older[value]} and {key}_threshold="
             f"{_inverse(upper)}_{_inverse(lower)}"
         )
     return older[value]

@@ -156,7 +156,7 @@ def test_a_given_tensor_may_not_be_in_a_file_too_and_must_have_a_known_dtype(sav
 
 def test_too_little_memory_is_an_error_before_anything_is_allocated():
     huge = torch.zeros(1, dtype=torch.uint8).expand(2**45)
-    with pytest.raises(ConfigError, match=rf"needs {2**45} bytes \(32768.00 GiB\).*, \d+ bytes .* are free"):
+    with pytest.raises(ConfigError, match=rf"needs {2**45} bytes \(32768.00 GiB\).*; \d+ bytes .* are free"):
         load(named={"huge": huge})
 
 

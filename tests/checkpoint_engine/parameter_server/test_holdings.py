@@ -48,7 +48,7 @@ def test_a_stamp_shows_the_number_of_a_checkpoint_until_that_is_unregistered():
     assert (shown(one), shown(two)) == (one.incarnation, two.incarnation)
     assert one.incarnation != two.incarnation
     served = wire.served
-    holdings.unregister("one")
+    holdings.unregister("one", keep_memory=True)
     assert shown(one) == Stamp.WRITING
     for _ in range(3):
         holdings.register("three", [], WEIGHTS)
@@ -56,7 +56,7 @@ def test_a_stamp_shows_the_number_of_a_checkpoint_until_that_is_unregistered():
         assert shown(three) == three.incarnation != one.incarnation
         assert shown(one) != one.incarnation
         assert wire.served == served
-        holdings.unregister("three")
+        holdings.unregister("three", keep_memory=True)
     assert shown(two) == two.incarnation
     holdings.close()
 
@@ -71,7 +71,7 @@ def test_a_rank_that_cannot_serve_tells_no_address_and_holds_all_the_same():
     assert metas.p2p_address == ""
     assert metas.incarnation != 0
     assert [tensor.name for buffer in metas.buffers for tensor in buffer.tensors] == ["w"]
-    holdings.unregister("one")
+    holdings.unregister("one", keep_memory=True)
     assert holdings.metas("one").incarnation == 0
     with pytest.raises(ConfigError, match="'one' is not registered on rank 0; registered: none"):
-        holdings.unregister("one")
+        holdings.unregister("one", keep_memory=True)

@@ -61,7 +61,7 @@ def test_what_was_abandoned_is_still_told_by_its_place():
 def test_a_step_that_does_not_fill_ends_with_the_counts():
     batch = filling()
     batch.add(*generated([(1.0, 1.0), (0.0, 1.0)]))
-    with pytest.raises(TooFewGroups, match="1 of 3 prompts have responses that differ .* after 2 batches, .* takes 2"):
+    with pytest.raises(TooFewGroups, match="1 of 3 prompts have responses that differ .* after 2 batches, .* needs 2"):
         batch.add(*generated([(1.0, 1.0)], first=9))
 
 

@@ -95,7 +95,7 @@ async def test_a_rank_that_sends_another_version_is_refused_before_a_byte_lands(
 
 async def test_a_host_with_a_node_but_no_trainer_rank_is_named(tmp_path: Path) -> None:
     async with Fleet({"w": torch.randn(8, 8)}, tmp_path, nodes=2, hosts=("aa", "ab")) as fleet:
-        with pytest.raises(BackendUnavailable, match=r"not so: b\."):
+        with pytest.raises(BackendUnavailable, match=r"these have only one of them: b\."):
             await fleet.manager.update_weights(1)
 
 

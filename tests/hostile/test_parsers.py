@@ -395,16 +395,24 @@ def test_whatever_is_read_is_a_value_or_one_of_our_errors_in_little_time_and_mem
 def try_it(parser: Parser, data: bytes, directory: Path) -> None:
     if tracemalloc.is_tracing():
         tracemalloc.reset_peak()
-    before, start = tracemalloc.get_traced_memory()[0], time.thread_time()
+    before = tracemalloc.get_traced_memory()[0]
+    took = seconds_of(parser, data, directory)
+    peak = tracemalloc.get_traced_memory()[1] - before if tracemalloc.is_tracing() else 0
+    assert peak < MOST_NBYTES + len(data), f"{peak} bytes for {data[:80]!r}"
+    if took >= MOST_S:  # garbage of a whole test process was collected meanwhile, or these bytes always take so long
+        took = seconds_of(parser, data, directory)
+    assert took < MOST_S, f"{took:.2f} s for {data[:80]!r}"
+
+
+def seconds_of(parser: Parser, data: bytes, directory: Path) -> float:
+    """Of processor time of this thread, to read `data`."""
+    start = time.thread_time()
     try:
         parser.parse(data, directory)
     except parser.errors as exc:
         assert str(exc)
         assert len(str(exc)) < 4_000 + 2 * len(data)
-    took = time.thread_time() - start
-    assert took < MOST_S, f"{took:.2f} s for {data[:80]!r}"
-    peak = tracemalloc.get_traced_memory()[1] - before if tracemalloc.is_tracing() else 0
-    assert peak < MOST_NBYTES + len(data), f"{peak} bytes for {data[:80]!r}"
+    return time.thread_time() - start
 
 
 def test_forty_eight_bytes_do_not_make_gigabytes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import wait
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ async def all_within(
     if not tasks:
         return {}
     try:
-        done, pending = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         errors = {name: task.exception() for name, task in tasks.items() if task in done}
         for name, error in errors.items():
             if error is not None:
@@ -44,7 +45,7 @@ async def each_within(
     if not tasks:
         return {}
     try:
-        await asyncio.wait(tasks.values(), timeout=timeout_s)
+        await wait(tasks.values(), timeout=timeout_s)
     except asyncio.CancelledError:
         for task in tasks.values():
             task.cancel()

@@ -90,14 +90,40 @@ async def test_where_nobody_reads_over_links_there_are_none(tmp_path: Path):
     assert {one.member for one in report.members["stage"].slowest} >= {"node-0"}
 
 
-async def test_the_member_that_keeps_others_waiting_is_named(tmp_path: Path):
-    slow = RecordingReplica("replica-1", 1)
-    slow.fail = lambda step: asyncio.sleep(5.0) if step == "activate" else None
-    report = await synced(manager_of(tmp_path, "tcp"), RecordingReplica(), slow)
+class Clock:
+    """In place of `time` where a sync is measured: time passes only where a test says so."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("verl.checkpoint_engine.sync.stopwatch.time", clock)
+    return clock
+
+
+async def test_the_member_that_keeps_others_waiting_is_named(tmp_path: Path, clock: Clock):
+    quick, slow = RecordingReplica(), RecordingReplica("replica-1", 1)
+
+    async def takes_longer() -> None:
+        while quick.version is None:  # noqa: ASYNC110 - a replica sets no event
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # that it has ended is noted
+        clock.now += 5.0
+
+    slow.fail = lambda step: takes_longer() if step == "activate" else None
+    report = await synced(manager_of(tmp_path, "tcp"), quick, slow)
     assert report.members["activate"].slowest[0].member == "replica-1"
-    assert report.members["activate"].excess_s > 0.1
+    assert report.members["activate"].excess_s == 2.5
     assert slowest_of(report) == "replica-1 (activate)"
-    assert report.metrics()["checkpoint_engine/slowest_wait_s"] > 0.1
+    assert report.metrics()["checkpoint_engine/slowest_wait_s"] == 2.5
 
 
 async def test_what_is_written_can_be_read_again(tmp_path: Path):
@@ -170,16 +196,21 @@ def told_by_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("verl.")]
 
 
-async def test_the_console_hears_of_an_outlier(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_the_console_hears_of_an_outlier(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture):
     manager = manager_of(tmp_path, "tcp", nodes=1)
-    replica = RecordingReplica()
+    replica, takes_s = RecordingReplica(), 1.0
+
+    def activates(step: str) -> None:
+        clock.now += takes_s if step == "activate" else 0.0
+
+    replica.fail = activates
     await manager.add_replicas([replica])
     try:
         with caplog.at_level(logging.WARNING, "verl.checkpoint_engine"):
-            usual = [(await manager.update_weights(version)).total_s for version in range(LEAST_KNOWN)]
+            for version in range(LEAST_KNOWN):
+                await manager.update_weights(version)
             assert told_by_ours(caplog) == []
-            slow_s = 1.5 + TIMES * max(usual)
-            replica.fail = lambda step: asyncio.sleep(slow_s) if step == "activate" else None
+            takes_s = TIMES
             await manager.update_weights(LEAST_KNOWN)
     finally:
         await manager.close()

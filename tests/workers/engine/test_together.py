@@ -7,6 +7,7 @@ sequence of a call. The sequences are longer than all that.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.hf.attention import attention_implementation
-from verl.workers.hf.probing import Probe, Way, find_way
+from verl.workers.hf.probing import Finding, Probe, Way, answered, find_way
 
 TIES = {"index_n_heads": 1}
 """Scores of keys are 0 where no head likes them. Which of those are chosen depends on how long a row is."""
@@ -180,3 +181,23 @@ def test_a_probe_takes_no_random_numbers_of_anybody_else():
     config.rms_norm_eps = 2e-6  # asked by nobody before
     find_way(config, build, None, furthest=Way.PACKED)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_probe_computes_with_one_thread_and_gives_the_others_back(fails):
+    seen = []
+
+    def find():
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise RuntimeError("out of memory")
+        return Finding(Way.ROWS)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            answered(MODELS["longrope"].make_config(), f"threads {fails}", find, Finding, lasts=False)
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)

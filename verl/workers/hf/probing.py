@@ -139,14 +139,17 @@ def _read(kind: type[_Answer], digest: str) -> _Answer | None:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    verbosity = transformers_logging.get_verbosity()
+    """One thread: what small models compute is over before several have met, and on a busy machine they wait long."""
+    verbosity, num_threads = transformers_logging.get_verbosity(), torch.get_num_threads()
     transformers_logging.set_verbosity(logging.ERROR)
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             yield
     finally:
+        torch.set_num_threads(num_threads)
         transformers_logging.set_verbosity(verbosity)
 
 

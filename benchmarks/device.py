@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command import make_parser, progress, run
-from benchmarks.machine import describe_machine
+from benchmarks.command import conduct, parse, progress
+from benchmarks.report import Report, table
 from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
 from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.committed import PinnedSlots, open_to_activate
@@ -40,9 +41,18 @@ from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Shard, TensorSpec
 from verl.checkpoint_engine.support import envs
+from verl.utils.config import option
 
 PIECE_NBYTES = 2**20
 HALF_A_WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    device: str = option("cuda", "as torch names it")
+    size_gib: float = option(4.0, "of the model in bfloat16", above=0)
+    repeats: int = option(5, "measured, after one that does not count", least=1)
+    changed: list[float] = option([0.001, 0.01, 0.05], "fractions for deltas", above=0, most=1)
 
 
 class RowsOnDevice(RowsOfModel):
@@ -98,13 +108,13 @@ class Measuring:
             torch.get_device_module(self.device).synchronize()
 
 
-def measure(device: torch.device, size_gib: float, repeats: int, fractions: list[float]) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
+    device = torch.device(settings.device)
     torch.zeros(1, device=device)  # from here on the process uses it, and pins its memory
-    measuring = Measuring(device, size_gib, repeats)
+    measuring = Measuring(device, settings.size_gib, settings.repeats)
     links = _noted(_links(measuring))
     with tempfile.TemporaryDirectory(prefix="verl-device-", dir=envs.shm_dir()) as directory:
         result = {
-            "machine": describe_machine(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "torch": torch.__version__,
             "model_gib": measuring.nbytes / 2**30,
@@ -113,7 +123,7 @@ def measure(device: torch.device, size_gib: float, repeats: int, fractions: list
             "activate": _noted(_activating(measuring, Path(directory))),
         }
     warm_up()
-    result["deltas"] = [_noted(_deltas(measuring, fraction)) for fraction in fractions]
+    result["deltas"] = [_noted(_deltas(measuring, fraction)) for fraction in settings.changed]
     return result
 
 
@@ -280,35 +290,43 @@ def _require_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> No
         raise ValueError(f"{name} is not what was published")
 
 
-def print_table(result: dict[str, Any]) -> None:
+def report(result: dict[str, Any]) -> Report:
     links, publishing, activating = result["links_gb_per_s"], result["publish"], result["activate"]
-    print(f"\n{result['device']}, torch {result['torch']}, {result['model_gib']:.2f} GiB of bfloat16\n")
-    print(f"{'GB/s':44} {'rate':>8} {'of the copy':>12}")
-    for name, rate in links.items():
-        print(f"{name.replace('_', ' '):44} {rate:8.2f}")
     to_host, to_device = links["to_host_pinned"], links["to_device_pinned"]
-    for name, rate in publishing.items():
-        if not name.endswith("_s"):
-            print(f"{'publish ' + name.replace('_', ' '):44} {rate:8.2f} {rate / to_host:12.2f}")
-    for name in ("kept", "mapped_each_time"):
-        print(f"{'load, ' + name.replace('_', ' '):44} {activating[name]:8.2f} {activating[name] / to_device:12.2f}")
+    rows: list[dict[str, Any]] = [{"what": name, "rate": rate, "part": None} for name, rate in links.items()]
+    rows += [
+        {"what": f"publish {name}", "rate": rate, "part": rate / to_host}
+        for name, rate in publishing.items()
+        if not name.endswith("_s")
+    ]
+    rows += [
+        {"what": f"load, {name}", "rate": activating[name], "part": activating[name] / to_device}
+        for name in ("kept", "mapped_each_time")
+    ]
+    for row in rows:
+        row["what"] = row["what"].replace("_", " ")
+    seconds = {
+        "changed": "{fraction:.2%}",
+        "full s": "{full_s:.3f}",
+        "device s": "{device_s:.3f}",
+        "compared s": "{compared_s:.3f}",
+        "host s": "{host_s:.3f}",
+        "bits a change": "{bits_per_change:.1f}",
+    }
     pinning = f"region {publishing['region_s']:.2f} s, slot {publishing['slot_pin_s']:.2f} s"
-    print(f"\npinning: {pinning}, first load {activating['first_s']:.2f} s")
-    print(f"\n{'changed':>8} {'full s':>8} {'device s':>9} {'compared s':>11} {'host s':>8} {'bits a change':>14}")
-    for row in result["deltas"]:
-        seconds = f"{row['full_s']:8.3f} {row['device_s']:9.3f} {row['compared_s']:11.3f} {row['host_s']:8.3f}"
-        print(f"{row['fraction']:8.2%} {seconds} {row['bits_per_change']:14.1f}")
+    title = f"{result['device']}, torch {result['torch']}, {result['model_gib']:.2f} GiB of bfloat16"
+    return Report(
+        [
+            table(title, {"": "{what}", "GB/s": "{rate:.2f}", "of the copy": "{part:.2f}"}, rows),
+            f"pinning: {pinning}, first load {activating['first_s']:.2f} s",
+            table("deltas", seconds, result["deltas"]),
+        ]
+    )
 
 
-def main() -> int:
-    parser = make_parser("device", __doc__ or "", "result.json")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="default: cuda")
-    parser.add_argument("--size-gib", type=float, default=4.0, help="of the model in bfloat16 (default: 4)")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.05], help="fractions for deltas")
-    options = parser.parse_args()
-    measuring = functools.partial(measure, options.device, options.size_gib, options.repeats, options.changed)
-    return run(options.output, measuring, print_table=print_table)
+def main(arguments: list[str] | None = None) -> int:
+    settings, output = parse("device", __doc__, Settings, arguments)
+    return conduct("device", settings, output, lambda: measure(settings), report)
 
 
 if __name__ == "__main__":

@@ -16,41 +16,44 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks import parameter_server_report
-from benchmarks.command import make_parser, run
+from benchmarks.command import conduct, parse
 from benchmarks.free_ports import free_port
-from benchmarks.machine import available_nbytes, describe_machine
+from benchmarks.machine import available_nbytes
 from benchmarks.processes import end_processes, fresh_processes
 from benchmarks.raw_gloo import GlooPair
 from benchmarks.raw_one_sided import ReadPair
+from benchmarks.report import Report, medians, table
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
-from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.parameter_server.engine_receiver import receive
 from verl.checkpoint_engine.parameter_server.progress import UpdateReport
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
 from verl.checkpoint_engine.plan.types import TensorSpec
+from verl.utils.config import ConfigError, option
 
 NAME = "benchmark"
 WARM_UP = 1
 TIMEOUT_S = 300.0
+OF_RAW = 0.85
+"""Target for a stage: of what its library does alone."""
+OVERLAP = 1.25
+"""Target for the whole: at most so many times the slowest stage, and one bucket."""
 COPIES = 10
 """Of the checkpoint, at most, in memory at a time: the owner's, four engines', the raw pairs', and buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    size_gib: float
-    bucket_megabytes: int
-    repeats: int
-    dtype: str
+    size_gib: float = option(1.0, "size of the checkpoint", least=MIN_NBYTES / 2**30)
+    bucket_megabytes: int = option(64, "most MiB in a bucket", least=1)
+    repeats: int = option(5, "measured updates of each kind, after the warm-up", least=1)
+    dtype: str = option("bfloat16", "of the checkpoint", choices=("bfloat16", "float16", "float32"))
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,6 @@ def measure(settings: Settings) -> dict[str, Any]:
     nbytes = sum(spec.nbytes for spec in specs)
     if COPIES * nbytes > available_nbytes():
         raise ConfigError(f"--size-gib {settings.size_gib} needs {COPIES * nbytes / 2**30:.1f} GiB of memory")
-    machine = describe_machine()
     jobs = {name: Job(specs, settings.bucket_megabytes) for name in ("owner", "joiners")}
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     try:
@@ -191,9 +193,6 @@ def measure(settings: Settings) -> dict[str, Any]:
         for job in jobs.values():
             job.close()
     return {
-        "benchmark": "parameter_server",
-        "settings": asdict(settings),
-        "machine": machine,
         "model": {"nbytes": nbytes, "tensors": len(specs)},
         "gather_s": gather_s,
         "samples": samples,
@@ -246,7 +245,7 @@ def analyse(reports: list[UpdateReport]) -> dict[str, float]:
         **{f"{stage}_s": seconds for stage, seconds in busy.items()},
         "bucket_s": bucket,
         "buckets": report.buckets,
-        "of_bound": moving / (parameter_server_report.OVERLAP * max(busy.values()) + bucket),
+        "of_bound": moving / (OVERLAP * max(busy.values()) + bucket),
     }
 
 
@@ -258,36 +257,48 @@ def summarise(samples: list[dict[str, float]], nbytes: int, *, p2p: bool) -> dic
         return median(rates) if rates else None
 
     return {
-        **{key: median(sample[key] for sample in samples) for key in samples[0]},
+        **medians(samples),
         "gbytes_per_s": median(nbytes / sample["moving_s"] / 1e9 for sample in samples),
         "fetch_of_raw": of_raw("fetch", "mooncake") if p2p else None,
         "broadcast_of_raw": of_raw("broadcast", "gloo"),
     }
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = make_parser("parameter_server", __doc__, "result.json")
-    add = parser.add_argument
-    add("--size-gib", type=float, default=1.0, help="size of the checkpoint (default: %(default)s)")
-    add("--bucket-megabytes", type=int, default=64, help="most MiB in a bucket (default: %(default)s)")
-    add(
-        "--repeats", type=int, default=5, help="measured updates of each kind, after the warm-up (default: %(default)s)"
+def report(result: dict[str, Any]) -> Report:
+    settings = result["settings"]
+    title = (
+        f"ParameterServer: {result['model']['nbytes'] / 2**30:.2f} GiB {settings['dtype']}, "
+        f"buckets of {settings['bucket_megabytes']} MiB"
     )
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the checkpoint")
-    values = vars(parser.parse_args(arguments))
-    output = values.pop("output")
-    if not values["size_gib"] * 2**30 >= MIN_NBYTES:
-        parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
-    for name in ("bucket_megabytes", "repeats"):
-        if values[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
-    return Settings(**values), output
+    stages = ("update", "moving", "fetch", "broadcast", "load")
+    columns = {
+        f"median of {settings['repeats']}": "{way}",
+        **{f"{stage}, s": f"{{{stage}_s:.3f}}" for stage in stages},
+        "GB/s": "{gbytes_per_s:.2f}",
+        "fetch of raw": "{fetch_of_raw:.0%}",
+        "broadcast of raw": "{broadcast_of_raw:.0%}",
+        "of bound": "{of_bound:.0%}",
+    }
+    rows = [{"way": name, **row} for name, row in result["summary"].items()]
+    raw = [
+        f"raw {library}: {min(rates):.2f} to {max(rates):.2f} GB/s"
+        for library in ("gloo", "mooncake")
+        if (rates := [row[library] for row in rows])
+    ]
+    return Report(
+        [
+            table(title, columns, rows),
+            f"gather metas: {result['gather_s']:.3f} s; {'; '.join(raw)}",
+            f"targets: each stage at {OF_RAW:.0%} of raw or more without load; moving at 100 % of the bound or less\n"
+            f"(bound: {OVERLAP} x the slowest stage, and one bucket in all stages)",
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse(arguments)
+    settings, output = parse("parameter_server", __doc__, Settings, arguments)
     torch.set_num_threads(1)
-    return run(output, lambda: measure(settings), print_table=parameter_server_report.print_table)
+    return conduct("parameter_server", settings, output, lambda: measure(settings), report)
 
 
 if __name__ == "__main__":

@@ -9,30 +9,36 @@ from the other ones alone; rows of `--predict`, with the same columns, from all 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.command import make_parser, run
+from benchmarks.command import conduct, parse
 from benchmarks.own_syncs import fit, predict, read_measured
 from benchmarks.published import Predicted, predicted, read_rows, typical_error
+from benchmarks.report import Panel, Report, table
+from verl.utils.config import option
 
 DATA = Path(__file__).parent / "data"
 GOOD = 0.15
 
 
-def validate(own: Path, published: Path, others: Path | None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    own: Path = option(DATA / "own_syncs.csv", "measured with benchmarks.hosts and benchmarks.deltas")
+    published: Path = option(DATA / "published_syncs.csv", "rows to fit to")
+    predict: Path | None = option(None, "rows to predict; None: those of --published, one by one")
+
+
+def validate(settings: Settings) -> dict[str, Any]:
     """Raises OSError, ValueError for files that are not what they should be."""
-    known, left_out = read_rows(published)
+    known, left_out = read_rows(settings.published)
     asked = known
-    if others is not None:
-        asked, left_out = read_rows(others)
+    if settings.predict is not None:
+        asked, left_out = read_rows(settings.predict)
     found = []
     for row in asked:
         one = predicted(row, known)
@@ -41,8 +47,7 @@ def validate(own: Path, published: Path, others: Path | None) -> dict[str, Any]:
         else:
             found.append(one)
     return {
-        "benchmark": "plan_validation",
-        "own": _own(own),
+        "own": _own(settings.own),
         "published": [_described(one) for one in found],
         "groups": _groups(found),
         "left_out": left_out,
@@ -61,7 +66,7 @@ def _own(path: Path) -> list[dict[str, Any]]:
             "delta": row.changed is not None,
             "fitted": row.is_fitted,
             "predicted": predict(row, fitted),
-            "measured": {name: value for name in ("stage_s", "total_s") if (value := getattr(row, name))},
+            "measured": {"stage_s": row.stage_s or None, "total_s": row.total_s},
         }
         for row in rows
     ]
@@ -78,7 +83,8 @@ def _described(one: Predicted) -> dict[str, Any]:
         "published_s": row.seconds,
         "ratio": one.ratio,
         "network_stated": row.has_network,
-        "fitted_to": one.basis,
+        "fitted_rows": one.fitted_rows,
+        "same_system": one.same_system,
     }
 
 
@@ -86,7 +92,7 @@ def _groups(found: Sequence[Predicted]) -> list[dict[str, Any]]:
     """Errors by what is known of a row."""
     groups: dict[tuple[str, bool, bool], list[Predicted]] = {}
     for one in found:
-        key = (one.row.family, one.row.has_network, "same system" in one.basis)
+        key = (one.row.family, one.row.has_network, one.same_system)
         groups.setdefault(key, []).append(one)
     return [
         {
@@ -102,95 +108,96 @@ def _groups(found: Sequence[Predicted]) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(result: dict[str, Any]) -> None:
-    console = Console(width=110)
-    own = Table(title="measured here, seconds")
-    for heading in ("way", "nodes", "Gbit/s", "MiB", "", "stage", "predicted", "total", "predicted", "ratio"):
-        own.add_column(heading, justify="left" if heading in ("way", "") else "right")
-    for row in result["own"]:
-        measured, guess = row["measured"], row["predicted"]
-        own.add_row(
-            row["way"],
-            str(row["nodes"]),
-            f"{row['gbit_per_s']:g}",
-            str(row["mib"]),
-            ", ".join(word for word in ("delta", "fitted") if row[word]),
-            f"{measured['stage_s']:.3f}" if "stage_s" in measured else "",
-            f"{guess['stage_s']:.3f}",
-            f"{measured['total_s']:.3f}",
-            f"{guess['total_s']:.3f}",
-            f"{guess['total_s'] / measured['total_s']:.2f}",
-        )
-    console.print(own)
-    table = Table(title="published, each row predicted from others")
-    for heading in ("row", "system", "mechanism", "model", "predicted s", "published s", "ratio", "fitted to"):
-        table.add_column(heading, justify="right" if heading in ("predicted s", "published s", "ratio") else "left")
-    for row in result["published"]:
-        seconds = (f"{row['predicted_s']:.2f}", f"{row['published_s']:.2f}", f"{row['ratio']:.2f}")
-        table.add_row(row["id"], row["system"], row["mechanism"], row["model"], *seconds, row["fitted_to"])
-    console.print(table)
-    for group in result["groups"]:
-        network = "stated" if group["network_stated"] else "not stated"
-        fitted = "same system" if group["same_system"] else "other systems"
-        console.print(
-            f"{group['mechanism']}, network {network}, fitted to {fitted}: {group['rows']} rows, typically off by a "
-            f"factor of {group['typical_factor']:.2f}; {group['within_15_percent']} within 15 %, "
-            f"{group['within_factor_2']} within a factor of 2",
-            highlight=False,
-        )
-    unfitted = [row for row in result["own"] if not row["fitted"]]
-    errors = [abs(row["predicted"]["total_s"] / row["measured"]["total_s"] - 1) for row in unfitted]
-    console.print(f"measured here: {len(errors)} predicted, off by {median(errors):.0%}, {max(errors):.0%} at most")
-    for name, reason in result["left_out"].items():
-        console.print(f"left out: {name}: {reason}", highlight=False)
+OWN = {
+    "way": "{way}",
+    "kind": "{kind}",
+    "nodes": "{nodes}",
+    "Gbit/s": "{gbit_per_s:g}",
+    "MiB": "{mib}",
+    "stage, s": "{measured[stage_s]:.3f}",
+    "stage predicted, s": "{shown_stage_s:.3f}",
+    "sync, s": "{measured[total_s]:.3f}",
+    "sync predicted, s": "{predicted[total_s]:.3f}",
+    "ratio": "{ratio:.2f}",
+}
+GROUPS = {
+    "mechanism": "{mechanism}",
+    "network stated": "{network}",
+    "fitted to systems": "{systems}",
+    "rows": "{rows}",
+    "factor": "{typical_factor:.2f}",
+    "within 15 %": "{within_15_percent}",
+    "within a factor of 2": "{within_factor_2}",
+}
+PUBLISHED = {
+    "row": "{id}",
+    "system": "{system}",
+    "mechanism": "{mechanism}",
+    "model": "{model}",
+    "network stated": "{network}",
+    "predicted, s": "{predicted_s:.2f}",
+    "published, s": "{published_s:.2f}",
+    "ratio": "{ratio:.2f}",
+    "fitted to": "{fitted}",
+}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Predicted over measured seconds."""
-    import matplotlib as mpl
+def report(result: dict[str, Any]) -> Report:
+    """The tables of docs/benchmarks/plan.md."""
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    def network(row: dict[str, Any]) -> str:
+        return "yes" if row["network_stated"] else "no"
 
-    own = [(row["measured"]["total_s"], row["predicted"]["total_s"]) for row in result["own"] if not row["fitted"]]
-    others = [(row["published_s"], row["predicted_s"], "same" in row["fitted_to"]) for row in result["published"]]
-    series = {
-        "measured here": own,
-        "published, fitted to the same system": [(x, y) for x, y, same in others if same],
-        "published, fitted to other systems": [(x, y) for x, y, same in others if not same],
-    }
-    figure, axes = plt.subplots(figsize=(5.4, 4.2), layout="constrained")
-    for (label, points), colour in zip(series.items(), ("#54a24b", "#4c78a8", "#e45756"), strict=True):
-        if points:
-            axes.scatter([x for x, _ in points], [y for _, y in points], s=16, color=colour, label=label)
-    ends = [0.03, 400]
-    axes.plot(ends, ends, color="#bab0ac", linewidth=1)
-    for factor in (0.5, 2):
-        axes.plot(ends, [factor * end for end in ends], "--", color="#bab0ac", linewidth=0.7)
-    axes.set(xscale="log", yscale="log", xlabel="seconds measured or published", ylabel="seconds predicted")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("plan_validation", __doc__ or "")
-    add = parser.add_argument
-    add("--own", type=Path, default=DATA / "own_syncs.csv", metavar="FILE", help="measured with benchmarks.hosts")
-    add("--published", type=Path, default=DATA / "published_syncs.csv", metavar="FILE", help="rows to fit to")
-    add("--predict", type=Path, metavar="FILE", help="rows to predict; default: those of --published, one by one")
-    return parser.parse_args(arguments)
+    own = [
+        row
+        | {
+            "kind": ", ".join(word for word in ("delta", "fitted") if row[word]),
+            "shown_stage_s": row["predicted"]["stage_s"] if row["measured"]["stage_s"] else None,
+            "ratio": row["predicted"]["total_s"] / row["measured"]["total_s"],
+        }
+        for row in result["own"]
+    ]
+    groups = [
+        row | {"network": network(row), "systems": "same" if row["same_system"] else "others"}
+        for row in result["groups"]
+    ]
+    published = [
+        row | {"network": network(row), "fitted": f"{row['fitted_rows']}, {'same' if row['same_system'] else 'others'}"}
+        for row in result["published"]
+    ]
+    errors = [abs(row["ratio"] - 1) for row in own if not row["fitted"]]
+    panel = Panel(
+        kind="points",
+        series={
+            "measured here": [
+                (row["measured"]["total_s"], row["predicted"]["total_s"]) for row in own if not row["fitted"]
+            ],
+            **{
+                f"published, fitted to {systems}": [
+                    (row["published_s"], row["predicted_s"]) for row in published if row["same_system"] == same
+                ]
+                for systems, same in (("the same system", True), ("other systems", False))
+            },
+        },
+        x="seconds measured or published",
+        y="seconds predicted",
+        scale="log",
+    )
+    return Report(
+        [
+            table("measured here", OWN, own),
+            f"{len(errors)} predicted, totals off by {median(errors):.0%}, {max(errors):.0%} at most",
+            table("published, each row predicted from others", GROUPS, groups),
+            table("", PUBLISHED, published),
+            "\n".join(f"left out: {name}: {reason}" for name, reason in result["left_out"].items()),
+        ],
+        [panel],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    return run(
-        options.output,
-        lambda: validate(options.own, options.published, options.predict),
-        print_table=print_table,
-        draw=draw,
-    )
+    settings, output = parse("plan_validation", __doc__, Settings, arguments)
+    return conduct("plan_validation", settings, output, lambda: validate(settings), report)
 
 
 if __name__ == "__main__":

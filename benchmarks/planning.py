@@ -15,23 +15,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.command import make_parser, run
-from benchmarks.machine import describe_machine
+from benchmarks.command import conduct, parse
+from benchmarks.report import Report, table
 from verl.checkpoint_engine.links.fetch import messages_of
 from verl.checkpoint_engine.memory.packed import Packing
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.utils.config import ConfigError, option
 
 BLOCK_NBYTES = 2**20
 MESSAGE_NBYTES = 64 * 2**20
@@ -43,10 +42,14 @@ HIDDEN, EXPERT_WIDTH, VOCABULARY = 7168, 2048, 163_840
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    layers: int
-    experts: int
-    trainers: int
-    replicas: int
+    layers: int = option(61, "layers, the first one without experts", least=1)
+    experts: int = option(384, "experts per layer", least=1)
+    trainers: int = option(256, "trainer ranks", least=1)
+    replicas: int = option(8, "how often ranks repeat in the replicated case", least=1)
+
+    def __post_init__(self) -> None:
+        if self.trainers % self.replicas:
+            raise ConfigError(f"--trainers {self.trainers} must be a multiple of --replicas {self.replicas}")
 
 
 def mixture_of_experts(layers: int, experts: int) -> list[TensorSpec]:
@@ -210,52 +213,35 @@ def measure_all(settings: Settings) -> dict[str, Any]:
     for case in CASES:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             results.append(pool.submit(measure, case, settings).result())
-    return {"benchmark": "planning", "settings": asdict(settings), "machine": describe_machine(), "cases": results}
+    return {"cases": results}
 
 
-def print_table(measured: dict[str, Any]) -> None:
-    console = Console()
+def report(measured: dict[str, Any]) -> Report:
+    parts = []
     for result in measured["cases"]:
-        table = Table(
-            title=f"{result['case']}: {result['parameters'] / 1e12:.2f} T parameters, {result['tensors']} tensors, "
-            f"{measured['settings']['trainers']} ranks\n{result['shards']} shards, {result['pieces']} pieces"
+        title = (
+            f"{result['case']}: {result['parameters'] / 1e12:.2f} T parameters, {result['tensors']} tensors, "
+            f"{measured['settings']['trainers']} ranks, {result['shards']} shards, {result['pieces']} pieces"
         )
-        table.add_column("one core")
-        for heading in ("seconds", "GiB"):
-            table.add_column(heading, justify="right")
-        for key, label in STEPS.items():
-            table.add_row(label, f"{result['seconds'][key]:.2f}", f"{result['peak_growth_gib'][key]:.2f}")
-        console.print(table)
+        steps = [
+            {"step": label, "seconds": result["seconds"][key], "gib": result["peak_growth_gib"][key]}
+            for key, label in STEPS.items()
+        ]
+        parts.append(table(title, {"one core": "{step}", "seconds": "{seconds:.2f}", "GiB": "{gib:.2f}"}, steps))
         least, most = result["owner_nbytes"]["least"], result["owner_nbytes"]["most"]
         verdict = "reached" if result["target_reached"] else "NOT reached"
-        console.print(
+        parts.append(
             f"a rank's table: {result['table_nbytes_per_rank'] / 1e3:.1f} kB, "
             f"the plan: {result['plan_nbytes'] / 1e6:.1f} MB, buckets of a node: {result['buckets_per_node']}\n"
             f"a rank sends {least / 1e9:.3f} to {most / 1e9:.3f} GB\n"
             f"target ({TARGET_S:.0f} s and {TARGET_GIB:.0f} GiB for the plan): {verdict}"
         )
-
-
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = make_parser("planning", __doc__, "result.json")
-    add = parser.add_argument
-    add("--layers", type=int, default=61, help="layers, the first one without experts (default: %(default)s)")
-    add("--experts", type=int, default=384, help="experts per layer (default: %(default)s)")
-    add("--trainers", type=int, default=256, help="trainer ranks (default: %(default)s)")
-    add("--replicas", type=int, default=8, help="how often ranks repeat in the replicated case (default: %(default)s)")
-    values = vars(parser.parse_args(arguments))
-    output = values.pop("output")
-    for name, value in values.items():
-        if value < 1:
-            parser.error(f"--{name} must be at least 1, not {value}")
-    if values["trainers"] % values["replicas"]:
-        parser.error(f"--trainers {values['trainers']} must be a multiple of --replicas {values['replicas']}")
-    return Settings(**values), output
+    return Report(parts)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse(arguments)
-    return run(output, lambda: measure_all(settings), print_table=print_table)
+    settings, output = parse("planning", __doc__, Settings, arguments)
+    return conduct("planning", settings, output, lambda: measure_all(settings), report)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,10 @@ class Row:
 class Predicted:
     row: Row
     seconds: float
-    basis: str
-    """What it was fitted to."""
+    fitted_rows: int
+    """So many others."""
+    same_system: bool
+    """They are of its system and mechanism; otherwise of its mechanism in all systems."""
 
     @property
     def ratio(self) -> float:
@@ -163,13 +165,13 @@ def predicted(row: Row, known: Sequence[Row]) -> Predicted | None:
     others = [one for one in known if one.id != row.id and one.family == row.family]
     same = [one for one in others if (one.system, one.mechanism) == (row.system, row.mechanism)]
     same = [one for one in same if one.has_network == row.has_network]
-    basis = f"{len(same)} of the same system"
-    if len(same) < LEAST_ROWS:
+    own_system = len(same) >= LEAST_ROWS
+    if not own_system:
         same = [one for one in others if one.has_network] if row.has_network else []
-        basis = f"{len(same)} of all systems"
     if len(same) < LEAST_ROWS:
         return None
-    return Predicted(row=row, seconds=float(fitted(same) @ np.array(row.features)), basis=basis)
+    seconds = float(fitted(same) @ np.array(row.features))
+    return Predicted(row=row, seconds=seconds, fitted_rows=len(same), same_system=own_system)
 
 
 def typical_error(found: Sequence[Predicted]) -> float:

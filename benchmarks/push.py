@@ -26,14 +26,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.command import make_parser, progress, run
+from benchmarks.command import conduct, parse, progress
 from benchmarks.free_ports import free_port
-from benchmarks.machine import describe_machine
 from benchmarks.processes import end_program
 from benchmarks.random_model import MIN_MIB, make_random_model
+from benchmarks.report import Report, table
 from verl.checkpoint_engine import WeightPublisher
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME, Endpoint
+from verl.utils.config import option
 
 START_S = 300.0
 REQUEST_S = 300.0
@@ -42,10 +43,10 @@ WARM_UP = 2
 WAYS = PUSH, FILES, RELOAD = ("push", "write the files", "reload_weights")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    size_mib: float
-    repeats: int
+    size_mib: float = option(256.0, "of the model", least=MIN_MIB)
+    repeats: int = option(5, "rounds that are measured", least=1)
 
 
 @contextmanager
@@ -88,11 +89,8 @@ def measure(settings: Settings) -> dict[str, Any]:
             ]
     measured = rounds[WARM_UP:]
     return {
-        "benchmark": "push",
-        "machine": describe_machine(),
         "mib": sum(tensor.nbytes for tensor in tensors.values()) / 2**20,
         "tensors": len(tensors),
-        "repeats": settings.repeats,
         "ways": {way: {key: median(one[way][key] for one in measured) for key in measured[0][way]} for way in WAYS},
         "ratio_to_reload": median(one[PUSH]["seconds"] / one[RELOAD]["seconds"] for one in measured),
     }
@@ -132,27 +130,22 @@ def _reload(endpoint: Endpoint, url: str) -> None:
     endpoint.resume()
 
 
-def print_table(result: dict[str, Any]) -> None:
-    print(f"{result['mib']:.0f} MiB in {result['tensors']} tensors, medians of {result['repeats']}")
-    print(f"{'':<16}{'seconds':>10}{'paused':>10}")
-    for way, numbers in result["ways"].items():
-        print(f"{way:<16}{numbers['seconds']:>10.3f}{numbers['paused_s']:>10.3f}")
+def report(result: dict[str, Any]) -> Report:
+    title = f"{result['mib']:.0f} MiB in {result['tensors']} tensors, medians of {result['settings']['repeats']}"
+    rows = [{"way": way, **numbers} for way, numbers in result["ways"].items()]
     phases = {name: seconds for name, seconds in result["ways"][PUSH].items() if name not in ("seconds", "paused_s")}
-    print("of the push: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items()))
-    print(f"a push takes {result['ratio_to_reload']:.2f} times as long as reload_weights")
+    return Report(
+        [
+            table(title, {"": "{way}", "seconds": "{seconds:.3f}", "paused": "{paused_s:.3f}"}, rows),
+            "of the push: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items()),
+            f"a push takes {result['ratio_to_reload']:.2f} times as long as reload_weights",
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("push", __doc__ or "", files="result.json")
-    parser.add_argument("--size-mib", type=float, default=256.0, help="of the model (default 256)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that are measured (default 5)")
-    given = parser.parse_args(arguments)
-    if given.size_mib < MIN_MIB:
-        parser.error(f"--size-mib must be at least {MIN_MIB}")
-    if given.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    settings = Settings(size_mib=given.size_mib, repeats=given.repeats)
-    return run(given.output, lambda: measure(settings), print_table=print_table)
+    settings, output = parse("push", __doc__, Settings, arguments)
+    return conduct("push", settings, output, lambda: measure(settings), report)
 
 
 if __name__ == "__main__":

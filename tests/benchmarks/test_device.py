@@ -10,12 +10,9 @@ import pytest
 from benchmarks import device
 
 
-def test_it_compares_what_it_moves_and_writes_down_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_it_compares_what_it_moves_and_writes_down_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--device", "cpu", "--size-gib", "0.01", "--repeats", "1", "--changed", "0.01", "0.9"]
-    monkeypatch.setattr("sys.argv", ["device", *options, "--output", str(tmp_path)])
-    assert device.main() == 0
+    assert device.main([*options, "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert [row["fraction"] for row in result["deltas"]] == [0.01, 0.9]
     assert all(value > 0 for value in (*result["publish"].values(), *result["activate"].values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_row_is_predicted_without_itself():
     found = predicted(rows[3], rows)
     assert found is not None
     assert found.seconds == pytest.approx(9.0)
-    assert found.basis == "3 of the same system"
+    assert (found.fitted_rows, found.same_system) == (3, True)
     assert predicted(rows[0], rows[:2]) is None
 
 
@@ -75,6 +76,19 @@ def test_what_is_measured_here_is_predicted_within_15_percent(tmp_path: Path):
     assert len(predictions) == 18
     for one in predictions:
         assert one["predicted"]["total_s"] == pytest.approx(one["measured"]["total_s"], rel=0.15), one
+
+
+def test_the_page_shows_the_tables_that_follow_from_the_kept_rows(tmp_path: Path):
+    def rows(markdown: str) -> list[list[str]]:
+        return [
+            [cell.strip() for cell in line.split("|")] for line in markdown.splitlines() if re.match(r"\| ?\w", line)
+        ]
+
+    assert main(["--output", str(tmp_path)]) == 0
+    page = rows((Path(__file__).parents[2] / "docs/benchmarks/plan.md").read_text())
+    shown = rows((tmp_path / "tables.md").read_text())
+    assert len(shown) > 100
+    assert [row for row in shown if row not in page] == []
 
 
 def test_rows_of_another_file_are_predicted_from_the_published_ones(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,8 @@ def test_a_directory_without_a_run_is_told(tmp_path: Path):
     assert trace(tmp_path / "nowhere").exit_code == 2
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
-    done = trace(write_run(tmp_path), "-o", str(tmp_path / "nowhere" / "trace.json"))
-    assert (done.exit_code, "cannot write" in done.output) == (1, True)
+@pytest.mark.parametrize("place", ["nowhere/trace.json", "metrics.jsonl/trace.json", "/proc/trace.json"])
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, place: str):
+    done = trace(write_run(tmp_path), "-o", str(tmp_path / place))
+    assert done.exit_code == 1
+    assert re.fullmatch(rf"Error: cannot write .*{place}: [\w ]+\. Name another file with --output\n", done.output)

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.doctor import command, host
@@ -94,6 +95,18 @@ def test_the_command_measures_syncs_and_ends_with_a_code(
     assert by_check["miniature sync"]["state"] == ("wrong" if shm else "ok")
     assert by_check["memcpy"]["value"] > 0
     assert by_check["digest"]["value"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nccl can be used here")
+@pytest.mark.parametrize(("backend", "lacks"), [("nccl", "a CUDA device"), ("hccl", "the package 'torch_npu'")])
+def test_a_backend_without_its_device_is_wrong_and_no_sync_is_tried(
+    backend: str, lacks: str, capsys: pytest.CaptureFixture[str]
+):
+    assert command.main([f"checkpoint_engine.backend={backend}", "--json"]) == 1
+    by_check = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert by_check["backend"]["state"] == "wrong"
+    assert f"checkpoint_engine.backend={backend} needs {lacks}" in by_check["backend"]["found"]
+    assert "miniature sync" not in by_check
 
 
 def test_lines_have_remedies_and_a_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -50,6 +50,11 @@ def test_shares_are_dealt_anew_when_a_transfer_ends():
     assert drained(flows, {"link": 10.0}).tolist() == pytest.approx([2.0, 4.0], rel=0.02)
 
 
+def test_a_transfer_without_a_limit_takes_no_time_beside_one_that_has_one():
+    flows = [Flow(nbytes=10, resources=()), Flow(nbytes=30, resources=("link",))]
+    assert drained(flows, {"link": 10.0}).tolist() == [0.0, 3.0]
+
+
 def test_nothing_takes_no_time():
     assert drained([Flow(nbytes=0, resources=("link",))], {"link": 1.0}).tolist() == [0.0]
 

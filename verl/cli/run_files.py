@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,5 +74,6 @@ def write_beside(run: RunFiles, output: Path, text: str) -> None:
         partial.chmod(mode)
         partial.replace(output)
     except OSError as exc:
-        partial.unlink(missing_ok=True)
-        raise click.ClickException(f"cannot write {output}: {exc.strerror}") from exc
+        with suppress(OSError):  # whatever kept it from being written, as a read-only disk, may do so again
+            partial.unlink()
+        raise click.ClickException(f"cannot write {output}: {exc.strerror}. Name another file with --output") from exc

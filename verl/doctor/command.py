@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.doctor.finding import STATES, Finding, worst
+from verl.doctor.finding import STATES, Finding, can_sync, worst
 from verl.doctor.host import host_findings
 from verl.doctor.miniature import miniature_here
 from verl.doctor.rates import rate_findings
@@ -68,7 +68,8 @@ def _engine_config(overrides: Sequence[str]) -> CheckpointEngineConfig:
 
 
 def _here(config: CheckpointEngineConfig) -> list[Finding]:
-    return [*host_findings(config), *rate_findings(), asyncio.run(miniature_here(config))]
+    found = [*host_findings(config), *rate_findings()]
+    return [*found, asyncio.run(miniature_here(config))] if can_sync(found) else found
 
 
 def _over(address: str, config: CheckpointEngineConfig) -> list[Finding]:
@@ -82,8 +83,7 @@ def _over(address: str, config: CheckpointEngineConfig) -> list[Finding]:
     try:
         hosts = hosts_of_cluster()
         found = cluster_findings(config, hosts)
-        found.append(miniature_over(config, list(hosts.values())))
-        return found
+        return [*found, miniature_over(config, list(hosts.values()))] if can_sync(found) else found
     finally:
         session.close()
 

@@ -26,3 +26,8 @@ class Finding:
 
 def worst(findings: list[Finding]) -> State:
     return max((finding.state for finding in findings), key=STATES.index, default="ok")
+
+
+def can_sync(findings: list[Finding]) -> bool:
+    """Whether the backend has all that it needs, so that a sync says something new."""
+    return not any(finding.check == "backend" and finding.state == "wrong" for finding in findings)

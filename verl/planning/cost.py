@@ -123,7 +123,8 @@ def drained(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) -> Floats
         over = needed <= step
         ends[rows[over]] = now + needed[over]
         now += step
-        left[rows] = np.maximum(left[rows] - np.where(over, left[rows], rates * step), 0.0)
+        rest = ~over  # the rate of what is over may be infinite
+        left[rows[rest]] = np.maximum(left[rows[rest]] - rates[rest] * step, 0.0)
         running[rows[over]] = False
     return ends
 

@@ -21,7 +21,7 @@ import torch
 from ..checkpoint_engine import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from ..errors import TransportError
-from ..links.communicators import Flight, Hccl, Nccl
+from ..links.communicators import Flight, Hccl, Nccl, require_hccl, require_nccl
 from ..links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting
 from ..links.fetch import Bucket, messages_of
 from ..links.gloo_chain import GlooChain
@@ -249,6 +249,12 @@ class NcclEngine(CollectiveEngine):
     name = "nccl"
     options_class = NcclOptions
     communicator_class = Nccl
+
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        super().check_host(config)
+        require_nccl()
+
     capabilities = Capabilities(
         one_sided=False,
         same_host=False,
@@ -264,6 +270,12 @@ class HcclEngine(CollectiveEngine):
     name = "hccl"
     options_class = HcclOptions
     communicator_class = Hccl
+
+    @classmethod
+    def check_host(cls, config: CheckpointEngineConfig) -> None:
+        super().check_host(config)
+        require_hccl()
+
     capabilities = Capabilities(
         one_sided=False,
         same_host=False,

@@ -154,13 +154,34 @@ class _OverDevice:
         return torch.empty(max(nbytes, self._bucket_nbytes), dtype=torch.uint8, device=self._device)
 
 
+def require_nccl() -> None:
+    """Raises BackendUnavailable where this process has no CUDA device, or a torch without NCCL."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
+            f"rollout node: {extra('cuda')}. Without a device use checkpoint_engine.backend=gloo"
+        )
+
+
+def require_hccl() -> Any:
+    """The package torch_npu. Raises BackendUnavailable where it is missing, or this process has no NPU."""
+    try:
+        import torch_npu
+    except ModuleNotFoundError as exc:
+        raise BackendUnavailable(
+            f"checkpoint_engine.backend=hccl needs the package 'torch_npu': {extra('npu')}"
+        ) from exc
+    if not torch_npu.npu.is_available():
+        raise BackendUnavailable(
+            "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
+            "without a device use checkpoint_engine.backend=gloo"
+        )
+    return torch_npu
+
+
 class Nccl(_OverDevice):
     def __init__(self, options: NcclOptions) -> None:
-        if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise BackendUnavailable(
-                "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
-                f"rollout node: {extra('cuda')}. Without a device use checkpoint_engine.backend=gloo"
-            )
+        require_nccl()
         super().__init__(options, "cuda")
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
@@ -173,18 +194,7 @@ class Nccl(_OverDevice):
 
 class Hccl(_OverDevice):
     def __init__(self, options: HcclOptions) -> None:
-        try:
-            import torch_npu
-        except ModuleNotFoundError as exc:
-            raise BackendUnavailable(
-                f"checkpoint_engine.backend=hccl needs the package 'torch_npu': {extra('npu')}"
-            ) from exc
-        if not torch_npu.npu.is_available():
-            raise BackendUnavailable(
-                "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
-                "without a device use checkpoint_engine.backend=gloo"
-            )
-        self._group_class: Any = hccl_class(torch_npu)
+        self._group_class: Any = hccl_class(require_hccl())
         super().__init__(options, "npu")
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:

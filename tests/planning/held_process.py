@@ -1,9 +1,9 @@
 """What one of several FSDP2 ranks really holds of a built-in model, and what a plan says. No other rank is needed: the
-process group is torch's fake one. Run as a process of its own: `held_process.py MODEL RANK WORLD`."""
+process group is torch's fake one, which is why it has a process of its own."""
 
 from __future__ import annotations
 
-import sys
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from verl.workers.engine.fsdp.weight_source import FSDPWeightSource
 from verl.workers.engine.tensors import as_in_checkpoint
 
 
-def main(name: str, rank: int, world: int) -> None:
+def main(pipe: Connection, name: str, rank: int, world: int) -> None:
+    """Sends how many shards it has compared."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     directory = builtin_model(name)
     model, conversion = shapes._converted(shapes._config(directory)[0])
@@ -42,8 +43,4 @@ def main(name: str, rank: int, world: int) -> None:
         for row, tensor in enumerate(table.tensor.tolist())
     }
     assert mine == {(shard.name, shard.box) for shard in source.shards()}
-    print(f"{len(mine)} shards")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    pipe.send(len(mine))

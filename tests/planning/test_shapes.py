@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forked
+from tests.planning import held_process
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.checkpoint_engine.plan.types import Box
@@ -74,15 +74,10 @@ def test_ranks_hold_the_rows_that_torch_would_deal_out(name: str, ranks: int):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_holds_what_a_real_one_does(name: str):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.planning.held_process", name, "2", "3"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 20
+    process, pipe = forked.start(held_process.main, name, 2, 3)
+    with pipe:
+        assert pipe.recv() > 20
+    process.join()
 
 
 def test_ranks_beside_each_other_repeat_where_copies_are_smaller_than_the_trainer():

@@ -322,8 +322,8 @@ MODEL_DAMAGE = {
     "pointer": (lambda d: (d / "model.safetensors").write_text(POINTER), ["model.safetensors is a git-lfs pointer"]),
     "config pointer": (lambda d: (d / "config.json").write_text(POINTER), ["config.json is a git-lfs pointer"]),
     "bin": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [".bin files are not read"]),
-    "shapes": (lambda d: _edit_config(d, intermediate_size=96), ["does not fit the weights", "by the config"]),
-    "vocabulary": (lambda d: _edit_config(d, vocab_size=300), ["by the config", "embed_tokens.weight is [264,"]),
+    "shapes": (lambda d: _edit_config(d, intermediate_size=96), ["does not fit the weights", "in the model, ("]),
+    "vocabulary": (lambda d: _edit_config(d, vocab_size=300), ["embed_tokens.weight: (300, ", "in the model, (264, "]),
 }
 
 

@@ -16,10 +16,11 @@ from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
-from verl.utils.model_files import require_fit, weight_shapes
+from verl.utils.model_files import weight_shapes
 from verl.utils.trainable import require_trainable
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.model import load_hf_config as load_in_engine
+from verl.workers.hf.fit import require_fit
 
 KEY = "model.path"
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,16 +1,12 @@
-"""Whether the files of a model are whole and belong together. The driver asks before any process starts."""
+"""Whether the files of a model are whole. The driver asks before any process starts."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
-from verl.utils.trainable import require_trainable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -23,7 +19,6 @@ SHOWN = 3
 _HEADER_SIZE = 8
 _LARGEST_HEADER = 100 << 20
 """As the library has it."""
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def require_whole_files(directory: Path, key: str) -> None:
@@ -66,32 +61,6 @@ def weight_shapes(directory: Path, key: str) -> Shapes:
     return {name: held[file][name] for name, file in file_of.items()}
 
 
-def require_fit(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], key: str, *, remote: bool) -> None:
-    """Raises ConfigError if the model of `config` has other layers than the weights, or layers of other shapes.
-
-    Compared are tensors that both have by the same name: some architectures keep theirs otherwise than their weights
-    do, and the trainer's engine knows how. `remote`: the model's own code may be run. What cannot be trained by its
-    kind is refused, see `require_trainable`.
-    """
-    require_trainable(config, key)
-    expected, ignored = _expected(config, key, remote=remote)
-    require_trainable(config, key, beside_model=shapes.keys() - expected.keys())
-    problems = [
-        f"{name} is {list(shapes[name])} there and {list(shape)} by the config"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    both = {_family(name) for name in expected} & {_family(name) for name in shapes}
-    problems += [f"{name} is not there" for name in expected if name not in shapes and _family(name) in both]
-    problems += [
-        f"{name} is not in the config's model"
-        for name in shapes
-        if name not in expected and _family(name) in both and not any(re.search(each, name) for each in ignored)
-    ]
-    if problems:
-        raise ConfigError(f"{key}: config.json, with overrides, does not fit the weights: {_some(problems, '; ')}")
-
-
 def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, key: str) -> None:
     """Raises ConfigError for a tokenizer with ids that the embedding of the model has no rows for."""
     vocabulary = tokenizer.get_vocab()
@@ -103,26 +72,6 @@ def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedCon
             f"{key} has embeddings for {rows} tokens (vocab_size), and its tokenizer {len(beyond)} ids beyond them, "
             f"such as {number} for {token!r}: the model and the tokenizer do not belong together"
         )
-
-
-def _expected(config: PretrainedConfig, key: str, *, remote: bool) -> tuple[Shapes, list[str]]:
-    """Parameters of the model, and patterns of what it leaves in its weights. Takes no memory for the model."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model = auto.from_config(config, trust_remote_code=remote)
-    except Exception as exc:
-        why = " ".join(str(exc).split())
-        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {why}") from exc
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, ignored_patterns(model)
-
-
-def _family(name: str) -> str:
-    """The name without the numbers of layers and experts."""
-    return _NUMBER.sub("#", name)
 
 
 def _header(path: Path, key: str) -> Shapes:
@@ -167,6 +116,6 @@ def _beginning(path: Path, length: int) -> bytes:
         return file.read(length)
 
 
-def _some(items: list[str], separator: str = ", ") -> str:
+def _some(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return separator.join(items[:SHOWN]) + more
+    return ", ".join(items[:SHOWN]) + more

@@ -45,8 +45,9 @@ from verl.utils.model import (
     require_vocabulary,
     resolve_model_path,
 )
-from verl.utils.model_files import require_embeddings, require_fit, require_whole_files, weight_shapes
+from verl.utils.model_files import require_embeddings, require_whole_files, weight_shapes
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
+from verl.workers.hf.fit import require_fit
 from verl.workers.reward_manager import RewardManager
 from verl.workers.rollout import RolloutReplica
 
@@ -150,7 +151,7 @@ def local_critic(
         shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
-        require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code)
+        require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code, needs_head=False)
         critic = replace(critic, model=replace(model, path=str(path)))
     require_engine(config, critic.strategy, critic.fsdp, critic.hf_model(str(policy)), device, labels=1)
     return critic

@@ -21,10 +21,11 @@ from verl.utils.model import (
     expert_count,
     load_hf_config,
 )
-from verl.utils.model_files import require_fit, require_whole_files, weight_shapes
+from verl.utils.model_files import require_whole_files, weight_shapes
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
+from verl.workers.hf.fit import require_fit
 from verl.workers.hf.precision import names_kept_wide
 
 if TYPE_CHECKING:

@@ -1,0 +1,85 @@
+"""Weights that are not all of what a configuration says, or of another one, are named before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification
+
+from tests.models.architectures import ARCHITECTURES, FILE, write_checkpoint
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config
+from verl.utils.model_files import weight_shapes
+from verl.workers.config import HFModelConfig
+from verl.workers.hf.fit import require_fit
+from verl.workers.hf.values import register_value_head
+
+KEY = "model.path"
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def fit(directory, shapes=None, **more):
+    config = load_hf_config(HFModelConfig(path=str(directory)))
+    require_fit(config, weight_shapes(directory, KEY) if shapes is None else shapes, KEY, remote=False, **more)
+
+
+def test_a_gpt_oss_without_its_experts_is_refused(tmp_path):
+    write_checkpoint(ARCHITECTURES["gpt_oss"], tmp_path)
+    shapes = weight_shapes(tmp_path, KEY)
+    fit(tmp_path, shapes)
+    without = {tensor: shape for tensor, shape in shapes.items() if ".experts." not in tensor}
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts\.\w+ is not there; .* and \d more$"):
+        fit(tmp_path, without)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "gpt2", "phimoe", "mpt"])
+def test_a_critic_needs_no_head_of_tokens_but_all_else(name, tmp_path):
+    write_checkpoint(ARCHITECTURES[name], tmp_path / "policy")
+    fit(tmp_path / "policy", needs_head=False)
+    config = load_hf_config(HFModelConfig(path=str(tmp_path / "policy")))
+    config.num_labels = 1
+    register_value_head(config)
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "critic")
+    weights = load_file(tmp_path / "critic" / FILE)
+    assert any("score" in tensor for tensor in weights)
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "policy" / file, tmp_path / "critic")
+    fit(tmp_path / "critic", needs_head=False)
+    if not config.tie_word_embeddings:
+        with pytest.raises(ConfigError, match=r"lm_head\.\w+ is not there"):
+            fit(tmp_path / "critic")
+    embedding = max(weights, key=lambda tensor: (len(weights[tensor]) > 256, weights[tensor].numel()))
+    save_file({each: value for each, value in weights.items() if each != embedding}, tmp_path / "critic" / FILE)
+    with pytest.raises(ConfigError, match=f"{embedding} is not there"):
+        fit(tmp_path / "critic", needs_head=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({}, None),
+        ({"vocab_size": 300}, r"embed_tokens.weight: \(300, \d+\) in the model, \(264, \d+\) in the checkpoint"),
+        ({"intermediate_size": 100}, r"mlp.gate_proj.weight: \(100, \d+\) in the model"),
+        ({"num_hidden_layers": 9}, r"model.layers.\d.* is not there.*more"),
+        ({"num_hidden_layers": 1}, r"model.layers.1.* is not in the config's model"),
+        ({"hidden_act": "nothing"}, "no model can be built of config.json: KeyError"),
+    ],
+)
+def test_a_config_of_another_model_than_the_weights_names_the_tensors(model_dir, override, message):
+    config = json.loads((model_dir / "config.json").read_text()) | override
+    if "num_hidden_layers" in override:
+        config.pop("layer_types", None)
+    (model_dir / "config.json").write_text(json.dumps(config))
+    if message is None:
+        fit(model_dir)
+        return
+    with pytest.raises(ConfigError, match=message):
+        fit(model_dir)

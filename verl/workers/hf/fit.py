@@ -1,0 +1,75 @@
+"""Whether the weights of a directory are those of its configuration. The driver asks before any process starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl.compat.transformers import ignored_patterns
+from verl.utils.config import ConfigError
+from verl.utils.trainable import require_trainable
+from verl.workers.hf.conversion import Conversion, Shapes, conversion_of
+
+SHOWN = 3
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def require_fit(config: PretrainedConfig, shapes: Shapes, key: str, *, remote: bool, needs_head: bool = True) -> None:
+    """Raises ConfigError, which names `key`, if the weights lack a tensor of the model of `config`, or have others.
+
+    `shapes` are those of the tensors in the files. They are held against the model by transformers' own rules for
+    loading it, as a trainer's engine does. `remote`: the model's own code may be run. Without `needs_head` they may be
+    those of a critic, without the layer that foretells tokens. What cannot be trained by its kind is refused, see
+    `require_trainable`.
+    """
+    require_trainable(config, key)
+    model = _on_meta(config, key, remote=remote)
+    found = conversion_of(model, shapes, may_lack=() if needs_head else _of_head_alone(model))
+    require_trainable(config, key, beside_model=(*found.unexpected, *found.aside))
+    problems = [
+        *found.misshapen,
+        *(f"{name} is not there" for name in found.missing),
+        *(f"{name} is not in the config's model" for name in found.unexpected),
+        *(f"{name} is not in the config's model" for name in _layers_beyond(found, ignored_patterns(model))),
+    ]
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ConfigError(
+            f"{key}: config.json, with overrides, does not fit the weights: {'; '.join(problems[:SHOWN])}{more}"
+        )
+
+
+def _on_meta(config: PretrainedConfig, key: str, *, remote: bool) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto.from_config(config, trust_remote_code=remote)
+    except Exception as exc:
+        why = " ".join(str(exc).split())
+        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {why}") from exc
+    return model
+
+
+def _of_head_alone(model: PreTrainedModel) -> set[str]:
+    """Parameters of the layer that foretells tokens; where it is the embedding, the bias at most."""
+    layers: Any = model
+    head, embedding = layers.get_output_embeddings(), layers.get_input_embeddings()
+    own = set(map(id, head.parameters() if head else ())) - set(map(id, embedding.parameters()))
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def _layers_beyond(found: Conversion, ignored: list[str]) -> Iterator[str]:
+    """Tensors of layers like those that the model has, of which it has fewer, and does not say that it leaves any."""
+    used = {_family(name) for name in found.shapes}
+    for name in found.aside:
+        if _family(name) in used and not any(re.search(pattern, name) for pattern in ignored):
+            yield name
+
+
+def _family(name: str) -> str:
+    """The name without the numbers of layers and experts."""
+    return _NUMBER.sub("#", name)

@@ -7,10 +7,14 @@ ranks of a trainer imported 3.3 s of processor time each where that first proces
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 IMPORTED = (
@@ -42,3 +46,25 @@ def start(target: Callable[..., None], *arguments: Any, name: str | None = None)
     process.start()
     theirs.close()
     return process, ours
+
+
+def run(program: Callable[..., object], *arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What `program(*arguments)` writes as a program of its own, in the directory `cwd`, and its exit code."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, name) for name in ("stdout", "stderr")]
+        process, pipe = start(_run, files, cwd or Path.cwd(), program, arguments)
+        with pipe:
+            process.join()
+        said = [file.read_text() for file in files]
+    return subprocess.CompletedProcess([program.__qualname__, *arguments], process.exitcode or 0, *said)
+
+
+def _run(
+    pipe: Connection, files: list[Path], cwd: Path, program: Callable[..., object], arguments: tuple[Any, ...]
+) -> None:
+    pipe.close()
+    for number, file in enumerate(files, start=1):
+        with file.open("w") as output:
+            os.dup2(output.fileno(), number)
+    os.chdir(cwd)
+    program(*arguments)

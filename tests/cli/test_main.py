@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 import verl
-from verl.cli.main import COMMANDS, COMPLETES, MODULES, cli
+from tests import forked
+from verl.cli.main import COMMANDS, COMPLETES, MODULES, cli, main
 
 PROGRAM = Path(sys.executable).with_name("verl-sync")
 HEAVY = ("torch", "ray", "vllm", "transformers", "hydra", "matplotlib", "pandas")
@@ -69,23 +71,22 @@ def test_an_unknown_subcommand_is_an_error_that_names_a_near_one():
 
 
 def test_train_gets_everything_that_follows_it():
-    assert "--config-name NAME" in verl_sync("train", "--help").stdout
-    done = verl_sync("train", "trainer.nnode=2")
+    assert "--config-name NAME" in forked.run(main, ["train", "--help"]).stdout
+    done = forked.run(main, ["train", "trainer.nnode=2"])
     assert (done.returncode, done.stdout) == (2, "")
     assert "trainer.nnodes" in done.stderr
 
 
 def test_train_composes_the_configuration_that_its_module_composes():
     arguments = ["--cfg", "job", "--package", "trainer", "trainer.save_freq=7"]
-    module = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    module = forked.run(as_program, "verl.trainer.main_ppo", arguments)
     assert "save_freq: 7" in module.stdout
-    assert verl_sync("train", *arguments).stdout == module.stdout
+    assert forked.run(main, ["train", *arguments]).stdout == module.stdout
+
+
+def as_program(module: str, arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 import io
-import subprocess
-import sys
 
 import pytest
 import yaml
 from rich.console import Console
 
 import verl
+from tests import forked
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.config.help import plain_page, print_help
 from verl.trainer.config.schema import keys
@@ -158,11 +157,8 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):
-    code = "from verl.trainer.config.cli import run_hydra; run_hydra(lambda config: None)"
-    for argv, expected in ((["trainer.nnode=2"], 2), (["trainer.seed=2"], 0)):
-        result = subprocess.run(
-            [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
+    for word, expected in (("trainer.nnode=2", 2), ("trainer.seed=2", 0)):
+        result = forked.run(run_hydra, id, [word], cwd=tmp_path)
         assert result.returncode == expected, result.stderr
         assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []

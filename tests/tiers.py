@@ -31,7 +31,9 @@ PLACES = (
     "tests/checkpoint_engine/parameter_server/test_server.py",
     "tests/checkpoint_engine/publisher/test_random_pushes.py",
     "tests/checkpoint_engine/test_chain.py",
+    "tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused",
     "tests/checkpoint_engine/test_collective.py",
+    "tests/checkpoint_engine/test_collective_deltas.py::test_whatever_happens_in_whatever_order",
     "tests/checkpoint_engine/test_contract.py",
     "tests/checkpoint_engine/test_deltas.py",
     "tests/checkpoint_engine/test_failures.py",
@@ -43,9 +45,10 @@ PLACES = (
     "tests/checkpoint_engine/test_strangers.py",
     "tests/docs/test_parameter_server_example.py",
     "tests/trainer/fleet/test_session.py",
+    "tests/trainer/ppo/test_even_batches.py::test_three_ranks_learn",
     "tests/workers/rollout/test_leftovers.py",
 )
-"""They start members, ranks or runs as processes, or are long."""
+"""How names of tests begin that start members, ranks or runs as processes, or are long."""
 ONCE: dict[str, tuple[str, ...]] = {
     "a hybrid run whose vLLM generates with the weights of every step, its files, metrics and reports": (
         "tests/e2e/test_training.py::test_vllm_has_the_trainers_weights_on_every_step",
@@ -92,6 +95,8 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/test_chain.py::test_only_the_first_node_reads_the_bytes_of_owners",
         "tests/checkpoint_engine/test_kimi_ckpt_engine.py::test_every_byte_leaves_its_owner_once",
         "tests/checkpoint_engine/test_deltas.py::test_nodes_pass_deltas_on",
+        "tests/checkpoint_engine/test_collective_deltas.py::test_whatever_happens_in_whatever_order_nodes_hold_what_"
+        "was_committed[0]",
     ),
     "hosts with networks of their own": (
         "tests/checkpoint_engine/test_namespaces.py::test_weights_cross_from_host_to_host[mooncake]",
@@ -135,6 +140,10 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/parameter_server/test_server.py::test_a_broadcast_brings_all_parts",
         "tests/checkpoint_engine/parameter_server/test_server.py::test_p2p_brings_all_parts",
         "tests/checkpoint_engine/test_update.py::TestAgainstVLLM::test_dummy_weights_become_the_checkpoints",
+    ),
+    "a publisher that is killed before and while a server loads": tuple(
+        f"tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused[{at}]"
+        for at in ("/pause", "/update_weights")
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
     "calls of ranks on Ray": (

@@ -17,6 +17,18 @@ from verl.checkpoint_engine.links.rendezvous import Deadline
 from verl.checkpoint_engine.parameter_server.roster import Roster
 
 
+class PassesWhen(Deadline):
+    """A deadline that passes as soon as something is so; a minute only ends what hangs."""
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        super().__init__(60.0)
+        self.happened = happened
+
+    @property
+    def passed(self) -> bool:
+        return self.happened() or super().passed
+
+
 class Place:
     def __init__(self) -> None:
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -83,8 +95,20 @@ def test_threads_end_with_the_session(place: Place):
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_is_named(place: Place, absent: int):
     present = [rank for rank in range(3) if rank != absent]
-    for future in together(*(lambda r=r: meeting(place, r, [0, 1, 2], 2.0) for r in present)):
-        with pytest.raises(TransportTimeout, match=rf"^rank {absent} not here within 2.0 s; here: rank {present[0]}, "):
+    rosters: list[Roster] = []
+
+    def have_seen_each_other() -> bool:
+        return len(rosters) == len(present) and all(roster._came >= set(present) for roster in rosters)
+
+    def come(rank: int) -> None:
+        with place.roster(rank, [0, 1, 2]) as roster:
+            rosters.append(roster)
+            roster.meet(PassesWhen(have_seen_each_other))
+
+    for future in together(*(lambda r=r: come(r) for r in present)):
+        with pytest.raises(
+            TransportTimeout, match=rf"^rank {absent} not here within 60.0 s; here: rank {present[0]}, "
+        ):
             future.result()
     # Those calls are forgotten: the next meeting is one of calls made now.
     futures = together(*(lambda r=r: meeting(place, r, [0, 1, 2]) for r in range(3)))
@@ -92,13 +116,18 @@ def test_a_rank_that_does_not_come_is_named(place: Place, absent: int):
 
 
 def test_a_rank_whose_deadline_ends_first_was_here_all_the_same(place: Place):
+    gone = threading.Event()
+
     def patient() -> None:
         with place.roster(2, [0, 1, 2]) as roster:
-            roster.meet(Deadline(10.0))
+            roster.meet(PassesWhen(lambda: gone.is_set() and 0 in roster._came))
 
     def impatient() -> None:
         with place.roster(0, [0, 1, 2]) as roster:
-            roster.meet(Deadline(5.0))
+            try:
+                roster.meet(PassesWhen(lambda: 2 in roster._came))
+            finally:
+                gone.set()
 
     first, last = together(impatient, patient)
     for future in (first, last):

@@ -32,6 +32,7 @@ PLACES = (
     "tests/checkpoint_engine/publisher/test_random_pushes.py",
     "tests/checkpoint_engine/test_chain.py",
     "tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused",
+    "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_to",
     "tests/checkpoint_engine/test_collective.py",
     "tests/checkpoint_engine/test_collective_deltas.py::test_whatever_happens_in_whatever_order",
     "tests/checkpoint_engine/test_contract.py",
@@ -144,6 +145,10 @@ ONCE: dict[str, tuple[str, ...]] = {
     "a publisher that is killed before and while a server loads": tuple(
         f"tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused[{at}]"
         for at in ("/pause", "/update_weights")
+    ),
+    "a publisher of another host that is killed while a server loads": (
+        "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_"
+        "to[amid the load]",
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
     "calls of ranks on Ray": (

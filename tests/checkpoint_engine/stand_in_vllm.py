@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from verl.checkpoint_engine.engines.vllm.plugin import refusal_to_resume
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS
@@ -55,8 +56,9 @@ class Worker:
             return
         try:
             self.ledger.require(info.get("writer"))
-            self.ledger.begin_load()
             with open_to_activate(self._vllm.misleads or info["arena_path"], info["version"]) as (manifest, slot):
+                self.ledger.begin_load()
+                self._vllm.while_loading()
                 self.weights = {name: tensor.clone() for name, tensor in slot.tensors()}
                 self.ledger.loaded(info["load"], info["version"], manifest.digest)
         except CheckpointEngineError:
@@ -79,6 +81,8 @@ class StandIn:
         self.refuses = ""
         self.sleeps_through = False
         """An update gets 200 and changes nothing."""
+        self.while_loading: Callable[[], object] = lambda: None
+        """Called by each worker when it has begun to."""
         self.misleads = ""
         """The arena from which workers load, whatever they are told."""
         self.before: Callable[[str], object] = lambda path: None
@@ -125,8 +129,12 @@ class StandIn:
                 return {"world_size": self.ranks}
             case "/weight_info":
                 return {"weight_version": self.version}
-            case "/pause" | "/resume":
-                self.paused = path == "/pause"
+            case "/pause":
+                self.paused = True
+            case "/resume":
+                if why := refusal_to_resume(self.rpc("answer", json.dumps({"number": "1", "act": "look"}))):
+                    raise ActivationError(why)
+                self.paused = False
             case "/init_weight_transfer_engine":
                 self.rpc("init", body["init_info"])
             case "/start_weight_update":

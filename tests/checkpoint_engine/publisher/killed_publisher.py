@@ -1,6 +1,7 @@
 """A publisher that is killed: `python -m tests.checkpoint_engine.publisher.killed_publisher URL [MODEL]`.
 
-Pushes 1, then 2, of a model whose weights are larger by a hundredth, or of a few numbers.
+Pushes 1, then 2, of a model whose weights are larger by a hundredth, or of a few numbers. With `far` for MODEL it is
+numbers, and nothing of the arena can be kept, as where the server is on another host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from verl.checkpoint_engine import WeightPublisher
+from verl.checkpoint_engine.parameter_server.rescue import Rescue
 
 
 def weights_of(version: int, model: Path | None = None) -> dict[str, torch.Tensor]:
@@ -24,6 +26,8 @@ def weights_of(version: int, model: Path | None = None) -> dict[str, torch.Tenso
 
 if __name__ == "__main__":
     url, *model = sys.argv[1:]
+    if model == ["far"]:
+        model, Rescue._keep = [], lambda *_: None  # type: ignore[method-assign]
     tensors = weights_of(1, *map(Path, model))
     with WeightPublisher(tensors, [url]) as publisher:
         publisher.push(1)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.gate import passed_on
+from tests.checkpoint_engine.kept_process import commit, plan_of
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine import ActivationError, ConfigError, SyncAborted, TRLWeightTransfer, WeightPublisher
+from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS
 from verl.utils.builtin import make_tiny_model
 
@@ -195,6 +198,27 @@ class TestAgainstVLLM:
         assert server.version() == version
         model = AutoModelForCausalLM.from_pretrained(directory)
         model.load_state_dict(killed_publisher.weights_of(int(version), directory), strict=False)
+        assert_serves(server, model, directory)
+
+    def test_a_server_whose_load_did_not_end_does_not_go_on_until_it_has_a_version(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        nudge(model, 30)
+        *held, _ = model.named_parameters()
+        plan = plan_of(dict(held))
+        with NodeArena.create(shm_dir=shm, job="torn", node="here", layout=plan.layout, slots=2) as arena:
+            with torch.no_grad():
+                commit(arena, plan, 1, dict(held))
+            server.call("/pause?mode=keep")
+            server.call("/start_weight_update", {})
+            with pytest.raises(HTTPError):
+                server.call("/update_weights", {"update_info": {"arena_path": str(arena.directory), "version": 1}})
+        with pytest.raises(HTTPError) as caught:
+            server.call("/resume")
+        assert "a load of weights has begun and not ended" in caught.value.read().decode()
+        with WeightPublisher(model, [server.url]) as publisher:
+            publisher.push(31)
         assert_serves(server, model, directory)
 
     def test_named_tensors_and_a_file_of_endpoints(self, server: ServedVLLM, directory: Path, shm: Path):

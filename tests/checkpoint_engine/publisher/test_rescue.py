@@ -6,47 +6,114 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.killed_publisher import weights_of
-from tests.checkpoint_engine.stand_in_vllm import stand_in
+from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
 from verl.checkpoint_engine.parameter_server.writers import Writer, order
 
 STEPS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume")
+BEFORE_IT_LOADS = STEPS[:2]
+AMID = "amid the load"
+"""One rank after the other finds that it cannot go on."""
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, shm: Path):
-    ranks = 2
-    with stand_in(ranks) as (vllm, url):
-        pushing = [2 * STEPS.count(step)]
+@contextmanager
+def killed(step: str, *arguments: str) -> Iterator[StandIn]:
+    """A server whose publisher is killed when it is asked for `step` in the second push, and has ended."""
+    at = "/update_weights" if step == AMID else step
+    with stand_in(2) as (vllm, url):
+        pushing = [2 * STEPS.count(at)]
+        lost: list[int] = []
+
+        def lose() -> None:
+            lost.append(1)
+            if len(lost) <= vllm.ranks:
+                raise ActivationError("the arena is gone")
 
         def kill(path: str) -> None:
-            if path == step:
+            if path == at:
                 pushing[0] -= 1
-                if pushing[0] == 0:  # in the second push
+                if pushing[0] == 0:
                     os.kill(process.pid, signal.SIGKILL)
+                    vllm.while_loading = lose if step == AMID else vllm.while_loading
 
         vllm.before = kill
-        with subprocess.Popen([sys.executable, "-m", killed_publisher.__name__, url]) as process:
+        with subprocess.Popen([sys.executable, "-m", killed_publisher.__name__, url, *arguments]) as process:
             assert process.wait() == -signal.SIGKILL
-        assert soon(lambda: vllm.log[-1] != step and not vllm.paused and list(shm.glob("verl-*")) == [])
-        version = vllm.version
-        assert version == ("1" if step == "/pause" else "2")
-        assert torch.equal(vllm.weights["w"], weights_of(int(version))["w"])
-        assert [worker.active for worker in vllm.workers] == [False] * ranks
+        yield vllm
+        assert [worker.active for worker in vllm.workers] == [False] * vllm.ranks
         with WeightPublisher({"w": torch.full((8, 3), 5.0)}, [url]) as publisher:
             publisher.push(3)
         assert (vllm.version, vllm.paused) == ("3", False)
+
+
+def assert_serves(vllm: StandIn, version: str) -> None:
+    assert vllm.version == version
+    assert torch.equal(vllm.weights["w"], weights_of(int(version))["w"])
+
+
+@pytest.mark.parametrize("step", [*STEPS, AMID])
+def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, shm: Path):
+    with killed(step) as vllm:
+        assert soon(lambda: vllm.log[-1] != step and not vllm.paused and list(shm.glob("verl-*")) == [])
+        assert_serves(vllm, "1" if step in BEFORE_IT_LOADS else "2")
+
+
+@pytest.mark.parametrize("step", [*STEPS, AMID])
+def test_a_server_of_another_host_serves_what_it_holds_or_refuses_to(step: str, shm: Path):
+    """Nothing can be loaded there once the publisher is dead: the memory went with it."""
+    with killed(step, "far") as vllm:
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert vllm.paused == (step == AMID)
+        if vllm.paused:
+            assert vllm.version == "1"
+            with pytest.raises(ActivationError, match="does not go on: a load of weights has begun and not ended"):
+                vllm.respond("/resume", None)
+        else:
+            assert_serves(vllm, "1" if step in BEFORE_IT_LOADS else "2")
+
+
+def test_what_is_left_of_a_rescue_that_was_killed_with_its_publisher_goes_with_the_next(shm: Path):
+    def rescue() -> tuple[Rescue, Path]:
+        made = Rescue(shm, ANSWERS, Writer.here("publisher"))
+        made.pausing("http://127.0.0.1:1", "vLLM")
+        root = made._root
+        assert root is not None
+        os.utime(root, (0, 0))
+        return made, root
+
+    dead, left = rescue()
+    assert dead._process is not None
+    alive, kept = rescue()
+    assert left.exists()
+    os.kill(dead._process.pid, signal.SIGKILL)
+    assert soon(lambda: not is_running(dead._process.pid))
+    newest, _ = rescue()
+    assert (left.exists(), kept.exists()) == (False, True)
+    for one in (dead, alive, newest):
+        one.serving("http://127.0.0.1:1", "vLLM")
+        one.close()
+    assert list(shm.iterdir()) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: Path):
@@ -67,10 +134,39 @@ def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: P
         assert vllm.version == "default"
 
 
-def test_a_server_that_could_not_load_is_not_let_go_on_with_torn_weights(shm: Path):
+def lose() -> None:
+    raise ActivationError("the arena is gone")
+
+
+def test_a_server_into_which_nothing_was_loaded_serves_what_it_had(shm: Path):
     with stand_in(2) as (vllm, url):
         with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
             vllm.sleeps_through = True
+            with pytest.raises(SyncAborted):
+                publisher.push(1)
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert (vllm.version, vllm.paused) == ("default", False)
+
+
+def test_a_rescue_that_was_killed_is_started_again(shm: Path):
+    with stand_in(2) as (vllm, url):
+        rescue = Rescue(shm, ANSWERS, Writer.here("publisher"))
+        for state in (rescue.pausing, rescue.serving, rescue.pausing):
+            state(url, "vLLM")
+            assert rescue._process is not None
+            dead = rescue._process.pid
+            os.kill(dead, signal.SIGKILL)
+            assert soon(lambda dead=dead: not is_running(dead))
+        rescue.pausing("http://127.0.0.1:1", "vLLM")
+        vllm.paused = True
+        rescue.close()
+        assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
+
+
+def test_a_server_that_could_not_load_is_not_let_go_on_with_torn_weights(shm: Path):
+    with stand_in(2) as (vllm, url):
+        with WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+            vllm.while_loading = lose
             with pytest.raises(SyncAborted):
                 publisher.push(1)
         assert soon(lambda: list(shm.glob("verl-*")) == [])

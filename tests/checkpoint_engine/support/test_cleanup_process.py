@@ -3,14 +3,20 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 
-NOTE = "open(sys.argv[1], 'w').write(' '.join(lines))"
-OWNER = f"""
+NOTE = """
+def main(arguments, lines):
+    with open(arguments[0], "w") as note:
+        note.write(" ".join(lines))
+"""
+OWNER = """
 import sys, time
+from pathlib import Path
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
-cleanup = CleanupProcess({NOTE!r}, sys.argv[1])
+cleanup = CleanupProcess(Path(sys.argv[1]), sys.argv[2])
 cleanup.send("first")
 cleanup.send("second")
 print(cleanup.pid, flush=True)
@@ -18,8 +24,15 @@ time.sleep(100)
 """
 
 
-def test_the_script_runs_on_close_with_what_was_sent(tmp_path):
-    cleanup = CleanupProcess(NOTE, str(tmp_path / "note"))
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(NOTE)
+    return path
+
+
+def test_the_program_runs_on_close_with_what_was_sent(program, tmp_path):
+    cleanup = CleanupProcess(program, str(tmp_path / "note"))
     cleanup.send("hello")
     assert not (tmp_path / "note").exists()
     cleanup.close()
@@ -27,9 +40,9 @@ def test_the_script_runs_on_close_with_what_was_sent(tmp_path):
     assert (tmp_path / "note").read_text() == "hello"
 
 
-def test_the_script_runs_when_the_owner_is_killed(tmp_path):
+def test_the_program_runs_when_the_owner_is_killed(program, tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path / "note")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(program), str(tmp_path / "note")], stdout=subprocess.PIPE, text=True
     ) as owner:
         process = psutil.Process(int(owner.stdout.readline()))
         owner.kill()

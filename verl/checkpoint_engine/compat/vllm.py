@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,44 @@ def let_workers_answer(method: str, answer: Callable[[Any, str, bool], dict[str,
         return answer(worker.weight_transfer_engine, sent, bool(getattr(worker, "_weight_update_active", False)))
 
     setattr(WorkerBase, method, answered)
+
+
+def guard_resume(
+    backend: str, method: str, sent: str, refusal: Callable[[Iterable[dict[str, Any]]], str | None]
+) -> None:
+    """Have engines whose weights come by `backend` go on only where `refusal` of what workers answer by `method` to
+    `sent` is None; else they raise it, and stay paused. Does nothing but in a process of an engine core. Idempotent."""
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is None:
+        return
+
+    def resume_scheduler(inner: Callable[..., Any], engine: Any) -> Any:
+        transfer = engine.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == backend:
+            why = refusal(engine.model_executor.collective_rpc(method, args=(sent,)))
+            if why is not None:
+                raise RuntimeError(why)
+        return inner(engine)
+
+    put_around(core.EngineCore, resume_scheduler.__name__, resume_scheduler)
+
+
+def put_around(cls: type, method: str, around: Callable[..., Any]) -> None:
+    """Have `around(inner, worker, ...)` be called for `method`. Once for each `around`: two distributions may have an
+    engine each."""
+    inner = getattr(cls, method)
+    place, layer = f"{around.__module__}.{method}", inner
+    while layer is not None:
+        if getattr(layer, "adapted_by", None) == place:
+            return
+        layer = getattr(layer, "__wrapped__", None)
+
+    @functools.wraps(inner)
+    def outer(worker: Any, *arguments: Any, **named: Any) -> Any:
+        return around(inner, worker, *arguments, **named)
+
+    outer.adapted_by = place  # type: ignore[attr-defined]
+    setattr(cls, method, outer)
 
 
 @contextmanager

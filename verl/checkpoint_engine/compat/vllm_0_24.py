@@ -6,10 +6,11 @@ an engine of 0.25 or later reloads the model as it likes.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from .vllm import put_around
 
 
 def makes_engines_of_less() -> bool:
@@ -41,21 +42,4 @@ def adapt_workers(name: str) -> None:
         start(worker, is_checkpoint_format and (transfer is None or transfer.backend != name))
 
     for around in (load_model, start_weight_update):
-        _put_around(Worker, around.__name__, around)
-
-
-def _put_around(cls: type, method: str, around: Callable[..., None]) -> None:
-    """Once for each `around`: two distributions may have an engine each."""
-    inner = getattr(cls, method)
-    place, layer = f"{around.__module__}.{method}", inner
-    while layer is not None:
-        if getattr(layer, "adapted_by", None) == place:
-            return
-        layer = getattr(layer, "__wrapped__", None)
-
-    @functools.wraps(inner)
-    def outer(worker: Any, *arguments: Any, **named: Any) -> None:
-        around(inner, worker, *arguments, **named)
-
-    outer.adapted_by = place  # type: ignore[attr-defined]
-    setattr(cls, method, outer)
+        put_around(Worker, around.__name__, around)

@@ -16,17 +16,7 @@ from pathlib import Path
 
 from ..support.cleanup_process import CleanupProcess
 from ..support.files import open_regular
-
-_REMOVE = """
-import shutil
-for path in [sys.argv[1], *lines]:
-    try:
-        os.unlink(path)
-    except IsADirectoryError:
-        shutil.rmtree(path, ignore_errors=True)
-    except OSError:
-        pass
-"""
+from . import removing
 
 YOUNG_S = 10.0
 """A directory younger than this may not have been locked by its creator yet."""
@@ -36,7 +26,7 @@ class Janitor(CleanupProcess):
     """Removes `directory`, and what `watch` adds to it, when this process ends, however it ends, or on `close`."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(_REMOVE, str(directory))
+        super().__init__(Path(removing.__file__), str(directory))
 
     def watch(self, path: Path) -> None:
         """Remove `path`, a file or a directory, too."""

@@ -131,8 +131,9 @@ class Endpoint(HttpServer):
         try:
             rescue.pausing(self.url, ENGINE)
             self.pause(pause_mode)
-            rescue.loading(self.url, ENGINE)
-            self.load({"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, version, writer)
+            info, load = {"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, secrets.token_hex(8)
+            rescue.loading(self.url, ENGINE, label=version, load=load)
+            self.load(info, version, writer, load)
             self.resume()
             rescue.serving(self.url, ENGINE)
         finally:
@@ -144,13 +145,14 @@ class Endpoint(HttpServer):
         """Stop generating; `mode` is one of `PAUSE_MODES`. Idempotent."""
         self.call("POST", f"/pause?mode={mode}")
 
-    def load(self, update_info: Mapping[str, Any], version: str, writer: Writer) -> str:
+    def load(self, update_info: Mapping[str, Any], version: str, writer: Writer, load: str = "") -> str:
         """Make every worker load the weights of `update_info` as `version`, while the engine is paused. As `update`.
+        `load`: its name among the workers, if the caller has to know that.
 
         Returns the digest of the loaded weights that the workers report, if they came from an arena. The server reports
         `version` once all workers have loaded it.
         """
-        load, self._loaded = secrets.token_hex(8), None
+        load, self._loaded = load or secrets.token_hex(8), None
         self._start(writer)
         try:
             info = dict(update_info) | {"writer": writer.id, "load": load}

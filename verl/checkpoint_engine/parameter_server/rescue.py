@@ -1,12 +1,13 @@
 """What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
 
-A small process outlives it. A server into which nothing was loaded yet goes on with what it has; one that was loading
-gets the version that it was told to load, whose memory is kept for that, unless another has been loaded by then. The
-process has the claim of the one that has ended meanwhile; a server that somebody else has claimed is left to that.
+A small process outlives it (`rescuing`). A server whose weights are whole resumes with them; one whose weights are torn
+loads the version again, whose memory is kept for that, if it is on this host. The process holds the claim of the writer
+that ended meanwhile; a server that somebody else has claimed is left to that.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -15,96 +16,12 @@ from typing import Any
 
 import msgspec
 
+from ..memory.janitor import sweep
 from ..support.cleanup_process import CleanupProcess
+from . import rescuing
 from .writers import Writer
 
 PREFIX = "verl-rescue-"
-_RESCUE = """
-import json, shutil, time, urllib.request
-root, method, writer = sys.argv[1:]
-writer = json.loads(writer)
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-def call(url, path, body=None):
-    data = json.dumps(body).encode() if body is not None else b""
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with opener.open(request, timeout=600) as answer:
-        return json.loads(answer.read() or b"null")
-
-def workers(url, act="look"):
-    order = json.dumps({"number": "rescue", "act": act, "writer": writer})
-    return call(url, "/collective_rpc", {"method": method, "args": [order]})["results"]
-
-def claimed(url):
-    return all(one["claimed_by"] and one["claimed_by"]["id"] == writer["id"] for one in workers(url, "claim"))
-
-def is_whole(url, told):
-    with opener.open(url + "/weight_info", timeout=600) as answer:
-        label = json.loads(answer.read())["weight_version"]
-    (load, version), *others = {(one["load"], one["version"]) for one in told}
-    return bool(load) and not others and version is not None and label == str(version)
-
-def load(url, what):
-    told = workers(url)
-    is_active = any(one["active"] for one in told)
-    if not is_active and is_whole(url, told):  # it had only to go on, or somebody has loaded since
-        call(url, "/reset_prefix_cache?reset_running_requests=true")
-        return True
-    if what["state"] == "lost":
-        return False
-    if is_active:
-        try:
-            call(url, "/finish_weight_update")
-        except OSError:
-            pass
-    call(url, "/start_weight_update", {})
-    info = {"arena_path": what["arena"], "version": what["version"], "load": root, "writer": writer["id"]}
-    try:
-        call(url, "/update_weights", {"update_info": info})
-    finally:
-        is_loaded = all(one["load"] == root for one in workers(url))
-        call(url, "/finish_weight_update", {"weight_version": str(what["version"])} if is_loaded else None)
-    call(url, "/reset_prefix_cache?reset_running_requests=true")
-    return is_loaded
-
-def rescue(url, what):
-    if what["engine"] != "vLLM":
-        if what["state"] == "paused":
-            call(url, "/continue_generation", {})
-        return
-    if not claimed(url):
-        return
-    try:
-        if load(url, what) if what["state"] != "paused" else not any(one["torn"] for one in workers(url)):
-            for _ in range(10):  # what pauses it may still be on its way
-                call(url, "/resume")
-                time.sleep(0.5)
-                if not claimed(url):
-                    return
-    finally:
-        workers(url, "release")
-
-left = {}
-for line in lines:
-    told = json.loads(line)
-    left[told["url"]] = told
-for url, what in left.items():
-    if what["state"] == "serving":
-        continue
-    if os.fork():
-        continue
-    try:
-        rescue(url, what)
-    except Exception:
-        pass
-    os._exit(0)
-try:
-    while True:
-        os.wait()
-except ChildProcessError:
-    pass
-shutil.rmtree(root, ignore_errors=True)
-"""
 
 
 class Rescue:
@@ -116,6 +33,7 @@ class Rescue:
         self._shm_dir, self._answers, self._writer = shm_dir, answers, writer
         self._root: Path | None = None
         self._process: CleanupProcess | None = None
+        self._told: dict[str, str] = {}
         self._kept: dict[str, Path] = {}
         self._paused: set[str] = set()
 
@@ -123,11 +41,16 @@ class Rescue:
         self._paused.add(url)
         self._tell(url, engine, state="paused")
 
-    def loading(self, url: str, engine: str, arena_path: str | None = None, version: int | None = None) -> None:
-        """Out of an arena of this host, or out of what goes with this process."""
+    def loading(
+        self, url: str, engine: str, arena_path: str | None = None, version: int | None = None, **called: str
+    ) -> None:
+        """Version `version` of an arena of this host or another, or weights that go with this process: `called` has
+        their `label`, by which servers name them, and their `load`, by which workers do."""
         self._forget(url)
         arena = self._keep(url, Path(arena_path)) if arena_path is not None and engine == "vLLM" else None
-        self._tell(url, engine, state="loading" if arena else "lost", arena=str(arena), version=version)
+        kept = str(arena) if arena is not None else None
+        what = {"label": str(version), "load": ""} | called
+        self._tell(url, engine, state="loading", arena=kept, version=version, **what)
 
     def serving(self, url: str, engine: str) -> None:
         self._tell(url, engine, state="serving")
@@ -144,8 +67,7 @@ class Rescue:
 
     def _keep(self, url: str, arena: Path) -> Path | None:
         """A second name for what the arena has committed, which may be gone by then; None if it is not on this host."""
-        root = self._started()
-        kept = Path(tempfile.mkdtemp(dir=root))
+        kept = Path(tempfile.mkdtemp(dir=self._directory()))
         try:
             for file in arena.iterdir():
                 if file.name == "current" or file.name.startswith("slot-"):
@@ -161,13 +83,26 @@ class Rescue:
             shutil.rmtree(kept, ignore_errors=True)
 
     def _tell(self, url: str, engine: str, **what: Any) -> None:
-        self._started()
-        assert self._process is not None  # it has been started
-        self._process.send(json.dumps({"url": url, "engine": engine, **what}))
+        self._told[url] = json.dumps({"url": url, "engine": engine, **what})
+        try:
+            self._started().send(self._told[url])
+        except BrokenPipeError:  # somebody has killed it
+            self._process = None
+            process = self._started()
+            for line in self._told.values():
+                process.send(line)
 
-    def _started(self) -> Path:
-        if self._process is None or self._root is None:
+    def _directory(self) -> Path:
+        if self._root is None or not self._root.is_dir():
+            sweep(self._shm_dir, PREFIX)
             self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._shm_dir))
-            writer = msgspec.json.encode(self._writer.rescuer()).decode()
-            self._process = CleanupProcess(_RESCUE, str(self._root), self._answers, writer)
         return self._root
+
+    def _started(self) -> CleanupProcess:
+        if self._process is None:
+            root, writer = self._directory(), msgspec.json.encode(self._writer.rescuer()).decode()
+            with (root / "lock").open("w") as lock:  # its process holds it, and sees to what is kept
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                arguments = (str(root), self._answers, writer)
+                self._process = CleanupProcess(Path(rescuing.__file__), *arguments, holding=lock.fileno())
+        return self._process

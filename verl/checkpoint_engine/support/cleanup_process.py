@@ -7,16 +7,10 @@ import select
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
-_PROLOGUE = """
-import os, signal, sys
-if os.fork():
-    os._exit(0)
-for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-    signal.signal(getattr(signal, name), signal.SIG_IGN)
-os.write(1, b"%d" % os.getpid())
-lines = sys.stdin.read().splitlines()
-"""
+from . import outliving
+
 CLOSE_TIMEOUT_S = 30.0
 _open: weakref.WeakSet[CleanupProcess] = weakref.WeakSet()
 
@@ -30,24 +24,25 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 class CleanupProcess:
-    """A small process that runs a script when this one ends, however it ends.
+    """A small process that runs a program when this one ends, however it ends.
 
     It holds the read end of a pipe whose only writer is this process, not its forks, so a SIGKILL reads as end-of-file.
     It is nobody's child and in a session of its own: a signal to the process group, and Ray when it ends a worker,
     would take children along.
     """
 
-    def __init__(self, script: str, *arguments: str) -> None:
-        """`script` is Python for the standard library alone; it finds `arguments` in `sys.argv[1:]`, and in `lines`
-        what was sent."""
+    def __init__(self, program: Path, *arguments: str, holding: int | None = None) -> None:
+        """`program`: a file with Python for the standard library alone. Its `main` is called with `arguments`, and the
+        lines that were sent. `holding`: a file that it keeps open as long as it lives, for its lock."""
         its_stdin, self._write_end = os.pipe()
         self._read_end, its_stdout = os.pipe()
         subprocess.run(
-            [sys.executable, "-S", "-E", "-c", _PROLOGUE + script, *arguments],
+            [sys.executable, "-I", "-S", outliving.__file__, str(program), *arguments],
             stdin=its_stdin,
             stdout=its_stdout,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=[holding] if holding is not None else [],
             check=True,
         )
         os.close(its_stdin)
@@ -56,13 +51,13 @@ class CleanupProcess:
         _open.add(self)
 
     def send(self, line: str) -> None:
-        """Tell the script something. It is read when this process ends."""
+        """Tell the program something. It is read when this process ends."""
         os.write(self._write_end, f"{line}\n".encode())
 
     def leave(self) -> None:
-        """Have the script run now, if no other process has this one's end of the pipe; do not wait for it. Idempotent.
+        """Have the program run now, if no other process has this one's end of the pipe; do not wait for it. Idempotent.
 
-        In a fork of this process, such as a DataLoader's worker, it is done at once: for the script it is this process
+        In a fork of this process, such as a DataLoader's worker, it is done at once: for the program it is this process
         that ends.
         """
         if self._write_end >= 0:
@@ -71,7 +66,7 @@ class CleanupProcess:
             self._write_end = -1
 
     def close(self) -> None:
-        """Have the script run now and wait for the process to end. Idempotent."""
+        """Have the program run now and wait for the process to end. Idempotent."""
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1

@@ -22,6 +22,8 @@ from verl.checkpoint_engine.support.signals import uninterrupted
 from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
 from verl.utils.config import ConfigError, did_you_mean
 
+from . import ending_agents
+
 logger = logging.getLogger(__name__)
 
 KEY = "ray_kwargs.ray_init"
@@ -40,41 +42,6 @@ _TOKEN_HINT = (
 
 MARK = "VERL_RAY_STARTED_BY"
 """In the environment of whatever is started while Ray starts: by whom."""
-
-# The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too,
-# but then try for a minute to report it to a daemon that is gone. Each has its session in its command line until it has
-# imported what it needs and calls itself `ray::...`.
-_END_AGENTS = """
-import time
-session = sys.argv[1]
-
-def is_of_session(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as title:
-        command = title.read().decode(errors="replace").split("\\0")
-    if f"--session-dir={session}" in command:
-        return True
-    return command[0].startswith("ray::") and any(name.startswith(session + "/") for name in files(pid))
-
-def files(pid):
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            yield os.readlink(f"/proc/{pid}/fd/{fd}")
-        except OSError:  # closed meanwhile: an agent that starts opens and closes many
-            pass
-
-for _ in range(10):
-    found = False
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if is_of_session(pid):
-                found = True
-                os.kill(int(pid), signal.SIGKILL)
-        except OSError:  # it has just ended, or is somebody else's
-            pass
-    if not found:
-        break
-    time.sleep(0.2)
-"""
 
 
 def address_of(arguments: Mapping[str, Any]) -> tuple[str, str]:
@@ -157,7 +124,7 @@ class RaySession:
                 if session:
                     self._log_dir = Path(session) / "logs"
                     if sys.platform == "linux" and address == LOCAL:
-                        self._cleanup = CleanupProcess(_END_AGENTS, session)
+                        self._cleanup = CleanupProcess(Path(ending_agents.__file__), session)
             except KeyboardInterrupt:
                 with uninterrupted():
                     _kill_with_descendants(set(psutil.Process().children()) - strangers)

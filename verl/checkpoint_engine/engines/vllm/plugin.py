@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable
 from typing import Any
 
-from ...compat.vllm import knows_weight_transfer_engine, let_workers_answer
+import msgspec
+
+from ...compat.vllm import guard_resume, knows_weight_transfer_engine, let_workers_answer
 from ...compat.vllm_0_24 import adapt_workers, makes_engines_of_less
 from ...parameter_server.endpoints import ANSWERS, ENGINE_NAME
+from ...parameter_server.writers import order
 from ...support.lifetime import end_with
 from .deaths import tell_deaths
 
@@ -25,6 +29,7 @@ def register() -> None:
     if not knows_weight_transfer_engine(ENGINE_NAME):
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", name)
     let_workers_answer(ANSWERS, answer_of)
+    guard_resume(ENGINE_NAME, ANSWERS, msgspec.json.encode(order("look")).decode(), refusal_to_resume)
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
     tell_deaths()
@@ -37,6 +42,16 @@ def answer_of(engine: Any, order: str, active: bool) -> dict[str, Any]:
     except Exception as exc:  # noqa: BLE001 - who asks says it
         found = {"failed": f"{type(exc).__name__}: {exc}"}
     return found
+
+
+def refusal_to_resume(answers: Iterable[dict[str, Any]]) -> str | None:
+    """Of what all workers say that they hold: see `writers.Answer`."""
+    if any(answer.get("torn") for answer in answers):
+        return (
+            "the engine does not go on: a load of weights has begun and not ended, and what it holds is no version. "
+            "Load one first: a push or an update does, and has it go on"
+        )
+    return None
 
 
 def end_with_parent() -> None:

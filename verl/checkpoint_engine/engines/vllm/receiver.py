@@ -157,11 +157,10 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             self.ledger.loaded(update_info.load, update_info.version, digest)
 
     def _require_free(self, writer: str | None) -> None:
-        """On all ranks alike. What the worker computes with is unknown from here on, until it has loaded."""
+        """On all ranks alike."""
         if not self._all_agree(self.ledger.is_free_for(writer)):
             self.ledger.require(writer)
             raise ActivationError("on another rank the server is being written by somebody else")
-        self.ledger.begin_load()
 
     def _receive(self, update_info: ArenaUpdateInfo) -> str:
         """The digest of the version, where it comes with one."""
@@ -177,6 +176,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
         """The version of `manifest`, whose tensors `weights` lends."""
+        self.ledger.begin_load()
         before, self._loaded = self._loaded, None
         sources = before.sources if before is not None else None
         if since is None or not self._load_changed(weights, manifest, before, since):
@@ -275,6 +275,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def load_once(self, weights: Weights) -> None:
         """What comes bucket by bucket, and only once."""
+        self.ledger.begin_load()
         self._loaded, self._tensors_kept = None, 0
         if self._why_whole:
             self._load_whole(weights, None)

@@ -1,0 +1,121 @@
+"""The program of a `Rescue`. The standard library alone: `support.outliving` runs this file.
+
+What is done with a server depends on what its workers say that they hold, once what they do is over:
+
+    the version that it was told to load     it says so, and serves it
+    another whole one                        it serves that, as before
+    neither: it was killed while it loaded   it gets the version again, if the memory is on this host; else it stays
+                                             paused, and refuses to go on until somebody loads a version
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_S = 600
+RESUMES = 10
+"""What pauses a server may still be on its way to it."""
+BETWEEN_RESUMES_S = 0.5
+
+Call = Any
+"""`call(path, body=None)`: what a server answers. Raises OSError."""
+
+
+def main(arguments: list[str], lines: list[str]) -> None:
+    """`arguments`: the directory of what is kept, which is removed; the method of workers that answers; the writer
+    whose claim is held, in JSON. `lines`: what was done to servers, each a JSON object; the last of each counts."""
+    import shutil
+
+    root, method, writer = arguments
+    told = {what["url"]: what for what in map(json.loads, lines)}
+    for what in told.values():
+        if what["state"] != "serving" and not os.fork():
+            try:
+                rescue(what, root, method, json.loads(writer), caller(what["url"]))
+            finally:
+                os._exit(0)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def caller(url: str) -> Call:
+    import urllib.request
+
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def call(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = json.dumps(body).encode() if body is not None else b""
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            return json.loads(answer.read() or b"null")
+
+    return call
+
+
+def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any], call: Call) -> None:
+    """`what` was done to a server last."""
+    if what["engine"] != "vLLM":
+        if what["state"] == "paused":
+            call("/continue_generation", {})
+        return
+
+    def ask(act: str = "look") -> list[dict[str, Any]]:
+        """All workers. They finish first what they do now."""
+        order = json.dumps({"number": "rescue", "act": act, "writer": writer})
+        found: list[dict[str, Any]] = call("/collective_rpc", {"method": method, "args": [order]})["results"]
+        return found
+
+    def is_claimed() -> bool:
+        return all(one["claimed_by"] and one["claimed_by"]["id"] == writer["id"] for one in ask("claim"))
+
+    if not is_claimed():
+        return
+    try:
+        is_whole = not any(one["torn"] for one in ask()) if what["state"] == "paused" else ended(what, ask(), call)
+        if is_whole or load(what, root, writer["id"], ask, call):
+            for _ in range(RESUMES):
+                call("/resume")
+                time.sleep(BETWEEN_RESUMES_S)
+                if not is_claimed():
+                    return
+    finally:
+        ask("release")
+
+
+def ended(what: dict[str, Any], workers: list[dict[str, Any]], call: Call) -> bool:
+    """End an update that its writer did not end. Whether all workers hold the same, and a whole version, then."""
+    is_active = [one["active"] for one in workers]
+    holds = {(one["load"], one["version"], one["digest"], one["torn"]) for one in workers}
+    is_whole = len(holds) == 1 and not workers[0]["torn"]
+    sought = ("load", what["load"]) if what["load"] else ("version", what["version"])
+    is_new = is_whole and workers[0]["load"] != "" and workers[0][sought[0]] == sought[1]
+    if any(is_active):
+        try:
+            call("/finish_weight_update", {"weight_version": what["label"]} if is_new else None)
+        except OSError:
+            if all(is_active):
+                raise
+    if is_new:
+        call("/reset_prefix_cache?reset_running_requests=true")
+    return is_whole
+
+
+def load(what: dict[str, Any], root: str, writer_id: str, look: Callable[[], list[dict[str, Any]]], call: Call) -> bool:
+    """Out of what is kept of the arena. Whether the server then serves that."""
+    if what.get("arena") is None:
+        return False
+    call("/start_weight_update", {})
+    info = {"arena_path": what["arena"], "version": what["version"], "load": root, "writer": writer_id}
+    try:
+        call("/update_weights", {"update_info": info})
+    finally:
+        is_loaded = all(one["load"] == root for one in look())
+        call("/finish_weight_update", {"weight_version": what["label"]} if is_loaded else None)
+    call("/reset_prefix_cache?reset_running_requests=true")
+    return is_loaded

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+ASLEEP = "verl_asleep"
+"""Attribute of a worker."""
+
+
 def knows_weight_transfer_engine(name: str) -> bool:
     """Whether an engine of that name is registered. `register_engine` refuses a name that is there; none asks first."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -20,16 +24,17 @@ def knows_weight_transfer_engine(name: str) -> bool:
     return name in WeightTransferEngineFactory._registry
 
 
-def let_workers_answer(method: str, answer: Callable[[Any, str, bool], dict[str, Any]]) -> None:
+def let_workers_answer(method: str, answer: Callable[[Any, str, bool, tuple[str, ...]], dict[str, Any]]) -> None:
     """Give workers `method`, for `/collective_rpc`: what `answer` returns for the worker's weight-transfer engine, what
-    the caller has sent, and whether an update is active. Idempotent.
+    the caller has sent, whether an update is active, and which memory sleeps. Idempotent.
 
     vLLM's routes for weight updates return nothing of what workers say; a `worker_extension_cls` is the user's.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
     def answered(worker: Any, sent: str) -> dict[str, Any]:
-        return answer(worker.weight_transfer_engine, sent, bool(getattr(worker, "_weight_update_active", False)))
+        is_active = bool(getattr(worker, "_weight_update_active", False))
+        return answer(worker.weight_transfer_engine, sent, is_active, getattr(worker, ASLEEP, ()))
 
     setattr(WorkerBase, method, answered)
 
@@ -52,6 +57,24 @@ def guard_resume(
         return inner(engine)
 
     put_around(core.EngineCore, resume_scheduler.__name__, resume_scheduler)
+
+
+def note_sleep() -> None:
+    """Have workers remember which of their memory sleeps: vLLM's `/is_sleeping` is true of a server that was paused,
+    too. Called in a worker's process. Idempotent."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def sleep(inner: Callable[..., None], worker: Any, *arguments: Any, **named: Any) -> None:
+        inner(worker, *arguments, **named)
+        setattr(worker, ASLEEP, ("weights", "kv_cache"))
+
+    def wake_up(inner: Callable[..., None], worker: Any, tags: list[str] | None = None) -> None:
+        inner(worker, tags)
+        woken = getattr(worker, ASLEEP, ()) if tags is None else tags
+        setattr(worker, ASLEEP, tuple(tag for tag in getattr(worker, ASLEEP, ()) if tag not in woken))
+
+    for around in (sleep, wake_up):
+        put_around(Worker, around.__name__, around)
 
 
 def put_around(cls: type, method: str, around: Callable[..., Any]) -> None:

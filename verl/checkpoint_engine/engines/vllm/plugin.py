@@ -35,10 +35,10 @@ def register() -> None:
     tell_deaths()
 
 
-def answer_of(engine: Any, order: str, active: bool) -> dict[str, Any]:
+def answer_of(engine: Any, order: str, active: bool, asleep: tuple[str, ...]) -> dict[str, Any]:
     """Of a worker, to an `Order`. Never raises: the answers of other workers would stay unread in vLLM's executor."""
     try:
-        found: dict[str, Any] = engine.answer(order, active=active)
+        found: dict[str, Any] = engine.answer(order, active=active, asleep=asleep)
     except Exception as exc:  # noqa: BLE001 - who asks says it
         found = {"failed": f"{type(exc).__name__}: {exc}"}
     return found

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ...compat.vllm import note_sleep
 from ...compat.vllm_0_24 import configuration
 from ...errors import ActivationError, ConfigError, IntegrityError, TransportError
 from ...memory.committed import PinnedSlots, open_to_activate
@@ -93,6 +94,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         super().__init__(*arguments, **named)
         self._check = EngineCheck("first", self.vllm_config, self.device)
         self.ledger = Ledger()
+        note_sleep()
         self._slots = PinnedSlots() if self.device.type == "cuda" else None
         self._loaded: Loaded | None = None
         """What the model computes with, if it came out of an arena through the reload."""
@@ -388,13 +390,16 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Everything has been done by now. Called after a failure, too: of several ranks, one raises. Whoever has the
         claim ends so what a dead writer has begun."""
 
-    def answer(self, order: str, *, active: bool) -> dict[str, Any]:
-        """To an `Order` in JSON: see `Ledger`. Never raises on one rank of several."""
+    def answer(self, order: str, *, active: bool, asleep: tuple[str, ...] = ()) -> dict[str, Any]:
+        """To an `Order` in JSON: see `Ledger`. `asleep`: what was given back of its memory. Never raises on one rank of
+        several."""
         refuses = ""
         if self.vllm_config.lora_config is not None:
             refuses = "it serves LoRA adapters, under whose layers names are others: start vLLM without --enable-lora"
         elif getattr(self.parallel_config, "enable_eplb", False):
             refuses = "it moves experts between ranks: start vLLM without --enable-eplb"
+        elif asleep:
+            refuses = f"it sleeps ({', '.join(asleep)}): wake it up first (POST /wake_up)"
         return self.ledger.answer(order, rank=self._rank, active=active, refuses=refuses)
 
     def shutdown(self) -> None:

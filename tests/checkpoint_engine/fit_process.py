@@ -35,10 +35,10 @@ def main() -> None:
 
 
 def refusal(config: Any, checkpoint: Checkpoint) -> str | None:
-    from verl.checkpoint_engine.engines.vllm.fit import require_fit
+    from verl.checkpoint_engine.engines.vllm.fit import fit_of
 
     try:
-        require_fit(config, checkpoint)
+        fit_of(config, checkpoint).require(checkpoint)
     except ActivationError as exc:
         return exc.message
     return None

@@ -2,7 +2,7 @@
 
     python -m tests.checkpoint_engine.kept_process DIRECTORY MODEL ...
 
-No engine. Prints a list of JSON records, one for each activation: see `Activated`.
+No engine. Prints JSON: records of activations (see `Activated`), and what is said of heads (see `heads`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
     torch.accelerator.empty_cache = lambda: None
     register_refreshing()
-    told = []
+    told, of_heads = list[Activated](), dict[str, Any]()
     for directory in map(Path, sys.argv[2:]):
         names = (None, REFRESHING) if directory.name == "llama" else (None,)
         for name in names:
@@ -61,7 +61,11 @@ def main() -> None:
             config = make_config(directory, {"architectures": [name]} if name else {}, options)
             with _distributed(config):
                 told += steps(name or directory.name, config, _model(config), directory, Path(sys.argv[1]))
-    sys.stdout.write("\n" + json.dumps([asdict(one) for one in told]))
+        if directory.name == "tied":
+            config = make_config(directory, {}, PLAIN)
+            with _distributed(config):
+                of_heads = heads(config, _model(config), directory, Path(sys.argv[1]))
+    sys.stdout.write("\n" + json.dumps([[asdict(one) for one in told], of_heads]))
 
 
 def register_refreshing() -> None:
@@ -101,6 +105,51 @@ def steps(model_name: str, config: Any, model: Any, directory: Path, shm_dir: Pa
             checked = engine.checked
             kept = checked.tensors_kept if checked else 0
             told.append(Activated(model_name, step, kept, len(tensors), wrong, wrapped_loaders(model)))
+    return told
+
+
+def heads(config: Any, model: Any, directory: Path, shm_dir: Path) -> dict[str, Any]:
+    """What a model that is tied says of versions with a head, and how many of its tensors are then not those of the
+    last one that it took, or None where that does not matter."""
+    from tests.models.vllm_process import _engine, file_weights
+    from verl.checkpoint_engine.engines.vllm.build import load_as_from_disk
+    from verl.checkpoint_engine.engines.vllm.live import differences, live_tensors
+    from verl.checkpoint_engine.engines.vllm.receiver import ArenaUpdateInfo
+    from verl.checkpoint_engine.errors import ActivationError
+    from verl.checkpoint_engine.memory.arena import NodeArena
+
+    engine, tensors, told = _engine(config, model), dict(file_weights(directory)), dict[str, Any]()
+    embedding = tensors["model.embed_tokens.weight"]
+    versions = {
+        "equal": tensors | {"lm_head.weight": embedding.clone()},
+        "other": {name: tensor * 2 for name, tensor in tensors.items()} | {"lm_head.weight": embedding * 3},
+    }
+    layout = plan_of(versions["equal"])
+    with NodeArena.create(shm_dir=shm_dir, job="heads", node="tied", layout=layout.layout, slots=2) as arena:
+        for version, (case, sent) in enumerate(versions.items(), start=1):
+            commit(arena, layout, version, sent)
+            said = None
+            try:
+                engine.receive_weights(ArenaUpdateInfo(arena_path=str(arena.directory), version=version))
+            except ActivationError as exc:
+                said = exc.message
+            wrong = differences(live_tensors(model), live_tensors(load_as_from_disk(config, tensors.items())))
+            told[case] = said, len(wrong)
+    without = {name: tensor for name, tensor in versions["equal"].items() if name != "lm_head.weight"}
+    as_servers_hand_over = {
+        "equal, once": versions["equal"],
+        "other, once": versions["other"],
+        "none, once": without,
+        "new, once": versions["equal"],
+        "new, once more": versions["equal"],
+    }
+    for case, sent in as_servers_hand_over.items():
+        said = None
+        try:
+            engine.load_once(iter(sent.items()))
+        except ActivationError as exc:
+            said = exc.message
+        told[case] = said, None
     return told
 
 

@@ -72,13 +72,17 @@ class Worker:
         self.active = False
 
     def answer(self, order: str) -> dict[str, Any]:
-        return self.ledger.answer(order, rank=self._rank, active=self.active, refuses=self._vllm.refuses)
+        found = self._vllm
+        return self.ledger.answer(
+            order, rank=self._rank, active=self.active, refuses=found.refuses, copies=found.copies
+        )
 
 
 class StandIn:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.refuses = ""
+        self.copies: dict[str, str] = {}
         self.sleeps_through = False
         """An update gets 200 and changes nothing."""
         self.while_loading: Callable[[], object] = lambda: None

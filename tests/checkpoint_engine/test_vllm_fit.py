@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.checkpoint_engine.fit_process import Checkpoint
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from tests.warm_workers import Fork, WarmWorkers
+from verl.checkpoint_engine import ActivationError
 from verl.utils.builtin import make_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -50,10 +52,13 @@ def cases(whole: Checkpoint) -> dict[str, tuple[Checkpoint, list[str]]]:
         ),
         "an expert has too few rows": (with_shape(whole, down, [32, 64]), [some_w2]),
         "an expert has too few columns": (with_shape(whole, up, [64, 32]), [some_w13]),
-        "an expert has too many columns": (with_shape(whole, up, [64, 128]), [f"{up} [64, 128] is refused"]),
+        "an expert has too many columns": (
+            with_shape(whole, up, [64, 128]),
+            [f"{up} [64, 128] is refused by {STACKS}w13_weight [4, 128, 64] ("],
+        ),
         "the router has rows for other experts": (
             with_shape(whole, f"{MOE}gate.weight", [8, 64]),
-            [f"{MOE}gate.weight [8, 64] is refused"],
+            [f"{MOE}gate.weight [8, 64] is refused by {MOE}gate.weight [4, 64] ("],
         ),
         "the router is missing": (without(whole, f"{MOE}gate.weight"), [f"{MOE}gate.weight is missing"]),
     }
@@ -61,8 +66,36 @@ def cases(whole: Checkpoint) -> dict[str, tuple[Checkpoint, list[str]]]:
 
 def test_every_problem_with_experts_is_told_and_no_other(tmp_path: Path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe")
-    weights = load_file(model / "model.safetensors")
-    damaged = cases({name: ("float32", list(tensor.shape)) for name, tensor in weights.items()})
+    assert_told(model, cases(shapes_of(model)), tmp_path, warm)
+
+
+def test_what_a_loader_leaves_out_in_silence_is_told_unless_no_text_needs_it(tmp_path: Path, warm: WarmWorkers):
+    """vLLM's class of ERNIE 4.5 has no biases."""
+    model = tmp_path / "model"
+    write_checkpoint(ARCHITECTURES["ernie4_5"], model)
+    whole = shapes_of(model)
+    plain = {name: found for name, found in whole.items() if not name.endswith(".bias")}
+    biases = sorted(whole.keys() - plain.keys())
+    head, rotary = "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    embedding = plain["model.embed_tokens.weight"]
+    assert biases
+    assert head not in plain
+    told = {
+        "biases": (whole, [f"{name} {whole[name][1]} is left out, also from disk" for name in biases]),
+        "a table that layers make anew": (plain | {rotary: ("float32", [8])}, []),
+        "a head that may be the embedding": (plain | {head: embedding}, []),
+        "a head of another dtype": (plain | {head: ("bfloat16", embedding[1])}, [f"{head} {embedding[1]} is left out"]),
+    }
+    assert_told(model, told, tmp_path, warm)
+
+
+def shapes_of(model: Path) -> Checkpoint:
+    return {name: ("float32", list(tensor.shape)) for name, tensor in load_file(model / "model.safetensors").items()}
+
+
+def assert_told(
+    model: Path, damaged: dict[str, tuple[Checkpoint, list[str]]], tmp_path: Path, warm: WarmWorkers
+) -> None:
     checkpoints, answered = tmp_path / "checkpoints.json", tmp_path / "answered"
     checkpoints.write_text(json.dumps([checkpoint for checkpoint, _ in damaged.values()]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -78,3 +111,13 @@ def test_every_problem_with_experts_is_told_and_no_other(tmp_path: Path, warm: W
         found = answer.partition(" problems: ")[2].split("; ") if answer else []
         assert len(found) == len(expected), (case, answer)
         assert [problem for problem in expected if not any(one.startswith(problem) for one in found)] == [], case
+
+
+def test_a_worker_that_cannot_find_out_says_so_to_all_and_none_waits_for_it():
+    from verl.checkpoint_engine.engines.vllm.fit import Fit, fit_of
+
+    unknown = fit_of(object(), {})
+    told = Fit("Known", ("something is missing",)).together([unknown])
+    assert "AttributeError" in told.unknown
+    with pytest.raises(ActivationError, match="cannot find out whether the checkpoint fits .*: AttributeError"):
+        told.require({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ Steps = dict[str, dict[str, Activated]]
 
 
 @pytest.fixture(scope="module")
-def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Steps:
-    """By model, then by step."""
+def told(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What `kept_process` prints."""
     base = tmp_path_factory.mktemp("kept")
     models = [
         make_tiny_model(base / "llama", "llama"),
@@ -34,10 +35,31 @@ def activated(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> St
         program = "tests.checkpoint_engine.kept_process"
         process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
     assert process.end(answered) == 0, answered.read_text()
-    told: Steps = {}
-    for one in json.loads(answered.read_text().splitlines()[-1]):
-        told.setdefault(one["model"], {})[one["step"]] = Activated(**one)
-    return told
+    found, heads = json.loads(answered.read_text().splitlines()[-1])
+    return found, heads
+
+
+@pytest.fixture(scope="module")
+def activated(told: tuple[list[dict[str, Any]], dict[str, Any]]) -> Steps:
+    """By model, then by step."""
+    found: Steps = {}
+    for one in told[0]:
+        found.setdefault(one["model"], {})[one["step"]] = Activated(**one)
+    return found
+
+
+@pytest.mark.vllm
+def test_a_tied_model_takes_a_head_that_is_its_embedding_and_no_other(told: tuple[Any, dict[str, Any]]):
+    _, heads = told
+    assert heads["equal"] == [None, 0]
+    said, wrong = heads["other"]
+    assert said.startswith("the engine computes with model.embed_tokens.weight in the place of lm_head.weight")
+    assert wrong == 0  # nothing was loaded
+    assert heads["equal, once"] == [None, None]
+    assert heads["other, once"] == [said, None]
+    assert heads["none, once"] == [None, None]
+    assert "update again to compare" in heads["new, once"][0]
+    assert heads["new, once more"] == [None, None]
 
 
 @pytest.mark.vllm

@@ -35,7 +35,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     note_sleep()
     let_workers_answer("asked", answer_of)
     engine = SimpleNamespace(
-        vllm_config=SimpleNamespace(lora_config=None), parallel_config=None, ledger=Ledger(), _rank=0
+        vllm_config=SimpleNamespace(lora_config=None), parallel_config=None, ledger=Ledger(), _rank=0, _copies={}
     )
     engine.answer = lambda *asked, **named: ArenaWeightTransferEngine.answer(engine, *asked, **named)
     return kind(engine)

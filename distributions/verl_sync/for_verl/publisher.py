@@ -79,8 +79,10 @@ class _Replica:
         self.name = name
         self._call: Callable[..., Awaitable[None]] = lambda *said: ranks.ask(rank, "call_server", said)
 
-    async def check(self, tensors: Tensors) -> None:
+    async def check(self, tensors: Tensors) -> Mapping[str, str]:
+        """What the server has no place for, it finds out when it loads."""
         await self._call("check", tensors)
+        return {}
 
     async def claim(self) -> str:
         """A server of verl's is its job's alone: it listens to nobody else."""

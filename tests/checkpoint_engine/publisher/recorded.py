@@ -20,12 +20,14 @@ class RecordingServer(RecordingReplica):
         super().__init__(name)
         self.checked: Mapping[str, tuple[str, tuple[int, ...]]] = {}
         self.refuses: Exception | None = None
+        self.copies: dict[str, str] = {}
 
-    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         self.log.append("check")
         self.checked = tensors
         if self.refuses is not None:
             raise self.refuses
+        return self.copies
 
     async def claim(self) -> str:
         return self.name

@@ -231,6 +231,24 @@ def test_answers_that_lag_behind_a_call_that_returns_nothing_are_named(shm: Path
             publisher.push(1)
 
 
+def test_a_head_of_its_own_is_not_pushed_to_a_server_that_computes_with_the_embedding(served: Served, shm: Path):
+    vllm, url = served
+    vllm.copies = {"lm_head.weight": "embed.weight"}
+    held = {"embed.weight": torch.rand(7, 3), "lm_head.weight": torch.rand(7, 3)}
+    with WeightPublisher(held, [url]) as publisher:
+        for is_first in (True, False):
+            vllm.log.clear()
+            with pytest.raises(ConfigError, match=r"computes with embed.weight in the place of lm_head.weight"):
+                publisher.push(1)
+            assert "/pause" not in vllm.log
+            if is_first:
+                held["lm_head.weight"] = held["embed.weight"].clone()
+                publisher.push(0)
+                assert vllm.version == "0"
+                held["lm_head.weight"] = held["embed.weight"] + 1e-3
+        assert (vllm.version, vllm.paused) == ("0", False)
+
+
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 

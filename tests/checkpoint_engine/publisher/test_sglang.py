@@ -25,6 +25,7 @@ from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, so
 from tests.checkpoint_engine.gate import passed_on
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
+from tests.checkpoint_engine.stand_in_vllm import stand_in
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
@@ -303,7 +304,8 @@ class TestAgainstSGLang:
 
 
 class CheckedReplica(RecordingReplica):
-    async def check(self, tensors: Any) -> None: ...
+    async def check(self, tensors: Any) -> dict[str, str]:
+        return {}
 
     async def claim(self) -> str:
         return self.name
@@ -381,8 +383,7 @@ def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_bef
     with server_that_answers({"/model_info": (200, {"weight_version": "1"}), "/server_info": (200, ABOUT)}) as url:
         of_sglang = replica(url)
         asyncio.run(of_sglang.check(tensors))
-    vllm = {"/get_world_size": (200, {"world_size": 1}), "/init_weight_transfer_engine": (200, {})}
-    with server_that_answers(vllm) as url:
+    with stand_in(1) as (_, url):
         of_vllm = replica(url)
         asyncio.run(of_vllm.check(tensors))
     for known, engine in ((of_sglang, "SGLang"), (of_vllm, "vLLM")):

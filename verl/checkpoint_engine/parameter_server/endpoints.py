@@ -101,6 +101,10 @@ class Endpoint(HttpServer):
         require_own(answers, writer, self.url)
         return answers[0].server
 
+    def copies(self) -> dict[str, str]:
+        """Of the tensors that were last checked: those that its model has no place for, and which it has instead."""
+        return {name: twin for answer in self._ask("look") for name, twin in answer.copies.items()}
+
     def release(self, writer: Writer) -> None:
         """Others may write it. Idempotent."""
         self._ask("release", writer)

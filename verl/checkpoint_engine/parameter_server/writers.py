@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +98,9 @@ class Answer(msgspec.Struct, frozen=True):
     """Why no update can be loaded; empty if one can."""
     torn: bool = False
     """Whether a load has begun and not ended well: nobody can say what it computes with."""
+    copies: dict[str, str] = {}
+    """Of the tensors last compared with the model: those without a place in it, and what is used instead of each. They
+    have to be equal, as a head that is the embedding."""
 
 
 class Ledger:
@@ -136,7 +139,9 @@ class Ledger:
         """On every rank, once all have loaded."""
         self._load, self._version, self._digest, self._torn = load, version, digest, False
 
-    def answer(self, order: str, *, rank: int, active: bool, refuses: str) -> dict[str, Any]:
+    def answer(
+        self, order: str, *, rank: int, active: bool, refuses: str, copies: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """To an `Order` in JSON."""
         asked = msgspec.json.decode(order, type=Order)
         holder, writer = self.holder, asked.writer
@@ -156,6 +161,7 @@ class Ledger:
             claimed_by=self.holder,
             refuses=refuses,
             torn=self._torn,
+            copies=dict(copies or {}),
         )
         found: dict[str, Any] = msgspec.to_builtins(answer)
         return found

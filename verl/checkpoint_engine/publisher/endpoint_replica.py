@@ -27,7 +27,7 @@ class Server(Protocol):
 
     engine: str
 
-    def check(self, tensors: Tensors) -> None: ...
+    def check(self, tensors: Tensors) -> Mapping[str, str]: ...
     async def claim(self) -> str: ...
     async def release(self) -> None: ...
     def pause(self, mode: str) -> None: ...
@@ -43,8 +43,9 @@ class VLLMServer:
         self._endpoint, self._writer = Endpoint(url, timeout_s=timeout_s), writer
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
 
-    def check(self, tensors: Tensors) -> None:
+    def check(self, tensors: Tensors) -> Mapping[str, str]:
         self._endpoint.check(None, tensors)
+        return self._endpoint.copies()
 
     async def claim(self) -> str:
         return await apart(self._endpoint.claim, self._writer)
@@ -89,14 +90,15 @@ class EndpointReplica:
         self._writer = writer or Writer.here("publisher")
         self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
-    async def check(self, tensors: Tensors) -> None:
+    async def check(self, tensors: Tensors) -> Mapping[str, str]:
         """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
-        anything. It goes on serving. Raises ConfigError, ActivationError, TransportError."""
+        anything. It goes on serving. Returns tensors that the model has no place for, and which it has instead: they
+        have to be equal. Raises ConfigError, ActivationError, TransportError."""
         sought = "server of vLLM or SGLang"
         try:
             if await apart(is_sglang, self.name):
                 self._server, sought = self._sglang(), "SGLang"
-            await apart(self._server.check, tensors)
+            return await apart(self._server.check, tensors)
         except TransportError as exc:
             raise TransportError(
                 f"no {sought} answers at {self.name} ({exc.message}): start it, or remove it from the endpoints"

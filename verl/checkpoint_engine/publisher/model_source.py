@@ -98,6 +98,15 @@ class ModelSource:
             self._require_finite(shard.name, values)
             copy_values(destination, values)
 
+    def may_be_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of one shape and dtype have the same bits, as far as this rank holds the same of both."""
+        boxes = [self._box(self._by_name[one]) for one in (name, other)]
+        if boxes[0] != boxes[1]:
+            return True
+        shard = Shard(name, boxes[0]), Shard(other, boxes[1])
+        first, second = (self._values(one).contiguous().view(torch.uint8) for one in shard)
+        return torch.equal(first, second)
+
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
         dtype = getattr(torch, self._by_name[name].dtype)
         if self._allow_nonfinite or not dtype.is_floating_point:

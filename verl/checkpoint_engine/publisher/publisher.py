@@ -73,7 +73,9 @@ class PendingPush:
 class CheckedReplica(Replica, Protocol):
     """A replica that can check beforehand whether the weights fit its model."""
 
-    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None: ...
+    async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
+        """Returns tensors that its model has no place for, and which it has instead: they have to be equal."""
+        ...
 
     async def claim(self) -> str:
         """Claim its server for this publisher, or renew the claim; returns the server's identity. Raises ConfigError
@@ -132,6 +134,8 @@ class WeightPublisher:
         """dtypes and shapes that were held against the models of those who are known."""
         self._writer = Writer.here("publisher")
         self._rescue = Rescue(envs.shm_dir(), ANSWERS, self._writer)
+        self._copies: dict[str, Mapping[str, str]] = {}
+        """By name, what its `check` returned."""
         self._servers: dict[str, str] = {}
         """By name, what tells a server from others, and from one that was started in its place."""
         self._manager: CheckpointEngineManager | None = None
@@ -295,11 +299,12 @@ class WeightPublisher:
         """A server that does not take these weights, or is another's, is found out here, before any is paused."""
         replica, is_known = self._known.get(name) or self._replica(name), name in self._known
         if not is_known or tensors != self._checked:
-            await replica.check(tensors)
+            self._copies[name] = await replica.check(tensors)
         try:
             server = await replica.claim()
             if is_known and server != self._servers.get(name):
-                await replica.check(tensors)  # it was started anew, perhaps with another model
+                self._copies[name] = await replica.check(tensors)  # it was started anew, perhaps with another model
+            self._require_equal(self._copies[name], name)
             for other in self._known.keys() - {name}:
                 if self._servers.get(other) == server:
                     raise ConfigError(f"{other} and {name} are the same server: name it once")
@@ -313,6 +318,16 @@ class WeightPublisher:
             raise
         else:
             self._known[name], self._servers[name] = replica, server
+
+    def _require_equal(self, copies: Mapping[str, str], server: str) -> None:
+        """As far as this rank holds them; of the others, the server finds out when it loads. Raises ConfigError."""
+        for name, twin in copies.items():
+            if not self._source.may_be_equal(name, twin):
+                raise ConfigError(
+                    f"{server} computes with {twin} in the place of {name}, and they differ: its config has "
+                    "tie_word_embeddings=true, and this model has a head of its own. Serve a model whose config has "
+                    "tie_word_embeddings=false"
+                )
 
     async def _renew_claims(self) -> None:
         """As long as this is open: between pushes a server is its publisher's, too."""

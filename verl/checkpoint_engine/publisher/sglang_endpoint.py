@@ -53,8 +53,9 @@ class SGLangEndpoint(HttpServer):
         self._ranks = 1
         self._reports, self._host, self._who = reports, host, who
 
-    def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Make sure that it can be told to load a version. Whether that fits its model is found out when it does.
+    def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
+        """Make sure that it can be told to load a version. Whether that fits its model is found out when it does, and
+        so are tensors that it has no place for: none are returned.
 
         Raises ConfigError that says how to start it.
         """
@@ -68,6 +69,7 @@ class SGLangEndpoint(HttpServer):
         if several := [name for name in ("dp_size", "pp_size") if about.get(name, 1) != 1]:
             raise ConfigError(f"the SGLang at {self.url} runs with {several[0]}={about[several[0]]}, and needs 1")
         self._ranks = about["tp_size"]
+        return {}
 
     async def claim(self) -> str:
         """On its host: SGLang's ranks know no writers. Raises ConfigError, TransportError."""

@@ -120,5 +120,8 @@ class TRLWeightTransfer:
                 raise ConfigError(f"TRL sent a tensor that it has not sent before: {name}")
             held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         if (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-            raise ConfigError(f"TRL sent {name} with another shape or dtype than before")
+            raise ConfigError(
+                f"TRL sent {name} with another shape or dtype than before: {list(tensor.shape)} {tensor.dtype}, and "
+                f"{list(held.shape)} {held.dtype} before"
+            )
         held.copy_(tensor)

@@ -174,11 +174,11 @@ class EngineCheck:
         before: dict[str, int] = {}
 
         def watch(built: torch.nn.Module) -> None:
-            before.update({name: _digest(tensor) for name, tensor in live_tensors(built).items()})
+            before.update({name: digest_of(tensor) for name, tensor in live_tensors(built).items()})
 
         self._fresh = load_as_from_disk(self._vllm_config, weights(), watch)
         after = live_tensors(self._fresh)
-        self._written = frozenset(name for name, tensor in after.items() if before.get(name) != _digest(tensor))
+        self._written = frozenset(name for name, tensor in after.items() if before.get(name) != digest_of(tensor))
 
     def _fits(self, model: torch.nn.Module) -> bool:
         return needed_nbytes(model) < self._free(self._device)
@@ -254,7 +254,7 @@ def _is_stale(found: LiveTensor | None, before: LiveTensor) -> bool:
     return bool((as_integers(found) == PATTERNS[found.dtype]).any())
 
 
-def _digest(tensor: LiveTensor) -> Any:
+def digest_of(tensor: LiveTensor) -> Any:
     """Differs for what loading has changed; None for what has no values to look at."""
     if isinstance(tensor, Packed):
         return id(tensor.source)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +25,13 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ...compat.torch import TorchDispatchMode, changed_by, tensors_in
 from ...compat.vllm import know_own_experts, load_numel, own_rotary_tables
 from ...errors import ActivationError
-from .build import quantizes_online, standing_alone, without_quantization
+from .build import Weights, quantizes_online, standing_alone, without_quantization
+from .check import digest_of
+
+logger = logging.getLogger(__name__)
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
 """dtype (torch's name) and shape of every tensor of a checkpoint."""
@@ -32,14 +39,111 @@ REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError, IndexError, Attr
 """How vLLM's loaders refuse a tensor."""
 
 
-def require_fit(vllm_config: Any, tensors: TensorShapes) -> None:
-    """Raises ActivationError that lists every tensor that the model lacks, does not know, or has in another shape."""
-    with _trial(vllm_config) as trial:
-        problems = trial.load_all(tensors)
-    if problems:
-        raise ActivationError(
-            f"the checkpoint does not fit the engine's {trial.kind}, {len(problems)} problems: " + "; ".join(problems)
+MADE_ANEW = re.compile(r"(^|\.)(inv_freq|cos_cached|sin_cached|masked_bias)$|(attn|attention)\.bias$")
+"""Buffers that layers make of their configuration: rotary tables, and the causal masks of older models."""
+FOR_NO_TEXT = re.compile(r"(^|\.)(mtp|mtp_layers|visual|vision\w*|audio\w*|multi_modal_projector|mm_projector)\.")
+"""Layers that a model of text does without: those that guess later tokens, and those of pictures and sound."""
+MASK_DIM = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What becomes of a checkpoint's tensors in the model of one worker, or of all of them."""
+
+    kind: str = ""
+    """Class of the model."""
+    problems: tuple[str, ...] = ()
+    """What it lacks, does not know, or has in another shape."""
+    left_out: frozenset[str] = frozenset()
+    """Tensors of which nothing gets in, though no loader says so."""
+    embeddings: frozenset[str] = frozenset()
+    """Tensors that fill matrices of the vocabulary."""
+    unknown: str = ""
+    """Why none of it is known; empty if it is."""
+
+    def together(self, others: Iterable[Fit]) -> Fit:
+        """Of all workers: each has layers and experts of its own."""
+        fits = [self, *others]
+        if not_known := next((fit.unknown for fit in fits if fit.unknown), ""):
+            return Fit(unknown=not_known)
+        return Fit(
+            self.kind,
+            tuple(dict.fromkeys(problem for fit in fits for problem in fit.problems)),
+            self.left_out.intersection(*(fit.left_out for fit in fits)),
+            self.embeddings.union(*(fit.embeddings for fit in fits)),
         )
+
+    def copies(self, tensors: TensorShapes) -> dict[str, str]:
+        """Tensors that are left out, for the model has one for both, to that one: a head that is the embedding. They
+        may be left out if they are equal."""
+        return {
+            name: next(twin for twin in sorted(self.embeddings) if tensors[name] == tensors[twin])
+            for name in sorted(self.left_out)
+            if any(tensors[name] == tensors[twin] for twin in self.embeddings)
+        }
+
+    def require(self, tensors: TensorShapes) -> None:
+        """Raises ActivationError that lists every problem, and every tensor that is left out and does matter."""
+        if self.unknown:
+            raise ActivationError(f"cannot find out whether the checkpoint fits the engine's model: {self.unknown}")
+        lost = sorted(self.left_out - self.copies(tensors).keys())
+        problems = [*self.problems, *(f"{name} {tensors[name][1]} is left out, also from disk" for name in lost)]
+        if problems:
+            raise ActivationError(
+                f"the checkpoint does not fit the engine's {self.kind}, {len(problems)} problems: "
+                + "; ".join(problems)
+            )
+
+
+def fit_of(vllm_config: Any, tensors: TensorShapes) -> Fit:
+    """How `tensors` fit this worker's model. Never raises: other workers may wait for the answer."""
+    try:
+        with _trial(vllm_config) as trial:
+            problems = trial.load_all(tensors)
+            fit = Fit(trial.kind, tuple(problems), trial.left_out(tensors), trial.embeddings)
+    except Exception as exc:  # whatever vLLM's layers raise where they have no memory
+        logger.warning("cannot find out which tensors vLLM's loader leaves out", exc_info=True)
+        return Fit(unknown=f"{type(exc).__name__}: {exc}")
+    if vllm_config.model_config.quantization is None or quantizes_online(vllm_config):
+        return fit
+    return replace(fit, left_out=frozenset(fit.copies(tensors)))  # of quantised checkpoints loaders read what they need
+
+
+class Seen:
+    """What has come of a checkpoint whose tensors are lent once."""
+
+    def __init__(self, vocab_size: int, before: Set[str] | None) -> None:
+        """`before`: which tensors had to be equal in the update before; None if there was none."""
+        self._vocab_size, self._before = vocab_size, before
+        self.shapes: dict[str, tuple[str, list[int]]] = {}
+        self._digests: dict[str, object] = {}
+
+    def noting(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.shapes[name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            is_vocabulary = tensor.dim() == 2 and tensor.shape[0] >= self._vocab_size
+            if is_vocabulary if self._before is None else name in self._before:
+                self._digests[name] = digest_of(tensor)
+            yield name, tensor
+
+    def digests(self, sought: Set[str]) -> Mapping[str, object]:
+        """Raises ActivationError for tensors that nobody knew to be sought."""
+        if unseen := sorted(sought - self._digests.keys()):
+            raise ActivationError(f"the update before had no such {', '.join(unseen)}: update again to compare them")
+        return self._digests
+
+
+def require_equal_copies(copies: Mapping[str, str], digests: Mapping[str, object], version: int | None = None) -> None:
+    """`digests`: of the values of all tensors in `copies`. Raises ActivationError for two that differ."""
+    for name, twin in copies.items():
+        if digests[name] != digests[twin]:
+            raise ActivationError(
+                f"the engine computes with {twin} in the place of {name}, and they differ: its config has "
+                "tie_word_embeddings=true, and the weights have a head of their own. Serve a model whose config has "
+                "tie_word_embeddings=false",
+                version=version,
+                phase="activate",
+            )
 
 
 def names_kept_wide(vllm_config: Any, tensors: TensorShapes) -> list[str]:
@@ -86,13 +190,49 @@ def _built(vllm_config: Any, device: str) -> tuple[Any, Any]:
 
 
 def _put_on_meta(model: torch.nn.Module) -> None:
-    """Some layers name the device of their tensors themselves."""
+    """Some layers name the device of their tensors themselves. What is one parameter stays one."""
+    put: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if not parameter.is_meta:
-                setattr(module, name, to_meta_tensor(parameter))
+                _, on_meta = put.setdefault(id(parameter), (parameter, to_meta_tensor(parameter)))
+                setattr(module, name, on_meta)
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, buffer.to("meta"))
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around a load: which of `tensors`, that have no memory, were written into something, as they are or changed."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self._within = {_place(tensor): (tensor, {name}) for name, tensor in tensors.items()}
+        """What is in a storage, kept so that no other takes its place."""
+
+    def of(self, values: Any) -> set[str]:
+        """Which are in the tensors among `values`."""
+        found = (self._within[_place(tensor)][1] for tensor in tensors_in(values) if _place(tensor) in self._within)
+        return set().union(*found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given, changed = self.of((args, kwargs)), list(changed_by(func, args, kwargs))
+        if given and changed:
+            self.names |= given
+            if not all(tensor.is_meta for tensor in changed):
+                return changed[0]  # of a parameter that the model has given itself just now; there are no values for it
+        result = func(*args, **kwargs)
+        if not changed:
+            for made in tensors_in(result) if given else ():
+                self._within.setdefault(_place(made), (made, given))
+        return result
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Of its memory, also where that is none."""
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 class _Trial:
@@ -102,7 +242,10 @@ class _Trial:
         self._model = model
         self._plain = vllm_config.model_config.quantization is None
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._current = ""
+        self._current = self._towards = ""
+        """Tensor that is loaded, and the parameter whose loader has it."""
+        self._shapes: dict[str, list[int]] = {}
+        self._reads = _Reads({})
         self.kind = type(model).__name__
         self.wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
         """Parameters in float32."""
@@ -112,7 +255,12 @@ class _Trial:
         """Buffers in float32: the last part of a name, and a shape."""
         self.sources: dict[str, set[str]] = defaultdict(set)
         """By parameter: the checkpoint's tensors that its loader was given."""
+        self._refused: set[str] = set()
+        config = vllm_config.model_config.hf_text_config
+        self._num_layers = int(getattr(config, "num_hidden_layers", 0))
+        self._num_guessing = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
         self._misshapen: dict[str, str] = {}
+        self._vocabularies: list[str] = []
         self._expert_numel: dict[str, int] = {}
         self._copied_numel: dict[str, int] = defaultdict(int)
         for prefix, module in model.named_modules():
@@ -122,6 +270,9 @@ class _Trial:
                 # A vocabulary's matrix is padded for all ranks together; its own loader knows how many rows there are.
                 whole = self._plain and not isinstance(module, (LinearBase, RoutedExperts, VocabParallelEmbedding))
                 full_name = f"{prefix}.{name}" if prefix else name
+                self._shapes[full_name] = list(parameter.shape)
+                if isinstance(module, VocabParallelEmbedding):
+                    self._vocabularies.append(full_name)
                 if isinstance(module, RoutedExperts):
                     self._expert_numel[full_name] = load_numel(parameter)
                 parameter.weight_loader = self._noting(
@@ -135,31 +286,51 @@ class _Trial:
             for name, (dtype, shape) in tensors.items()
         }
         problems = []
-        refused: set[str] = set()
-        try:
-            loaded: set[str] | None = self._model.load_weights(self._named(weights.items()))
-        except REFUSALS:
-            loaded = set()
-            for name, tensor in weights.items():  # one by one, to tell all that are refused
-                try:
-                    loaded |= self._model.load_weights(self._named([(name, tensor)])) or set()
-                except REFUSALS as exc:
-                    refused.add(name)
-                    refusal = " ".join(str(exc).split())[:200]
-                    problems.append(f"{name} {list(tensor.shape)} is refused ({type(exc).__name__}: {refusal})")
+        refused = self._refused
+        with _Reads(weights) as self._reads:
+            try:
+                loaded: set[str] | None = self._model.load_weights(self._named(weights.items()))
+            except REFUSALS:
+                loaded = set()
+                for name, tensor in weights.items():  # one by one, to tell all that are refused
+                    try:
+                        loaded |= self._model.load_weights(self._named([(name, tensor)])) or set()
+                    except REFUSALS as exc:
+                        refused.add(name)
+                        refusal = " ".join(str(exc).split())[:200]
+                        place = f" by {self._place_in(self._towards)}" if self._towards else ""
+                        told = f"{type(exc).__name__}: {refusal}"
+                        problems.append(f"{name} {list(tensor.shape)} is refused{place} ({told})")
         problems += self._misshapen.values()
         problems += [
             f"some experts of {name} are missing"
             for name, numel in self._expert_numel.items()
             if 0 < self._copied_numel[name] < numel
         ]
-        taken = refused.union(*self.sources.values())
-        problems += [
-            f"{name} is of no expert of the model" for name in self._experts_here(weights) if name not in taken
-        ]
+        taken = refused.union(self._reads.names, *self.sources.values())
+        strange = [name for name in self._experts_here(weights) if name not in taken]
+        problems += [f"{name} is of no expert of the model" for name in strange]
+        refused.update(strange)
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]
         return problems
+
+    def left_out(self, tensors: TensorShapes) -> frozenset[str]:
+        """Those of which nothing has come into the model, and that were not refused, but for what it makes itself and
+        what no text needs."""
+        taken = self._refused.union(self._reads.names, *self.sources.values())
+        return frozenset(name for name in tensors.keys() - taken if self._matters(name, tensors[name][1]))
+
+    def _matters(self, name: str, shape: list[int]) -> bool:
+        made = MADE_ANEW.search(name) is not None and (name.rpartition(".")[2] != "bias" or len(shape) == MASK_DIM)
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        guesses = layer is not None and self._num_layers <= int(layer[1]) < self._num_layers + self._num_guessing
+        return not (made or guesses or FOR_NO_TEXT.search(name))
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Tensors that have filled matrices of the vocabulary."""
+        return frozenset().union(*(self.sources[name] for name in self._vocabularies if name in self.sources))
 
     def _experts_here(self, names: Iterable[str]) -> Iterator[str]:
         """Those of `names` that are experts' in layers of this pipeline stage.
@@ -171,8 +342,13 @@ class _Trial:
 
     def _named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self._current = name
+            self._current, self._towards = name, ""
             yield name, tensor
+
+    def _place_in(self, parameter_name: str) -> str:
+        """With its shape, of this rank's part."""
+        part = "" if self._ranks == 1 else f" on each of {self._ranks} ranks"
+        return f"{parameter_name} {self._shapes[parameter_name]}{part}"
 
     def _noting(
         self, parameter_name: str, loader: Callable[..., Any], *, sized: bool, most: int | None
@@ -181,7 +357,8 @@ class _Trial:
         signature = inspect.signature(loader)
 
         def noting(*arguments: Any, **named: Any) -> Any:
-            self.sources[parameter_name].add(self._current)
+            self._towards = parameter_name
+            self.sources[parameter_name] |= self._reads.of((arguments, named)) or {self._current}
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             copied, answer = get_numel_loaded(loader, bound)
@@ -199,8 +376,9 @@ class _Trial:
         """Loaders take a rank's slice of a tensor that is too large without a word."""
         shares = tensor.numel() / copied if copied else 0
         if shares < 1 or self._ranks % shares != 0:
+            place = self._place_in(parameter_name)
             self._misshapen[self._current] = (
-                f"{self._current} {list(tensor.shape)} has another shape than its place in {parameter_name}"
+                f"{self._current} {list(tensor.shape)} has another shape than its place in {place}"
             )
 
     def _missing(self, loaded: set[str]) -> list[str]:

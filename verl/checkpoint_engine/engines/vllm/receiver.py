@@ -12,7 +12,7 @@ disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -39,8 +39,8 @@ from ...parameter_server.safetensors_files import read_checkpoint
 from ...parameter_server.writers import Ledger
 from ...plan.types import EngineCheckResult
 from .build import Weights, load_as_from_disk
-from .check import EngineCheck, free_nbytes, needed_nbytes
-from .fit import TensorShapes, names_kept_wide, require_fit
+from .check import EngineCheck, digest_of, free_nbytes, needed_nbytes
+from .fit import Fit, Seen, TensorShapes, fit_of, names_kept_wide, require_equal_copies
 from .reload import REFUSALS, Reload, ReloadFailed, require_exchangeable, take_over
 from .reports import write_report, write_worker
 from .unchanged import Kept, Loaded, Sources
@@ -102,6 +102,14 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Layers that may stay as they are: once they did, all of the model equalled a load from disk. None: not tried
         yet."""
         self._tensors_kept = 0
+        self._fit: tuple[TensorShapes, Fit] | None = None
+        """Of the tensors that were last asked about."""
+        self._copies: dict[str, str] = {}
+        """As `Fit.copies`, of those that were last held against the model."""
+        self._twins: set[str] | None = None
+        """Tensors that had to be equal in the last version; None before the first."""
+        self._problems: tuple[str, ...] = ()
+        """What was found not to fit, of the version that is loaded."""
         self._why_whole = ""
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
@@ -121,16 +129,46 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def _require_fit(self, tensors: TensorShapes) -> None:
         """One rank speaks for all whose models are alike; the last one, for the reason that `_raise_on_last` gives."""
-        if not self.parallel_config.enable_expert_parallel:
-            if self._rank == get_world_group().world_size - 1:
-                require_fit(self.vllm_config, tensors)
-            return
-        failure: ActivationError | None = None
-        try:
-            require_fit(self.vllm_config, tensors)
-        except ActivationError as exc:
-            failure = exc
-        self._raise_on_last(failure)
+        is_last = self._rank == get_world_group().world_size - 1
+        if is_last or not self._are_alike:
+            fit = self._fit_of_all(tensors)
+            self._copies = fit.copies(tensors)
+            if is_last:
+                fit.require(tensors)
+
+    @property
+    def _are_alike(self) -> bool:
+        """Whether every rank has a part of each layer and of each expert."""
+        parallel = self.parallel_config
+        return not parallel.enable_expert_parallel and parallel.pipeline_parallel_size == 1
+
+    def _fit_of_all(self, tensors: TensorShapes) -> Fit:
+        """Where ranks are not alike, all of them call it."""
+        shapes = {name: (dtype, list(shape)) for name, (dtype, shape) in tensors.items()}
+        if self._fit is None or self._fit[0] != shapes:
+            self._fit = shapes, fit_of(self.vllm_config, shapes)
+        _, fit = self._fit
+        if self._are_alike:
+            return fit
+        world = get_world_group()
+        fits: list[Fit] = [fit] * world.world_size
+        torch.distributed.all_gather_object(fits, fit, group=world.cpu_group)
+        return fit.together(fits)
+
+    def _require_all_taken(
+        self, tensors: TensorShapes, digests: Callable[[set[str]], Mapping[str, object]], version: int | None
+    ) -> None:
+        """Raises ActivationError that names all tensors which the model's loader leaves out in silence, but for those
+        equal to what the model has in their place: `digests` of the values that it is asked for. On all ranks alike."""
+        fit = self._fit_of_all(tensors)
+        self._problems = fit.problems
+        if fit.problems or fit.unknown:
+            return  # perhaps the load does what the trial does not
+        fit.require(tensors)
+        copies = fit.copies(tensors)
+        self._twins = {*copies, *copies.values()}
+        if copies:
+            require_equal_copies(copies, digests(self._twins), version)
 
     def start_weight_update(self) -> None:
         """Nothing happens before it is known what is loaded."""
@@ -147,10 +185,13 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         failure: Exception | None = None
         digest = ""
         try:
+            self._problems = ()
             self._require_free(update_info.writer)
             digest = self._receive(update_info)
         except Exception as exc:  # noqa: BLE001 - raised below, on one of the ranks
             failure = exc
+            if isinstance(exc, ActivationError) and self._problems:
+                exc.message = f"{exc.message}; beforehand: {'; '.join(self._problems)}"
         finally:
             self._check.forget()
         if update_info.report_directory is not None:
@@ -178,6 +219,12 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
         """The version of `manifest`, whose tensors `weights` lends."""
+        shapes = {spec.name: (spec.dtype, list(spec.shape)) for spec in manifest.plan.layout.specs}
+        self._require_all_taken(
+            shapes,
+            lambda sought: {name: digest_of(tensor) for name, tensor in weights() if name in sought},
+            manifest.version,
+        )
         self.ledger.begin_load()
         before, self._loaded = self._loaded, None
         sources = before.sources if before is not None else None
@@ -276,8 +323,13 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return EngineCheckResult(seconds=result.seconds if result is not None else 0.0, found=self._why_whole)
 
     def load_once(self, weights: Weights) -> None:
-        """What comes bucket by bucket, and only once."""
+        """What comes bucket by bucket, and only once: what is left out is known when all of it is loaded."""
         self.ledger.begin_load()
+        seen = Seen(self.vllm_config.model_config.get_vocab_size(), self._twins)
+        self._load_once(seen.noting(weights))
+        self._require_all_taken(seen.shapes, seen.digests, None)
+
+    def _load_once(self, weights: Weights) -> None:
         self._loaded, self._tensors_kept = None, 0
         if self._why_whole:
             self._load_whole(weights, None)
@@ -400,7 +452,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             refuses = "it moves experts between ranks: start vLLM without --enable-eplb"
         elif asleep:
             refuses = f"it sleeps ({', '.join(asleep)}): wake it up first (POST /wake_up)"
-        return self.ledger.answer(order, rank=self._rank, active=active, refuses=refuses)
+        return self.ledger.answer(order, rank=self._rank, active=active, refuses=refuses, copies=self._copies)
 
     def shutdown(self) -> None:
         if self._slots is not None:

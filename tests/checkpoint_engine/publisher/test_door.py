@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher.recorded import RecordedPublisher
+from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.memory.janitor import Janitor
+from verl.checkpoint_engine.parameter_server.rescue import PREFIX
 
 
 @pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])])
@@ -177,3 +180,33 @@ def test_closing_gives_up_a_push_whose_server_hangs(step: str, shm: Path):
     publisher.close()
     assert pending.done()
     assert arenas_in(shm) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_publisher_closes_while_workers_of_a_data_loader_live_and_its_server_hangs(shm: Path):
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(path: str) -> None:
+        if path == "/update_weights":
+            hangs.set()
+            goes_on.wait()
+
+    with stand_in(1) as (vllm, url):
+        publisher = WeightPublisher({"w": torch.ones(3)}, [url])
+        publisher.push(1)
+        loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        workers: list[Any] = batches._workers  # type: ignore[attr-defined]
+        vllm.before = hang
+        pending = publisher.push_async(2)
+        assert hangs.wait(60)
+        publisher.close()
+        assert not goes_on.is_set()
+        assert [worker.is_alive() for worker in workers] == [True, True]
+        assert pending.done()
+        assert [path for path in arenas_in(shm) if not path.name.startswith(PREFIX)] == []
+        goes_on.set()
+        assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
+        assert [worker.is_alive() for worker in workers] == [True, True]
+        del batches, loader

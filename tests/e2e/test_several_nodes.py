@@ -8,8 +8,7 @@ import pytest
 
 from tests.warm_workers import ENVIRONMENT, Fork
 
-# Ray gives a node 30 s to start, and there are three: alone on the machine.
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.http_server import http_server
 from verl.checkpoint_engine.errors import ActivationError
 
 TIMEOUT_S = 300.0
@@ -39,26 +38,10 @@ class Gate:
 def passed_on(url: str) -> Iterator[Gate]:
     gate = Gate(url)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            with suppress(OSError, HTTPException):  # who asked may be dead, or the server behind
-                status, data = gate.ask(self.command, self.path, body)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+    def answer(method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
+        with suppress(OSError, HTTPException):  # the server behind may be dead
+            return gate.ask(method, path, body)
+        return None
 
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    between = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=between.serve_forever, args=(0.05,), daemon=True).start()
-    gate.url = f"http://127.0.0.1:{between.server_port}"
-    try:
+    with http_server(answer) as gate.url:
         yield gate
-    finally:
-        between.shutdown()
-        between.server_close()

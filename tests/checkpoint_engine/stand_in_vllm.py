@@ -6,7 +6,6 @@ of ranks, up to the first that is an error.
 
 from __future__ import annotations
 
-import http.server
 import json
 import threading
 from collections import deque
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from tests.http_server import http_server
 from verl.checkpoint_engine.engines.vllm.plugin import refusal_to_resume
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.memory.committed import open_to_activate
@@ -163,31 +163,15 @@ def stand_in(ranks: int = 2) -> Iterator[tuple[StandIn, str]]:
     """A server, and its URL."""
     vllm, lock = StandIn(ranks), threading.Lock()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
-            status: int
-            try:
-                with lock:
-                    found = vllm.respond(urlsplit(self.path).path, body)
-                status, found = (200, found) if found is not None else (404, {"detail": "Not Found"})
-            except CheckpointEngineError as exc:
-                status, found = 500, {"error": {"message": exc.message}}
-            data = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(_method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        status: int
+        try:
+            with lock:
+                found = vllm.respond(urlsplit(path).path, json.loads(body or b"null"))
+            status, found = (200, found) if found is not None else (404, {"detail": "Not Found"})
+        except CheckpointEngineError as exc:
+            status, found = 500, {"error": {"message": exc.message}}
+        return status, json.dumps(found).encode()
 
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield vllm, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(answer) as url:
+        yield vllm, url

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import signal
-import socketserver
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
+from tests.http_server import http_server
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
@@ -187,36 +185,16 @@ def await_that(reached: Callable[[], bool], process: subprocess.Popen) -> None:
     assert reached()
 
 
-class _Answers(http.server.BaseHTTPRequestHandler):
-    """A server that is no vLLM, or one without our engine: answers what a test says."""
-
-    answers: dict[str, tuple[int, dict]] = {}
-
-    def do_GET(self) -> None:
-        path = self.path if self.path in self.answers else self.path.partition("?")[0]
-        status, body = self.answers.get(path, (404, {"detail": "Not Found"}))
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @contextmanager
-def server_that_answers(answers: dict[str, tuple[int, dict]]) -> Iterator[str]:
-    """With these answers by path; its URL."""
-    handler = type("Handler", (_Answers,), {"answers": answers})
-    server = http.server.HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def server_that_answers(answers: dict[str, tuple[int, dict]], *, socket: Path | None = None) -> Iterator[str]:
+    """A server that is no vLLM, or one without our engine, with these answers by path."""
+
+    def answer(_method: str, path: str, _body: bytes) -> tuple[int, bytes]:
+        status, body = answers.get(path if path in answers else path.partition("?")[0], (404, {"detail": "Not Found"}))
+        return status, json.dumps(body).encode()
+
+    with http_server(answer, socket=socket) as url:
+        yield url
 
 
 @pytest.fixture
@@ -241,15 +219,11 @@ def test_an_endpoint_that_is_down_is_named_with_a_remedy(model: Path, capfd):
 
 
 def test_a_server_is_reached_through_its_unix_socket_too(tmp_path: Path):
-    handler = type("Handler", (_Answers,), {"answers": {RPC: (200, {}), "/other": (500, {"error": "no such method"})}})
-    with socketserver.UnixStreamServer(str(tmp_path / "socket"), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        try:
-            request_inference_to_update(f"http://vllm{RPC}", {"cpu-0": "path"}, uds=server.server_address)
-            with pytest.raises(Refused, match="no such method"):
-                request_inference_to_update("http://vllm/other", {"cpu-0": "path"}, uds=server.server_address)
-        finally:
-            server.shutdown()
+    answers = {RPC: (200, {}), "/other": (500, {"error": "no such method"})}
+    with server_that_answers(answers, socket=tmp_path / "socket") as path:
+        request_inference_to_update(f"http://vllm{RPC}", {"cpu-0": "path"}, uds=path)
+        with pytest.raises(Refused, match="no such method"):
+            request_inference_to_update("http://vllm/other", {"cpu-0": "path"}, uds=path)
 
 
 @pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (503, False)])

@@ -32,7 +32,7 @@ def renamed_tests(folder: Path) -> Path:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text().replace("verl.checkpoint_engine", "verl_sync"))
-    for name in ("__init__.py", "full_disk.py", "strangers.py"):
+    for name in ("__init__.py", "full_disk.py", "http_server.py", "strangers.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     return folder
 

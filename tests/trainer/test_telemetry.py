@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.cli.runs import PHASE_S, sync_report
+from tests.http_server import http_server
 from verl.trainer.telemetry import SyncSpans, sync_spans
 
 
@@ -60,21 +59,12 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
     """A server's address, and what it was sent."""
     received: list[bytes] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            received.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
+    def answer(_method: str, _path: str, body: bytes) -> tuple[int, bytes]:
+        received.append(body)
+        return 200, b""
 
-        def log_message(self, *_):
-            """Not on the console."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-        thread.join()
+    with http_server(answer) as url:
+        yield url, received
 
 
 def test_spans_reach_the_endpoint_that_the_environment_names(

@@ -1,0 +1,48 @@
+"""A server whose answers are what a function returns."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+@contextmanager
+def http_server(
+    answer: Callable[[str, str, bytes], tuple[int, bytes] | None], *, socket: Path | None = None
+) -> Iterator[str]:
+    """Its URL, or the path of its `socket`. `answer(method, path, body)` returns status and body, or None for no
+    answer; requests that come side by side are answered so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with suppress(OSError):  # who asked may be dead
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                found = answer(self.command, self.path, body)
+                if found is not None:
+                    self.send_response(found[0])
+                    self.send_header("Content-Length", str(len(found[1])))
+                    self.end_headers()
+                    self.wfile.write(found[1])
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Not on the console."""
+
+    server: socketserver.BaseServer
+    if socket is not None:
+        server = socketserver.ThreadingUnixStreamServer(str(socket), Handler)
+        url = str(socket)
+    else:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield url
+    finally:
+        server.shutdown()
+        server.server_close()

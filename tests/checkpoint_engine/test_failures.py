@@ -42,7 +42,7 @@ STAGES_ONLY = (
 """Other phases are as without a chain, or with another transport: nodes alone read, so a wire does nothing in them, and
 what it tears down after a death is torn down after one in the middle of a stage, too."""
 KILL, STOP, FLIP = "killed", "stopped", "sent a wrong bit"
-FAR_S, NEAR_S = 60.0, 10.0
+FAR_S, NEAR_S = 300.0, 20.0
 """Of each phase: a death is noticed long before, a stall at the deadline."""
 POOLED = {"mooncake": 3, "kimi_ckpt_engine": 3, "kimi_ckpt_engine-deltas": 8, "nixl-tcp": TRAINERS}
 """Connections (and threads) more or less that a library keeps for later; a broken transfer that leaks holds more.

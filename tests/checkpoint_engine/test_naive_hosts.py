@@ -28,7 +28,7 @@ from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
-FAR_S, NEAR_S = 60.0, 5.0
+FAR_S, NEAR_S = 300.0, 15.0
 """A death is noticed long before, a stall at the deadline."""
 MODEL = {
     "w": torch.randn(7, 5),

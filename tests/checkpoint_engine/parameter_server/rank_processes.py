@@ -82,18 +82,25 @@ class Rank:
         self.server.init_process_group_for_ranks(ranks)
 
     def update(
-        self, name: str, ranks: Sequence[int] | None = None, engine: str = "loads", memory_for: float | None = None
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        engine: str = "loads",
+        memory_for: float | None = None,
+        within_s: float | None = None,
     ) -> Any:
         """The report of an update into an engine that behaves as the method of that name.
 
-        `memory_for`: so many of the largest tensor are all the memory that the rank may use.
+        `memory_for`: so many of the largest tensor are all the memory that the rank may use. `within_s`: its deadline,
+        if another than that of the server's other calls.
         """
         self.loaded.clear()
         self.server.mem_fraction = 0.9
         if memory_for is not None:
             largest = max(tensor.nbytes for tensor in part_of(0, 0).values())
             self.server.mem_fraction = memory_for * largest / self.server._device.free_nbytes()
-        return self.server.update(name, getattr(self, engine), ranks)
+        timeout = timedelta(seconds=within_s) if within_s else None
+        return self.server.update(name, getattr(self, engine), ranks, timeout=timeout)
 
     def run_as_with_checkpoint_engine(self, version: int) -> list[int]:
         """The calls of a script that was written for checkpoint-engine; how many tensors came in which bucket."""

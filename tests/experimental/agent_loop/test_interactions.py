@@ -12,6 +12,7 @@ from tests.experimental.agent_loop.templates import FAMILIES, tokenizer_of
 from tests.experimental.agent_loop.test_tool_loop import CALL, inserted
 from verl.experimental.agent_loop import AgentLoopError, AgentLoopManager, ToolAgentLoop
 from verl.experimental.agent_loop.base import DictConfigWrap
+from verl.experimental.agent_loop.tool_answers import ToolThread
 from verl.interactions.base import BaseInteraction
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
@@ -111,12 +112,21 @@ def test_a_conversation_ends_with_the_last_message_that_is_allowed_too(config, t
     [
         ("raises: true", r"interaction recorded: generate_response: KeyError: 'no such thing'"),
         ("says: [1]", r"generate_response returns \(over, text, score, metadata\), not \[1\]"),
-        ("blocks: 9", r"interaction recorded: generate_response did not answer within 3.0 s"),
+        ("blocks: 9", r"interaction recorded: generate_response did not answer within 0.2 s"),
     ],
 )
-def test_what_goes_wrong_in_it_ends_the_sample_by_its_name_and_the_conversation(config, tokenizer, options, message):
+def test_what_goes_wrong_in_it_ends_the_sample_by_its_name_and_the_conversation(
+    config, tokenizer, options, message, monkeypatch
+):
     entry = f"[{{class_name: tests.experimental.agent_loop.test_interactions.Recorded, config: {{{options}}}}}]"
-    configured = config(entry, tool_timeout_s=3.0 if "blocks" in options else 60.0)
+    configured = config(entry, tool_timeout_s=60.0)
+    answered = ToolThread.run
+
+    async def run_soon(self, work, name, *, timeout_s):
+        return await answered(self, work, name, timeout_s=0.2 if name.endswith("generate_response") else timeout_s)
+
+    if "blocks" in options:
+        monkeypatch.setattr(ToolThread, "run", run_soon)
     with pytest.raises(AgentLoopError, match=message):
         run(configured, tokenizer, "hello", interaction_kwargs={"name": "recorded"})
     path = configured.actor_rollout_ref.rollout.multi_turn.interaction_config_path

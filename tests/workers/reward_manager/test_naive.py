@@ -177,17 +177,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, h
 """
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("how", "why", "num_workers"),
     [
-        ("sleeps", "longer than reward_model.timeout_s=5"),
-        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=5"),
-        ("ignores_signals", "longer than reward_model.timeout_s=5"),
-        ("awaits_for_ever", "longer than reward_model.timeout_s=5"),
-        ("waits_for_a_process", "longer than reward_model.timeout_s=5"),
-        ("dies", "its process was killed by signal 9"),
-        ("exits", "its process ended with exit code 3"),
+        ("sleeps", "longer than reward_model.timeout_s=5", 2),
+        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=5", 1),
+        ("ignores_signals", "longer than reward_model.timeout_s=5", 2),
+        ("awaits_for_ever", "longer than reward_model.timeout_s=5", 1),
+        ("waits_for_a_process", "longer than reward_model.timeout_s=5", 2),
+        ("dies", "its process was killed by signal 9", 1),
+        ("dies", "its process was killed by signal 9", 2),
+        ("exits", "its process ended with exit code 3", 1),
     ],
 )
 def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, caplog, num_workers, how, why):

@@ -41,7 +41,7 @@ def case(
     """`prompt` is a conversation, or what the user asks; `lengths` are the most tokens of prompts and of responses."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    multi_turn = {"max_assistant_turns": 5, "max_parallel_calls": 1, "format": "hermes", **more.get("multi_turn", {})}
+    multi_turn = {"max_parallel_calls": 1, "format": "hermes", **more.get("multi_turn", {})}
     return {
         "loop": loop,
         "prompt": prompt,

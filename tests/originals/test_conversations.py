@@ -25,6 +25,7 @@ CASES = {
     "an empty answer": case(END),
     "an empty answer of a tool": case(f"{call('')}{END}", f"3{END}"),
     "too many messages": case(*[f"{call('a')}{END}"] * 3, multi_turn={"max_assistant_turns": 2}),
+    "seven messages": case(*[f"{call('a')}{END}"] * 6, f"3{END}", lengths=(600, 2000)),
     "a message too long": case("x" * 500, lengths=(600, 40)),
     "a tool's answer too long for the rest": case(f"{call('x' * 60)}{END}", f"3{END}", lengths=(600, 120)),
     "the last message exactly fits": case("x" * 39 + END, lengths=(600, 40)),

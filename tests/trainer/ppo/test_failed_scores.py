@@ -18,6 +18,14 @@ CAUSE = "sample 0: its process was killed by signal 9"
 ENDS = r"failed on {} of {} samples, more than reward_model.max_failed={} of them; first on " + CAUSE
 
 
+class Rows(list):
+    """Batches of two prompts."""
+
+    @property
+    def num_prompts(self):
+        return 2 * len(self)
+
+
 def scores(count, failed):
     return RewardOutput(
         reward_tensor=torch.zeros(count, 2),
@@ -50,28 +58,50 @@ def batch_of(count):
 )
 def test_the_share_counts_all_that_was_scored_in_a_step(parts, most, ends):
     now = Step(1, None)
-    reward = [scores(*part) for part in parts]
-    for part in reward[:-1]:
-        assert now.counted(part, most) is part
+
+    def score(count, failed):
+        return now.scored(lambda batch, _: scores(len(batch), failed), batch_of(count), most)
+
+    for part in parts[:-1]:
+        assert len(score(*part).responses) == part[0]
     if not ends:
-        now.counted(reward[-1], most)
+        score(*parts[-1])
         return
     total, failed = (sum(numbers) for numbers in zip(*parts, strict=True))
-    with pytest.raises(RewardError, match=ENDS.format(failed, total, f"{most:g}")):
-        now.counted(reward[-1], most)
+    beyond = failed if most == 0.0 else int(most * total) + 1
+    with pytest.raises(RewardError, match=ENDS.format(beyond, total, f"{most:g}")):
+        score(*parts[-1])
+
+
+@pytest.mark.parametrize(("before", "asked"), [((), 3), (((2, 0),), 4), (((4, 2),), 3)])
+def test_scoring_ends_as_soon_as_too_many_have_surely_failed(before, asked):
+    """Of what may fail, others before in the step have taken none, or some."""
+    now, told = Step(1, None), []
+    for count, failed in before:
+        now.scored(lambda batch, _, failed=failed: scores(len(batch), failed), batch_of(count), 0.5)
+
+    def hanging(batch, given_up):
+        for position in range(len(batch)):
+            told.append(position)
+            given_up(f"sample {position}: its process was killed by signal 9")
+        raise AssertionError("it went on to the end")
+
+    with pytest.raises(RewardError, match="max_failed=0.5 of them"):
+        now.scored(hanging, batch_of(4), 0.5)
+    assert len(told) == asked
 
 
 @pytest.mark.parametrize("most", [0.5, 1.0])
 def test_a_step_of_which_nothing_could_be_scored_ends_the_run(most, tmp_path):
     config = load_config([f"reward.max_failed={most}"])
     cluster = SimpleNamespace(actor=SimpleNamespace(world_size=1))
-    experience = Experience(config, cluster, lambda batch: scores(len(batch), len(batch)), None, SampleWriter(None))
+    experience = Experience(config, cluster, lambda batch, _: scores(len(batch), len(batch)), None, SampleWriter(None))
     now = Step(1, None)
     if most == 1.0:
         assert experience.score(batch_of(4), now) is not None
         assert now.metrics["reward/abandoned"] == 4
         return
-    with pytest.raises(RewardError, match=ENDS.format(4, 4, 0.5)):
+    with pytest.raises(RewardError, match=ENDS.format(3, 4, 0.5)):
         experience.score(batch_of(4), now)
 
 
@@ -81,11 +111,11 @@ def test_a_validation_is_judged_as_a_whole():
         rollouts = SimpleNamespace(
             generate_sequences=lambda prompts: batch_of(len(prompts)).select(non_tensor_batch_keys=[])
         )
-        rows = [{"data_source": np.array(["s"] * 2, dtype=object)} for _ in failed_of_batches]
+        rows = Rows({"data_source": np.array(["s"] * 2, dtype=object)} for _ in failed_of_batches)
         validator = Validator(
             config=load_config([]),
             rollouts=rollouts,
-            reward_manager=lambda batch: scores(len(batch), next(left)),
+            reward_manager=lambda batch, _: scores(len(batch), next(left)),
             dataloader=rows,
         )
         return validator.validate(1)
@@ -96,8 +126,7 @@ def test_a_validation_is_judged_as_a_whole():
 
 
 def test_the_first_failure_is_told_with_its_sample():
-    failures = Failures()
-    failures.add(scores(2, 0))
-    failures.add(scores(2, 2))
+    failures = Failures(0.25)
+    failures.score(lambda _batch, _: scores(2, 0), batch_of(2))
     with pytest.raises(RewardError, match=CAUSE):
-        failures.require(0.25)
+        failures.score(lambda _batch, _: scores(2, 2), batch_of(2))

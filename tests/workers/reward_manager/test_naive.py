@@ -205,6 +205,30 @@ def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, cap
     assert why in record.message
 
 
+def test_samples_that_hang_are_told_of_one_by_one_and_scoring_ends_when_there_are_too_many(tmp_path):
+    seen = tmp_path / "seen"
+
+    def compute_score(solution_str, **_):
+        with seen.open("a") as file:
+            file.write(solution_str)
+        time.sleep(600)
+
+    told = []
+
+    def given_up(failure):
+        told.append(failure)
+        if len(told) == 2:
+            raise RewardError("enough")
+
+    with (
+        NaiveRewardManager(TOKENIZER, compute_score, timeout_s=1) as manager,
+        pytest.raises(RewardError, match="enough"),
+    ):
+        manager(make_batch(["1", "2", "3", "4"]), given_up)
+    assert seen.read_text() == "12"
+    assert [failure.split(" (")[0] for failure in told] == ["sample 0", "sample 1"]
+
+
 def test_what_a_hanging_function_has_started_ends_with_it(tmp_path):
     file = tmp_path / "pid"
 

@@ -209,7 +209,7 @@ class AgentLoopManager:
         """No batch takes longer when every generation and every tool takes its own deadline."""
         rollout = self._config.actor_rollout_ref.rollout
         rounds = math.ceil(num_samples / len(self._workers) / rollout.agent.max_concurrency)
-        turns = rollout.multi_turn.max_assistant_turns
+        turns = rollout.multi_turn.max_assistant_turns or self._config.data.max_response_length  # a token each
         return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
 
 

@@ -36,7 +36,8 @@ class ToolAgentLoop(AgentLoopBase):
     """Generates, executes the tools that the message calls, shows the answers to the policy, and again.
 
     To a message that calls no tool the sample's interaction answers, if it has one, until it says that all is said.
-    Ends when nobody answers, after `multi_turn.max_assistant_turns` messages, or when the budget is used up.
+    Ends when nobody answers, after `multi_turn.max_assistant_turns` messages if that is a number, or when the budget is
+    used up.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -163,7 +163,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         filled = filling(self.config, len(self.train_dataloader))
         while True:
             batch = self._joined_samples(samples, now)
-            reward = now.counted(self.reward_manager(batch), self.config.reward_model.max_failed)
+            reward = now.scored(self.reward_manager, batch, self.config.reward_model.max_failed)
             kept = filled.add(batch, reward, batches=Fraction(len(samples), required))
             others = [sample.index for sample in samples if sample.batch.non_tensor_batch["uid"][0] not in kept]
             if others:

@@ -18,7 +18,7 @@ from verl.utils.model_files import require_whole_files
 from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.utils.reward_score.served import ADDRESS, TOKENIZER, AskedFunction, ScoredByModel
 from verl.workers.config import HFModelConfig, PPOConfig
-from verl.workers.reward_manager import RewardManager, RewardOutput
+from verl.workers.reward_manager import GivenUp, RewardManager, RewardOutput
 from verl.workers.reward_model import RewardModelServer, ServerSpec
 from verl.workers.reward_model.engines import ENGINES
 from verl.workers.rollout.base import RAY_RESOURCE, VISIBLE_DEVICES
@@ -196,10 +196,10 @@ class AwakeForScoring:
     def __init__(self, manager: RewardManager, models: RewardModels) -> None:
         self._manager, self._models = manager, models
 
-    def __call__(self, data: DataProto) -> RewardOutput:
+    def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
         self._models.wake_up()
         try:
-            return self._manager(data)
+            return self._manager(data, given_up)
         finally:
             self._models.sleep()
 

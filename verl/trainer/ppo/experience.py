@@ -47,7 +47,7 @@ class Experience:
     def score(self, batch: DataProto, now: Step) -> DataProto:
         """`token_level_scores`, and the reward function's other numbers as metrics."""
         if now.reward is None:
-            now.reward = now.counted(self._reward_manager(batch), self._config.reward_model.max_failed)
+            now.reward = now.scored(self._reward_manager, batch, self._config.reward_model.max_failed)
         reward = now.reward
         tensors_of(batch)["token_level_scores"] = reward.reward_tensor
         if core_algos.COMPONENTS in self._needed:

@@ -75,7 +75,7 @@ class Sampling:
         return batch
 
     def _scored(self, batch: DataProto, now: Step) -> RewardOutput:
-        return now.counted(self._reward_manager(batch), self._config.reward_model.max_failed)
+        return now.scored(self._reward_manager, batch, self._config.reward_model.max_failed)
 
     def _generated(self, prompts: DataProto, now: Step) -> DataProto:
         with self._traces.of_engines(now.number):

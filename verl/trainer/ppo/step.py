@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from verl.checkpoint_engine.plan.delta_choice import CHANGE_LIMITS
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.protocol import DataProto
 from verl.utils.timing import Patience, SpanLog, marked_timer
 from verl.utils.tracking_services import Histogram
-from verl.workers.reward_manager import Failures, RewardOutput
+from verl.workers.reward_manager import Failures, RewardManager, RewardOutput
 
 Metrics = dict[str, float]
 
@@ -28,16 +29,15 @@ class Step:
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
     reward: RewardOutput | None = None
     """Of the batch, once it is known: it may be needed to choose the batch, and is not asked for twice."""
-    failures: Failures = field(default_factory=Failures)
+    failures: Failures | None = None
     """Of the reward function, on all that is scored in the step, also what nobody trains on."""
     is_synced: bool = False
     """The rollout engines have what the trainer has learned in it."""
 
-    def counted(self, reward: RewardOutput, max_failed: float) -> RewardOutput:
-        """`reward`. Raises RewardError if the reward function failed on more than this share of the step's samples."""
-        self.failures.add(reward)
-        self.failures.require(max_failed)
-        return reward
+    def scored(self, manager: RewardManager, batch: DataProto, max_failed: float) -> RewardOutput:
+        """Raises RewardError once the reward function has failed on more than this share of the step's samples."""
+        self.failures = self.failures or Failures(max_failed)
+        return self.failures.score(manager, batch)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

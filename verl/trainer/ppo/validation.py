@@ -44,7 +44,8 @@ class Validator:
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
         turns: list[int] = []
-        failures = Failures()
+        per_prompt = self._config.actor_rollout_ref.rollout.val_kwargs.n
+        failures = Failures(self._config.reward_model.max_failed, total=self._dataloader.num_prompts * per_prompt)
         self._samples.forget_after(step - 1)
         for batch_index, rows in enumerate(self._dataloader):
             prompts = DataProto.from_dict(non_tensors=rows)
@@ -52,9 +53,9 @@ class Validator:
                 [f"{batch_index}-{row}" for row in range(len(prompts))], dtype=object
             )
             prompts.meta_info |= {"validate": True, "global_steps": step}
-            prompts = prompts.repeat(self._config.actor_rollout_ref.rollout.val_kwargs.n, interleave=True)
+            prompts = prompts.repeat(per_prompt, interleave=True)
             batch = prompts.union(self._rollouts.generate_sequences(prompts))
-            reward = failures.add(self._reward_manager(batch))
+            reward = failures.score(self._reward_manager, batch)
             infos["reward"] += reward.reward_tensor.sum(-1).tolist()
             for name in {*infos, *reward.extra_info} - {"reward"}:  # a batch may lack what another has
                 infos[name] += [None] * (len(sources) - len(infos[name]))
@@ -64,7 +65,6 @@ class Validator:
             turns += batch.non_tensor_batch.get("__num_turns__", np.array([])).tolist()
             self._samples.write(step, batch, reward)
             self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
-        failures.require(self._config.reward_model.max_failed)
         metrics = validation_names(process_validation_metrics(sources, uids, infos))
         if turns:
             spread = {"min": min(turns), "max": max(turns), "mean": float(np.mean(turns))}

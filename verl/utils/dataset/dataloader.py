@@ -56,6 +56,11 @@ class PromptLoader:
         whole, rest = divmod(self._rows, self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
+    @property
+    def num_prompts(self) -> int:
+        """Rows of an epoch, those of a last batch that is not whole with them."""
+        return self._rows
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         import torch
 

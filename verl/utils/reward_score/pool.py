@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -72,10 +72,13 @@ class ScoringPool:
         """End the processes. Idempotent; the next `score` starts new ones."""
         _end_all(self._workers)
 
-    def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Outcome | Abandoned | None]:
+    def score(
+        self, samples: Sequence[Mapping[str, Any]], given_up: Callable[[int, str], None] | None = None
+    ) -> list[Outcome | Abandoned | None]:
         """What the function made of each sample's keyword arguments, in order.
 
         A sample that takes longer than the deadline, or whose process dies, is `Abandoned`, and the process replaced.
+        `given_up` is told at once, with its position and why; what it raises ends the scoring.
         When the function has raised, what is not done is left out: None. Raises ScoringError if no process starts.
         """
         outcomes: list[Outcome | Abandoned | None] = [None] * len(samples)
@@ -83,7 +86,7 @@ class ScoringPool:
         try:
             while queue or any(worker.positions for worker in self._workers):
                 self._hand_out(queue, samples)
-                if self._collect(queue, outcomes):
+                if self._collect(queue, outcomes, given_up or _nobody):
                     self.close()
                     break
         except BaseException:
@@ -102,7 +105,12 @@ class ScoringPool:
                 else:
                     queue.popleft()
 
-    def _collect(self, queue: deque[list[int]], outcomes: list[Outcome | Abandoned | None]) -> bool:
+    def _collect(
+        self,
+        queue: deque[list[int]],
+        outcomes: list[Outcome | Abandoned | None],
+        given_up: Callable[[int, str], None],
+    ) -> bool:
         """Wait for the next answers, or the next deadline. Whether the function has raised."""
         waited_for = {worker.connection: worker for worker in self._workers if worker.positions or not worker.ready}
         if not waited_for:
@@ -120,20 +128,23 @@ class ScoringPool:
             elif time.monotonic() >= worker.deadline:
                 why = f"it took longer than reward_model.timeout_s={self._timeout_s:g}"
             if why is not None:
-                self._replace(worker, why, queue, outcomes)
+                given_up(self._replace(worker, why, queue, outcomes), why)
         return False
 
     def _replace(
         self, worker: _Worker, why: str, queue: deque[list[int]], outcomes: list[Outcome | Abandoned | None]
-    ) -> None:
+    ) -> int:
+        """The position of the sample that is given up."""
         self._drop(worker)
         if not worker.ready:
             late = time.monotonic() >= worker.deadline
             how = f"was not there within {START_S:g} s" if late else worker.end()
             raise ScoringError(f"a process that scores {how} while it started")
-        outcomes[worker.positions.popleft()] = Abandoned(why)
+        position = worker.positions.popleft()
+        outcomes[position] = Abandoned(why)
         if worker.positions:
             queue.appendleft(list(worker.positions))
+        return position
 
     def _drop(self, worker: _Worker) -> None:
         worker.end()
@@ -195,6 +206,10 @@ class _Worker:
             code = self._process.wait()
             self._end = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
         return self._end
+
+
+def _nobody(_position: int, _why: str) -> None:
+    """Needs to know at once."""
 
 
 def _end_all(workers: list[_Worker]) -> None:

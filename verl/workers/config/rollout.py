@@ -26,7 +26,9 @@ class MultiTurnConfig(Section):
     enable: bool = option(
         False, "use the tool-calling agent loop instead of single_turn_agent as agent.default_agent_loop"
     )
-    max_assistant_turns: int = option(5, "assistant messages per sample", least=1)
+    max_assistant_turns: int | None = option(
+        None, "most assistant messages of a sample; null: as many as there is room for", least=1
+    )
     max_parallel_calls: int = option(1, "tool calls taken from one assistant message", least=1)
     ignore_calls_in_thinking: bool = option(
         True,

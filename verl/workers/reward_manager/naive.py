@@ -6,9 +6,9 @@ import contextlib
 import logging
 import math
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -49,27 +49,54 @@ class RewardOutput:
     """The first of them, and why."""
 
 
+GivenUp = Callable[[str], None]
+"""Told of a sample, and why, as soon as it is known that it has no score."""
+
+
+class RewardManager(Protocol):
+    """Scores batches, inside of a `with`."""
+
+    def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
+        """What `given_up` raises ends the scoring."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 @dataclass
 class Failures:
     """Counts what of a step, or of a validation, could not be scored."""
 
+    most: float
+    """The share of samples that may fail."""
+    total: int = 0
+    """Samples that are known to be scored in all; 0: as many as have been."""
     scored: int = 0
     failed: int = 0
     first: str = ""
 
-    def add(self, reward: RewardOutput) -> RewardOutput:
-        """`reward`, of the next responses."""
-        self.scored += len(reward.responses)
-        self.failed += len(reward.abandoned)
-        self.first = self.first or reward.first_failure
+    def score(self, manager: RewardManager, batch: DataProto) -> RewardOutput:
+        """What `manager` says of `batch`, which comes next.
+
+        Raises RewardError as soon as more than the share `most` of all samples have failed, however the others end.
+        """
+        before = self.failed
+        self.scored += len(batch)
+        reward = manager(batch, self._add)
+        self.failed = before
+        for _ in reward.abandoned:
+            self._add(reward.first_failure)
         return reward
 
-    def require(self, most: float) -> None:
-        """Raises RewardError if more than the share `most` of all so far failed."""
-        if self.failed > most * self.scored:
+    def _add(self, failure: str) -> None:
+        self.failed += 1
+        self.first = self.first or failure
+        total = max(self.total, self.scored)
+        if self.failed > self.most * total:
             raise RewardError(
-                f"the reward function failed on {self.failed} of {self.scored} samples, more than "
-                f"reward_model.max_failed={most:g} of them; first on {self.first}"
+                f"the reward function failed on {self.failed} of {total} samples, more than "
+                f"reward_model.max_failed={self.most:g} of them; first on {self.first}"
             )
 
 
@@ -136,12 +163,13 @@ class NaiveRewardManager:
         self._shows_prompts = shows_prompts
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
-    def __call__(self, data: DataProto) -> RewardOutput:
+    def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
         """Score every response of `data`, which has `responses`, `attention_mask` and the columns of the data set.
 
         An empty response (no valid token) is scored, too; no token can carry its score, so its row stays 0. A response
-        whose scoring does not end is named in a warning and gets 0. Raises RewardError, chained to what the reward
-        function raised, for a sample on which it raises; ConfigError for a data source without a rule.
+        whose scoring does not end is named in a warning and gets 0; `given_up` is told of it at once, and may raise.
+        Raises RewardError, chained to what the reward function raised, for a sample on which it raises; ConfigError for
+        a data source without a rule.
         """
         if data.batch is None:
             raise ValueError("there are no responses to score: the batch has no tensors")
@@ -149,7 +177,7 @@ class NaiveRewardManager:
         batch_size, width = responses.shape
         lengths = data.batch["attention_mask"][:, -width:].sum(-1)
         texts = self._texts([row[:length].tolist() for row, length in zip(responses, lengths.tolist(), strict=True)])
-        results, abandoned = self._score_all(self._samples(data, texts))
+        results, abandoned = self._score_all(self._samples(data, texts), given_up)
         scores, extra_info = _columns(results)
         for position in abandoned if "acc" in extra_info else ():
             extra_info["acc"][position] = 0.0
@@ -231,10 +259,16 @@ class NaiveRewardManager:
             )
         ]
 
-    def _score_all(self, samples: Sequence[_Sample]) -> tuple[list[Scored], dict[int, str]]:
+    def _score_all(self, samples: Sequence[_Sample], given_up: GivenUp | None) -> tuple[list[Scored], dict[int, str]]:
         """A result per sample, and why, by their positions, some have none of their own."""
+        unknown = [sample for sample in samples if sample.known_score is None]
+
+        def tell(position: int, why: str) -> None:
+            if given_up is not None:
+                given_up(f"{unknown[position]}: {why}")
+
         try:
-            asked = iter(self._pool.score([sample.arguments for sample in samples if sample.known_score is None]))
+            asked = iter(self._pool.score([sample.arguments for sample in unknown], tell))
         except ScoringError as exc:
             raise RewardError(str(exc)) from exc
         results: list[Scored] = []

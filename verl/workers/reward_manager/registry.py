@@ -11,7 +11,7 @@ from verl.checkpoint_engine.support.registry import Registry, require_keywords
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
 from verl.utils.plain import plain
-from verl.workers.reward_manager.naive import NaiveRewardManager, RewardError, RewardOutput
+from verl.workers.reward_manager.naive import GivenUp, NaiveRewardManager, RewardError, RewardOutput
 from verl.workers.reward_manager.one_by_one import OneByOne
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class OwnRewardManager:
                 tokenizer=tokenizer, num_examine=0, compute_score=compute_score, reward_fn_key=reward_fn_key
             )
 
-    def __call__(self, data: DataProto) -> RewardOutput:
+    def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
         """Raises RewardError for whatever the manager raises, and for a result that is no reward per token."""
         try:
             result = self._manager(data, return_dict=True)

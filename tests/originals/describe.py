@@ -1,7 +1,9 @@
-"""Metrics of steps, partitions of lengths, and rewards of whole batches by PyPI's verl: {steps, partitions, rewards}.
+"""Metrics of steps, partitions of lengths, and rewards of batches by PyPI's verl, from a dict of their lists.
 
 A step is {tensors, turns, timings, critic}, a partition {lengths, parts, equal_size}, a reward {tokenizer, texts,
-scores, buffer}. Run as a file with PyPI's verl in front. Prints a dict of three lists.
+scores, buffer}. Run as a file with PyPI's verl in front. An unbalance is [lengths, parts].
+
+Prints a dict of four lists.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 import verl
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 DEFAULTS = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 
@@ -82,6 +84,7 @@ async def main() -> dict[str, Any]:
     return {
         "steps": [described(step) for step in given["steps"]],
         "partitions": [parts(each) for each in given["partitions"]],
+        "unbalances": [log_seqlen_unbalance(*each, "global_seqlen") for each in given["unbalances"]],
         "rewards": [
             [await rewarded(each, number) for number in range(len(each["texts"]))] for each in given["rewards"]
         ],

@@ -12,7 +12,7 @@ from tests.originals.original import VERL, computed, differences
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from verl.utils.builtin.tokenizer import END, build_tokenizer
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.reward_manager import NaiveRewardManager, OverlongPenalty
 
 LENGTHS = ((3, 7), (1, 2), (4, 8), (2, 1), (4, 5))
@@ -77,6 +77,11 @@ def partitions() -> list[dict[str, Any]]:
     ]
 
 
+UNBALANCES = [
+    [[5, 1, 7, 3], [[0, 3], [1, 2]]],
+    [[5, 1, 7, 3, 9, 2], [[4], [2, 1], [0, 3, 5]]],
+    [[5, 1, 7, 3], [[0, 1, 2, 3]]],
+]
 REWARDS = [
     {"scores": scores, "buffer": {"enable": enable, **BUFFER}}
     for enable in (False, True)
@@ -99,7 +104,9 @@ def verls(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     tokenizer.save_pretrained(folder)
     rewards = [{**each, "tokenizer": str(folder), "texts": TEXTS, "width": WIDTH} for each in REWARDS]
     found: dict[str, Any] = computed(
-        "describe.py", {"steps": STEPS, "partitions": partitions(), "rewards": rewards}, VERL
+        "describe.py",
+        {"steps": STEPS, "partitions": partitions(), "unbalances": UNBALANCES, "rewards": rewards},
+        VERL,
     )
     return found
 
@@ -130,6 +137,11 @@ def test_lengths_are_divided_as_evenly_as_verl_divides_them(verls: dict[str, Any
         largest = [max(sum(lengths[index] for index in part) for part in parts) for parts in (ours, theirs)]
         assert largest[0] <= 1.02 * largest[1], given
     assert differences()["parts of `get_seqlen_balanced_partitions`"]["why"]
+
+
+def test_how_many_tokens_the_ranks_have_is_told_as_verl_tells_it(verls: dict[str, Any]) -> None:
+    for (lengths, parts), theirs in zip(UNBALANCES, verls["unbalances"], strict=True):
+        assert log_seqlen_unbalance(lengths, parts, "global_seqlen") == theirs
 
 
 @pytest.mark.parametrize("number", range(len(REWARDS)))

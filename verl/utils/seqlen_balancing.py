@@ -30,3 +30,25 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k: int, equal_size: b
         if size + 1 < capacity:
             heapq.heappush(smallest, (total + lengths[index], size + 1, part))
     return [sorted(part) for part in parts]
+
+
+def log_seqlen_unbalance(
+    seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
+) -> dict[str, float]:
+    """How many tokens the ranks have, as `<prefix>/...`.
+
+    `min`, `max` and `minmax_diff` if each took as many of `seqlen_list` as it comes, `balanced_min` and `balanced_max`
+    with `partitions`, the indices of each rank's sequences, and the `mean`. All ranks have as many sequences.
+    """
+    size = len(seqlen_list) // len(partitions)
+    before = [sum(seqlen_list[rank * size : (rank + 1) * size]) for rank in range(len(partitions))]
+    after = [sum(seqlen_list[index] for index in part) for part in partitions]
+    numbers = {
+        "min": min(before),
+        "max": max(before),
+        "minmax_diff": max(before) - min(before),
+        "balanced_min": min(after),
+        "balanced_max": max(after),
+        "mean": sum(seqlen_list) / len(partitions),
+    }
+    return {f"{prefix}/{name}": float(number) for name, number in numbers.items()}

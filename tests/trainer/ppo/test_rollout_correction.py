@@ -165,7 +165,7 @@ def test_the_correlation_of_constants_is_one_if_they_agree_and_else_zero(trainer
 
 def test_a_batch_without_generated_tokens_has_no_metrics():
     nothing = torch.zeros_like(MASK)
-    assert rollout_probs_diff_metrics(TRAINER, ROLLOUT, nothing) == {}
+    assert rollout_probs_diff_metrics(TRAINER, ROLLOUT, nothing) == {"training/rollout_probs_diff_valid": 0.0}
     got, metrics = compute_rollout_importance_weights(
         TRAINER, ROLLOUT, nothing, RolloutCorrectionConfig(rollout_is="token")
     )

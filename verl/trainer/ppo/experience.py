@@ -18,7 +18,7 @@ from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.step import Metrics, Step
 from verl.utils.plain import as_float
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.config import PPOConfig
 from verl.workers.engine.base import ROUTES
 from verl.workers.losses.correction import KEPT
@@ -55,7 +55,7 @@ class Experience:
             tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
-        return self._balanced(padded(batch, self._cluster.actor.world_size))
+        return self._balanced(padded(batch, self._cluster.actor.world_size), now)
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
         """The policy's log-probs before the update, and how far the rollout engine's are from them."""
@@ -142,14 +142,15 @@ class Experience:
             return batch
         drawn, metrics = filtered(batch, self._config.algorithm.pf_ppo, self._config.trainer.seed + now.number)
         now.metrics |= metrics
-        return self._balanced(padded(drawn, self._config.trainer.world_size))
+        return self._balanced(padded(drawn, self._config.trainer.world_size), now)
 
-    def _balanced(self, batch: DataProto) -> DataProto:
+    def _balanced(self, batch: DataProto, now: Step) -> DataProto:
         """Reorder so that every rank's part has about the same number of tokens."""
         if not self._config.trainer.balance_batch:
             return batch
         lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
         parts = get_seqlen_balanced_partitions(lengths, self._cluster.actor.world_size, equal_size=True)
+        now.metrics |= log_seqlen_unbalance(lengths, parts, "global_seqlen")
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
 

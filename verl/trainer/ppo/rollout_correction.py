@@ -171,16 +171,17 @@ def rollout_probs_diff_metrics(
 ) -> dict[str, float]:
     """|p_trainer - p_rollout| over the tokens that the policy generated, and the correlation of the two; inputs [B, R].
 
-    Both must be log-probabilities at the same temperature. Empty without such tokens. The correlation of constants is
-    not defined: it is reported as 1 if the two sides are equal, else as 0.
+    Both must be log-probabilities at the same temperature. `_valid` is 0 without such tokens: nothing else is told
+    then. The correlation of constants is not defined: it is reported as 1 if the two sides are equal, else as 0.
     """
     mask = response_mask.bool()
     if not mask.any():
-        return {}
+        return {"training/rollout_probs_diff_valid": 0.0}
     trainer = old_log_prob[mask].double().exp()
     rollout = rollout_log_prob[mask].double().exp()
     difference = (trainer - rollout).abs()
     return {
+        "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_mean": difference.mean().item(),
         "training/rollout_probs_diff_max": difference.max().item(),
         "training/rollout_probs_diff_std": difference.std(correction=0).item(),

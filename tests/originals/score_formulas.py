@@ -16,6 +16,7 @@ import torch
 
 from verl.trainer.ppo import core_algos
 from verl.utils.torch_functional import masked_whiten
+from verl.workers.config.actor import ActorConfig
 
 Numbers = dict[str, list[float]]
 Batch = dict[str, Any]
@@ -176,7 +177,50 @@ def scheduled(_: Batch, warmup: int, total: int | None, floor: float, zero_index
     return {"rates": [learning_rate(step, config) for step in range(10)]}
 
 
+def named(_: Batch) -> Numbers:
+    """The public functions and classes of `core_algos`; of verl's those that it has made itself."""
+    return {
+        name: []
+        for name, found in vars(core_algos).items()
+        if not name.startswith("_") and callable(found)
+        if not of_verl or found.__module__ == core_algos.__name__
+    }
+
+
+def entropy_loss(batch: Batch, mode: str) -> Numbers:
+    logits = torch.stack([batch["log_prob"], batch["returns"], batch["values"]], dim=-1).requires_grad_()
+    found = core_algos.compute_entropy_loss(logits, batch["response_mask"], mode)
+    (gradient,) = torch.autograd.grad(found, logits)
+    return {"value": [found.item()], "gradient": gradient.flatten().tolist()}
+
+
+def reinforced(batch: Batch, mode: str, weigh: bool) -> Numbers:
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    weights = batch["weights"] if weigh else None
+    needed: Any = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} if of_verl else {}
+    given = (batch["old_log_prob"], log_prob, batch["values"], batch["response_mask"], mode, ActorConfig(**needed))
+    found, metrics = core_algos.compute_policy_loss_reinforce(*given, rollout_is_weights=weights)
+    (gradient,) = torch.autograd.grad(found, log_prob)
+    told = {name: [float(value)] for name, value in metrics.items()}
+    return {"value": [found.item()], "gradient": gradient.flatten().tolist(), **told}
+
+
+def redrawn(batch: Batch, method: str, power: float) -> Numbers:
+    """Which samples are drawn, in order, from torch's generator at one seed."""
+    from verl import DataProto
+
+    rows = torch.arange(len(batch["rewards"]))
+    data = DataProto.from_dict({"token_level_scores": batch["rewards"], "row": rows})
+    torch.manual_seed(0)
+    drawn: Any = core_algos.compute_pf_ppo_reweight_data(data, method, power)
+    return {"rows": drawn.batch["row"].tolist()}
+
+
 KINDS: dict[str, Any] = {
+    "names": named,
+    "entropy loss": entropy_loss,
+    "reinforce": reinforced,
+    "redrawn": redrawn,
     "estimator": estimated,
     "components": by_component,
     "divergence": divergence,

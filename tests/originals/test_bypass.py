@@ -42,22 +42,29 @@ CORRECTIONS = [
 
 @pytest.fixture(scope="module")
 def both() -> list[tuple[tuple[str, str, dict[str, Any]], dict[str, Any], dict[str, Any]]]:
-    """(case, verl's, ours) of every batch, aggregation and correction."""
+    """(case, verl's, ours) of every batch, aggregation and correction: of a run's loss, and of the public function."""
     cases = list(itertools.product(BATCHES, LOSS_AGG_MODES, CORRECTIONS))
     given = {"batches": BATCHES, "cases": cases}
     verls, ours = (computed("score_bypass.py", given, folder) for folder in (VERL, OURS))
-    return list(zip(cases, verls, ours, strict=True))
+    return [(case, *one, way) for case, one, ways in zip(cases, verls, ours, strict=True) for way in ways]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_loss_of_bypass_mode_and_its_gradient_are_verls(both: list[Any], mode: str) -> None:
     compared = [(case, verls, ours) for case, verls, ours in both if case[1] == mode]
-    assert len(compared) == len(BATCHES) * len(CORRECTIONS)
+    assert len(compared) == 2 * len(BATCHES) * len(CORRECTIONS)
     for case, verls, ours in compared:
         if "error" in verls:
             continue
         assert ours["loss"] == pytest.approx(verls["loss"], abs=1e-5), case
         assert ours["gradient"] == pytest.approx(verls["gradient"], abs=1e-5), case
+
+
+def test_what_a_loss_of_bypass_mode_tells_has_verls_names_and_values(both: list[Any]) -> None:
+    for case, verls, ours in both:
+        if "error" not in verls:
+            told = {name: value for name, value in ours["metrics"].items() if name != "actor/pg_loss"}
+            assert told == pytest.approx(verls["metrics"], rel=1e-4, abs=5e-5), case
 
 
 def test_weights_that_are_all_zero_are_listed_with_the_reason(both: list[Any]) -> None:

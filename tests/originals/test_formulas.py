@@ -14,6 +14,7 @@ import pytest
 from tests.originals.batches import ON_A_HOLE, WHOLE, WITH_EMPTY
 from tests.originals.original import OURS, VERL, computed, differences
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.verl_names import NAMES as NAMES_INSTEAD
 from verl.workers.config.actor import LOSS_AGG_MODES
 from verl.workers.config.algorithm import REJECTIONS
 
@@ -48,6 +49,11 @@ def cases() -> Iterator[Case]:
             told = {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 12}
             yield from (("aggregation", batch, mode, each) for each in ({}, {"loss_scale_factor": 100}, told))
             yield from (("value loss", batch, mode, clip) for clip in (0.5, 0.05, 10.0))
+            yield from (("reinforce", batch, mode, weigh) for weigh in (False, True))
+            yield "entropy loss", batch, mode
+        yield from (
+            ("redrawn", batch, *each) for each in (("pow", 2.0), ("pow", 0.5), ("max_min", 2.0), ("max_random", 2.0))
+        )
         yield from (("whitening", batch, shift) for shift in (True, False))
         yield from (("kl in reward", batch, kind, name) for kind in ("adaptive", "fixed") for name in DIVERGENCES)
         yield from (("correction", batch, options) for options in corrections())
@@ -58,6 +64,9 @@ SCHEDULES: tuple[Case, ...] = (
     ("schedule", "two groups", 0, None, 0.0, True),
     *(("schedule", "two groups", warmup, 10, 0.1, first) for warmup in (0, 1, 4) for first in (True, False)),
 )
+
+
+NAMES = ("names", "two groups")
 
 
 def corrections() -> Iterator[dict[str, Any]]:
@@ -82,7 +91,7 @@ def corrections() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def both() -> Compared:
     """(case, verl's, ours) of every case."""
-    every = [*cases(), *SCHEDULES, ("schedule", "two groups", 2, 6, 0.1, True)]
+    every = [*cases(), NAMES, *SCHEDULES, ("schedule", "two groups", 2, 6, 0.1, True)]
     given = {"batches": BATCHES, "cases": every}
     verls, ours = (computed("score_formulas.py", given, folder) for folder in (VERL, OURS))
     return list(zip(every, verls, ours, strict=True))
@@ -106,6 +115,12 @@ def test_every_estimator_is_held_against_verl() -> None:
     assert own == {*ESTIMATORS, *APART}
 
 
+def test_every_public_name_of_verls_core_algos_is_here_or_told_what_to_write_instead(both: Compared) -> None:
+    [(verls, ours)] = [(verls, ours) for case, verls, ours in both if case == NAMES]
+    assert len(verls) > 40
+    assert verls.keys() - ours.keys() == NAMES_INSTEAD["verl.trainer.ppo.core_algos"].keys()
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_and_returns_of_an_estimator_are_verls(both: Compared, name: str) -> None:
     for case, verls, ours in chosen(both, "estimator", WHOLE, name):
@@ -120,7 +135,9 @@ def test_advantages_of_components_are_verls(both: Compared) -> None:
         assert same(verls, ours), (case, verls, ours)
 
 
-@pytest.mark.parametrize("kind", ["divergence", "aggregation", "value loss", "whitening"])
+@pytest.mark.parametrize(
+    "kind", ["divergence", "aggregation", "value loss", "whitening", "entropy loss", "reinforce", "redrawn"]
+)
 def test_a_formula_and_its_gradient_are_verls(both: Compared, kind: str) -> None:
     for case, verls, ours in chosen(both, kind, BATCHES):
         assert verls.keys() == ours.keys(), case

@@ -114,6 +114,22 @@ def test_a_token_weighs_the_same_whatever_is_rejected_beside_it_before_the_updat
         torch.testing.assert_close(gradients[0][1], -0.1 * kept / 3)
 
 
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("threshold", [2.0, "0.5_2.0"])
+def test_a_rank_without_a_token_tells_zero_under_the_names_of_all(loss_type, threshold):
+    """Ranks add up what they tell, name by name."""
+    options = {"rollout_is": "token", "rollout_is_threshold": threshold, "rollout_is_batch_normalize": True}
+    rejecting = {"rollout_rs": "token_k3,seq_sum_k1", "rollout_rs_threshold": "0.2,0.5_2.0"}
+    correction = RolloutCorrectionConfig(loss_type=loss_type, **options, **rejecting)
+    data, log_prob = batch()
+    totals, loss = LossTotals.of(data.batch["response_mask"]), ActorLoss(config("vanilla"), correction)
+    _, of_one = loss(log_prob[:3], None, data[:3], totals)
+    nothing, of_other = loss(log_prob[3:], None, data[3:], totals)
+    assert float(nothing) == 0.0
+    assert {name: float(value) for name, value in of_other.items()} == dict.fromkeys(of_one, 0.0)
+    assert len(of_one) > 40
+
+
 def test_reinforce_weighs_the_plain_policy_gradient_without_a_clip():
     _, metrics, gradient = corrected(loss_type="reinforce", rollout_is="token", rollout_is_threshold=1.8)
     assert torch.allclose(gradient, torch.tensor([[-1.8, -0.5], [3.0, 0.0]]) / 3)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from verl.protocol import DataProto, tensors_of
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, from_mapping
 from verl.workers.config import ActorConfig, RolloutCorrectionConfig
-from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn, kl_penalty, within_mini_batch
+from verl.workers.losses import (
+    LossTotals,
+    agg_loss,
+    compute_policy_loss_reinforce,
+    get_policy_loss_fn,
+    kl_penalty,
+    within_mini_batch,
+)
+from verl.workers.losses.aggregation import totals_in_force
 from verl.workers.losses.correction import importance_weights, kept_tokens, learned_from
+from verl.workers.losses.correction_metrics import off_policy_metrics, rejection_metrics, weight_metrics
 from verl.workers.losses.policy import token_share
 
 
@@ -27,9 +37,9 @@ class ActorLoss:
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
         """`correction` is applied here, where `old_log_probs` are the rollout engine's."""
         self._config = config
-        self._correction = correction if correction and (correction.rejects or _weighs(correction)) else None
-        mode = "gpg" if correction and _weighs(correction) else config.policy_loss.loss_mode
-        self._policy_loss: Any = get_policy_loss_fn(mode)
+        self._correction = correction
+        mode = config.policy_loss.loss_mode
+        self._policy_loss: Any = _reinforce if correction and _weighs(correction) else get_policy_loss_fn(mode)
         self._takes_totals = "totals" in inspect.signature(self._policy_loss).parameters
 
     def __call__(
@@ -89,11 +99,25 @@ class ActorLoss:
         if not self._takes_totals:
             share = float(batch["response_mask"].sum()) / max(totals.num_tokens, 1.0)
             metrics = {name: value * share for name, value in metrics.items()}
+        elif self._correction is not None:
+            metrics = _of_kept(metrics, batch["response_mask"], mask)
         return loss, metrics | of_correction, mask
+
+
+def _reinforce(
+    *, old_log_prob: torch.Tensor, totals: LossTotals, **given: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    return compute_policy_loss_reinforce(old_log_prob, totals=totals, **given)
 
 
 def _weighs(correction: RolloutCorrectionConfig) -> bool:
     return correction.loss_type == "reinforce"
+
+
+def _of_kept(metrics: Mapping[str, Any], response_mask: torch.Tensor, kept: torch.Tensor) -> dict[str, Any]:
+    """Sums over the tokens that are kept, divided by all, as means over those that are kept."""
+    factor = response_mask.sum().item() / max(kept.sum().item(), 1.0)
+    return {name: value * factor for name, value in metrics.items()}
 
 
 def corrected(
@@ -105,17 +129,77 @@ def corrected(
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float | torch.Tensor]]:
     """(tokens to learn from, their weights, shares of metrics) of the policy as it is against the rollout engine's.
 
-    PPO's ratio is the importance weight already: only the plain policy gradient has weights of its own.
+    PPO's ratio is the importance weight already: only the plain policy gradient has weights of its own. What is told of
+    this micro-batch alone, extremes among it, counts as much as its tokens do in the mini-batch.
     """
     mask = response_mask.bool()
-    log_ratio = torch.where(mask, log_prob - rollout_log_prob, 0.0)
+    told = mask if mask.any() else torch.ones_like(mask)  # of nothing the same names: ranks add up what they tell
+    log_prob, rollout_log_prob = (torch.where(mask, each, 0.0) for each in (log_prob, rollout_log_prob))
+    log_ratio = log_prob - rollout_log_prob
     kept = kept_tokens(log_ratio, mask, config)
-    metrics: dict[str, float | torch.Tensor] = {"rollout_corr/kl": token_share(-log_ratio, mask, totals)}
+    of_micro_batch = off_policy_metrics(log_prob, rollout_log_prob, told)
+    for rejection in config.rejections:
+        of_micro_batch |= rejection_metrics(log_ratio, told, *rejection)
+    weights, ratios = importance_weights(log_ratio, told, config)
+    if ratios is not None:
+        of_micro_batch |= weight_metrics(log_ratio, ratios, told, config)
+    share = mask.sum().item() / max(totals.num_tokens, 1.0)
+    metrics: dict[str, float | torch.Tensor] = {name: value * share for name, value in of_micro_batch.items()}
     if config.rejects:
         changed = (kept != mask).any(-1).sum().item()
         metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share((~kept).float(), mask, totals)
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = changed / max(totals.num_sequences, 1.0)
-    weights = importance_weights(log_ratio, mask, config)[0] if _weighs(config) else None
-    if weights is not None:
-        metrics["rollout_corr/rollout_is_mean"] = token_share(weights, mask, totals)
-    return kept.to(response_mask.dtype), weights, metrics
+    return kept.to(response_mask.dtype), weights if _weighs(config) else None, metrics
+
+
+def compute_policy_loss_bypass_mode(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    correction: RolloutCorrectionConfig | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss where `old_log_prob` is the rollout engine's, and its metrics; tensors are [B, R].
+
+    `correction` is what is rejected and weighed, by the policy as it is, and the kind of loss; None: the options in
+    verl's place, `config.policy_loss.rollout_correction`, which may be a mapping. `rollout_is_weights` are not used.
+    Within a mini-batch the loss and the metrics are shares of its own, as those of policy losses are.
+
+    Raises ConfigError without a correction.
+    """
+    if correction is None:
+        correction = _in_verls_place(config)
+    totals = totals_in_force(response_mask)
+    mask, weights, metrics = corrected(log_prob.detach(), old_log_prob, response_mask, correction, totals)
+    with within_mini_batch(totals):
+        if _weighs(correction):
+            given = (old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights)
+            loss, of_policy = compute_policy_loss_reinforce(*given)
+        else:
+            mode = "vanilla" if config is None else config.policy_loss.loss_mode
+            loss, of_policy = get_policy_loss_fn("vanilla" if mode == "bypass_mode" else mode)(
+                old_log_prob=old_log_prob,
+                log_prob=log_prob,
+                advantages=advantages,
+                response_mask=mask,
+                loss_agg_mode=loss_agg_mode,
+                config=config,
+                rollout_is_weights=None,
+            )
+    return loss, {**_of_kept(of_policy, response_mask, mask), **metrics}
+
+
+def _in_verls_place(config: Any) -> RolloutCorrectionConfig:
+    found = getattr(getattr(config, "policy_loss", None), "rollout_correction", None)
+    if isinstance(found, Mapping):
+        return from_mapping(RolloutCorrectionConfig, found)
+    if isinstance(found, RolloutCorrectionConfig):
+        return found
+    raise ConfigError(
+        "compute_policy_loss_bypass_mode needs correction=RolloutCorrectionConfig(...), the section "
+        "algorithm.rollout_correction"
+    )

@@ -10,6 +10,7 @@ import torch
 
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.even_batches import without_padding
+from verl.utils.config import from_mapping
 from verl.workers.config.algorithm import PolicyFiltrationConfig
 
 TIMES_AS_LIKELY = 4.0
@@ -43,3 +44,17 @@ def filtered(batch: DataProto, settings: PolicyFiltrationConfig, seed: int) -> t
     drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
     rows: list[int] = drawn.tolist()
     return batch[rows], {"pf_ppo/distinct_samples": float(len(set(rows)))}
+
+
+def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0) -> DataProto:
+    """As many samples as `data` has, drawn from them by `token_level_scores` [B, R] with torch's generator.
+
+    Raises ConfigError for a method that is not known.
+    """
+    settings = from_mapping(
+        PolicyFiltrationConfig, {"reweight_method": reweight_method, "weight_pow": float(weight_pow)}
+    )
+    weights = filtration_weights(tensors_of(data)["token_level_scores"].sum(-1), settings)
+    rows: list[int] = torch.multinomial(weights, len(data), replacement=True).tolist()
+    drawn: DataProto = data[rows]
+    return drawn

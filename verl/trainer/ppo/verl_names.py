@@ -30,6 +30,11 @@ NAMES: dict[str, dict[str, str]] = {
         "algorithm.adv_estimator to its name",
         "apply_kl_penalty": "set algorithm.use_kl_in_reward, algorithm.kl_penalty and algorithm.kl_ctrl",
     },
+    "verl.trainer.ppo.core_algos": {
+        "compute_policy_loss": "it is compute_policy_loss_vanilla, which returns (loss, metrics)",
+        "compute_rewards": "it is apply_kl_penalty, with a controller of the coefficient and any kl_penalty",
+        "kl_penalty_forward": "it is kl_penalty, which has verl's gradients as well",
+    },
     "verl.trainer.ppo.utils": {
         "Role": "there are no roles to map to workers: the configuration says what trains, generates and scores",
         "need_reward_model": "it is reward_model.enable",

@@ -1,6 +1,7 @@
 """What trainer ranks minimise: policy losses, KL estimates, and how token losses become one number."""
 
 from verl.workers.losses.aggregation import LossTotals, agg_loss, within_mini_batch
+from verl.workers.losses.entropy import compute_entropy_loss
 from verl.workers.losses.kl import kl_penalty
 from verl.workers.losses.policy import (
     POLICY_LOSS_REGISTRY,
@@ -22,6 +23,7 @@ from verl.workers.losses.variants import (
     compute_policy_loss_geo_mean,
     compute_policy_loss_gpg,
     compute_policy_loss_gspo,
+    compute_policy_loss_reinforce,
     compute_policy_loss_sapo,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "LossTotals",
     "PolicyLoss",
     "agg_loss",
+    "compute_entropy_loss",
     "compute_policy_loss_cispo",
     "compute_policy_loss_clip_cov",
     "compute_policy_loss_dppo_kl",
@@ -39,6 +42,7 @@ __all__ = [
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
     "compute_policy_loss_gspo",
+    "compute_policy_loss_reinforce",
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
     "compute_value_loss",

@@ -120,6 +120,27 @@ def compute_policy_loss_gpg(
     return agg_loss(losses, response_mask.bool(), loss_agg_mode, totals=totals), {}
 
 
+def compute_policy_loss_reinforce(
+    rollout_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    totals: LossTotals | None = None,
+) -> Result:
+    """The plain policy gradient (R. Williams, 1992), -w A log pi, with importance weights w or without.
+
+    It has no name in `actor.policy_loss.loss_mode`: `algorithm.rollout_correction.loss_type=reinforce` chooses it.
+    """
+    totals, mask = totals or totals_in_force(response_mask), response_mask.bool()
+    losses = weighted(-advantages * log_prob, rollout_is_weights)
+    metrics = {"actor/ppo_kl": token_share(rollout_log_prob - log_prob, mask, totals)}
+    return agg_loss(losses, mask, loss_agg_mode, totals=totals), metrics
+
+
 @register_policy_loss("dro")
 def compute_policy_loss_dro(
     old_log_prob: torch.Tensor,

@@ -1,0 +1,113 @@
+"""Whole training steps of GRPO and PPO against PyPI's verl: every metric that its loop logs, by name and by value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+
+from tests.originals.original import OURS, VERL, computed, differences
+from verl.utils.builtin.tokenizer import build_tokenizer
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+VOCABULARY = 4096
+OWN_NAMES = {
+    "memory of an update": ("/perf/max_memory_", "/perf/cpu_memory_used_gb"),
+    "`perf/mfu/actor_infer`, `perf/mfu/critic`": ("perf/mfu/actor_infer", "perf/mfu/critic"),
+    "`timing_s/start_profile`, `timing_s/stop_profile`": ("timing_s/start_profile", "timing_s/stop_profile"),
+}
+"""What verl tells and we do not, by the name of the difference."""
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "perf/mfu/")
+SHARED = {
+    "data.train_batch_size": 4,
+    "actor_rollout_ref.rollout.n": 2,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+}
+GRPO = {**SHARED, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+PPO = {
+    **SHARED,
+    "algorithm.adv_estimator": "gae",
+    "critic.optim.lr": 1e-3,
+    "critic.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.actor.entropy_coeff": 0.01,
+    "trainer.balance_batch": False,  # of mini-batches, it matters which sequences they have
+}
+
+
+def batch(seed: int) -> dict[str, Any]:
+    """Eight ragged samples, prompts of up to 5 and responses of up to 7 tokens, with scores."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, prompt, response = 8, 5, 7
+    prompts = torch.randint(1, prompt + 1, (rows, 1), generator=draw)
+    responses = torch.randint(1, response + 1, (rows, 1), generator=draw)
+    left, right = torch.arange(prompt) >= prompt - prompts, torch.arange(response) < responses
+    attention = torch.cat([left, right], dim=1).long()
+    mask = attention[:, prompt:]
+    ids = torch.randint(1, VOCABULARY, attention.shape, generator=draw) * attention
+    last = torch.arange(response) == responses - 1
+    tensors = {
+        "prompts": ids[:, :prompt],
+        "responses": ids[:, prompt:],
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask,
+        "rollout_log_probs": (-torch.rand(mask.shape, generator=draw) - 8.0) * mask,
+        "rm_scores": torch.rand(rows, 1, generator=draw) * last,
+    }
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    """(verl's, ours): by run and step."""
+    policy, critic = (tmp_path_factory.mktemp(name) for name in ("policy", "critic"))
+    _write_models(policy, critic)
+    given = {"policy": str(policy), "critic": str(critic), "batches": [batch(0), batch(1)]}
+    verls = computed("take_steps.py", {**given, "runs": [GRPO, {**PPO, "critic.enable": True}]}, VERL)
+    options = [[f"{key}={value}" for key, value in run.items()] for run in (GRPO, PPO)]
+    return verls, computed("take_our_steps.py", {**given, "runs": options}, OURS)
+
+
+def _write_models(policy: Path, critic: Path) -> None:
+    config = Qwen2Config(vocab_size=VOCABULARY, num_labels=1, **SIZES)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(policy)
+    Qwen2ForTokenClassification(config).save_pretrained(critic)
+    build_tokenizer(VOCABULARY).save_pretrained(policy)
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["grpo", "ppo"])
+def test_every_metric_that_verl_logs_in_a_step_is_logged_here_or_listed(both: Any, run: int) -> None:
+    for verls, ours in zip(both[0][run], both[1][run], strict=True):
+        missing = verls.keys() - ours.keys()
+        listed = {name for name in missing for parts in OWN_NAMES.values() if any(part in name for part in parts)}
+        assert missing == listed
+
+
+def test_what_verl_logs_and_we_do_not_is_listed_with_the_reason(both: Any) -> None:
+    [*_, verls], [*_, ours] = both[0][1], both[1][1]
+    for difference, parts in OWN_NAMES.items():
+        assert differences()[difference]["why"]
+        assert any(part in name for part in parts for name in verls.keys() - ours.keys()), difference
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["grpo", "ppo"])
+def test_a_metric_of_a_step_that_has_verls_name_has_its_value(both: Any, run: int) -> None:
+    """In the second step, too, which has what the first has learned. All is computed in float32 on both sides."""
+    for verls, ours in zip(both[0][run], both[1][run], strict=True):
+        shared = {name for name in verls.keys() & ours.keys() if not name.startswith(MEASURED)}
+        assert len(shared) > 50
+        told = {name: ours[name] for name in shared}
+        assert told == pytest.approx({name: verls[name] for name in shared}, rel=1e-3, abs=5e-5)

@@ -12,10 +12,11 @@ from tests.e2e import brittle_backend, held_responses
 from tests.e2e.job import QUICK, Job, in_process
 from tests.e2e.test_training import REWARD, Run
 from verl.checkpoint_engine.errors import SyncAborted
-from verl.experimental.agent_loop.errors import AgentLoopError
+from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.utils.config import ConfigError
+from verl.utils.user_code import in_one_line
 
 pytestmark = pytest.mark.e2e
 
@@ -223,13 +224,14 @@ def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(ray_clust
         "        raise ValueError('the loop is broken')\n"
     )
     (tmp_path / "loops.yaml").write_text(f"- {{name: broken, _target_: '{tmp_path / 'loop.py'}:Broken'}}\n")
-    with pytest.raises(AgentLoopError, match="the loop is broken"):
+    with pytest.raises(AgentCodeError, match="the loop is broken") as caught:
         fully_async(
             tmp_path,
             f"actor_rollout_ref.model.path={tiny_model}",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
             "actor_rollout_ref.rollout.agent.default_agent_loop=broken",
         )
+    assert in_one_line(caught.value).endswith(": agent loop 'broken' failed: ValueError: the loop is broken")
 
 
 def test_a_sync_that_fails_after_the_trainer_went_on_is_made_again_with_its_present_weights(

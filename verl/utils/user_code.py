@@ -19,6 +19,13 @@ class UserCodeError(RuntimeError):
     and the traceback with VERL_TRACEBACK=1."""
 
 
+def in_one_line(error: UserCodeError) -> str:
+    """What it says. Ray hands on an error of another process as one whose text is that process' traceback."""
+    while isinstance(cause := getattr(error, "cause", None), UserCodeError):
+        error = cause
+    return " ".join(str(error).split())
+
+
 def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
     """The object `name` that the file at `path`, or the module in `pkg://package.module`, defines; `key` is the
     configuration section, for messages.

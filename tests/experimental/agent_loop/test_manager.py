@@ -11,12 +11,13 @@ from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.fakes import ConstantLoop
 from tests.experimental.agent_loop.scripted_server import ScriptedServer, said
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
-from verl.experimental.agent_loop.errors import AgentLoopTimeout
+from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops
 from verl.experimental.agent_loop.worker import default_loop
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
+from verl.utils.user_code import UserCodeError, in_one_line
 
 AGENT = "actor_rollout_ref.rollout.agent"
 FAKES = "tests.experimental.agent_loop.fakes"
@@ -34,6 +35,11 @@ class PidLoop(ConstantLoop):
     async def run(self, sampling_params, **kwargs):
         self.token = os.getpid()
         return await super().run(sampling_params, **kwargs)
+
+
+class RaisingLoop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        raise KeyError("answer")
 
 
 class SuicidalLoop(AgentLoopBase):
@@ -59,6 +65,7 @@ def manager(server, tokenizer_path):
     """Two workers over one echoing server."""
     register("pid")(PidLoop)
     register("suicidal")(SuicidalLoop)
+    register("raising")(RaisingLoop)
     config = load_config([f"{AGENT}.num_workers=2", "data.max_prompt_length=16", "data.max_response_length=4"])
     with AgentLoopManager(config, [server], tokenizer_path) as manager:
         yield manager
@@ -170,6 +177,18 @@ def test_the_first_failure_surfaces_at_once_with_its_own_traceback_and_its_sampl
     assert "RuntimeError: the engine said no" in message
     assert "scripted_server.py" in message
     assert soon(lambda: seen(server)["cancelled"] == 3), "what nobody waits for is cancelled on the server"
+
+
+def test_what_a_loop_of_the_users_own_raises_can_be_told_in_one_line(manager):
+    with pytest.raises(AgentCodeError) as caught:
+        manager.generate_sequences(prompts("a", "b", uid=list("ab"), agent_name=["single_turn_agent", "raising"]))
+    assert in_one_line(caught.value) == "sample 1 (uid=b): agent loop 'raising' failed: KeyError: 'answer'"
+
+
+def test_what_an_engine_raises_is_no_fault_of_the_users_code(manager):
+    with pytest.raises(AgentLoopError) as caught:
+        manager.generate_sequences(prompts("fail!"))
+    assert not isinstance(caught.value, UserCodeError)
 
 
 def test_after_a_failure_the_manager_goes_on(manager):

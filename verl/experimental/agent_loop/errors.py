@@ -1,6 +1,7 @@
 """What agent loops raise on purpose.
 
 AgentLoopError           one sample failed; names it and its loop; the cause is what went wrong
+├── AgentCodeError       in code of the user's own: the loop, or an interaction
 ├── PromptTooLong        a prompt has more tokens than data.max_prompt_length and data.truncation=error
 └── AgentLoopTimeout     workers did not finish a batch in time; names them
 
@@ -10,8 +11,14 @@ Each has one message, so that it survives Ray's pickling. A rollout server that 
 
 from __future__ import annotations
 
+from verl.utils.user_code import UserCodeError
+
 
 class AgentLoopError(Exception):
+    pass
+
+
+class AgentCodeError(AgentLoopError, UserCodeError):
     pass
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from verl.experimental.agent_loop.errors import AgentLoopError
+from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.tool_answers import ToolThread
 from verl.experimental.agent_loop.tools import AgentData
 from verl.interactions import BaseInteraction
@@ -27,7 +27,7 @@ def interactions_of(config: PPOConfig) -> dict[str, BaseInteraction]:
 
 
 class Partner:
-    """Who answers the policy in one conversation. Raises AgentLoopError for whatever the interaction raises."""
+    """Who answers the policy in one conversation. Raises AgentCodeError for whatever the interaction raises."""
 
     def __init__(
         self, interaction: BaseInteraction, options: Mapping[str, Any], thread: ToolThread, timeout_s: float
@@ -50,7 +50,7 @@ class Partner:
             over, text, score, _ = answer
             self.turn_scores.append(float(score))
         except (TypeError, ValueError) as exc:
-            raise AgentLoopError(
+            raise AgentCodeError(
                 f"interaction {self._interaction.name}: generate_response returns (over, text, score, metadata), "
                 f"not {answer!r}"
             ) from exc
@@ -65,7 +65,7 @@ class Partner:
         try:
             return await self._thread.run(work, what, timeout_s=self._timeout_s)
         except Exception as exc:
-            raise AgentLoopError(f"{what}: {type(exc).__name__}: {exc}") from exc
+            raise AgentCodeError(f"{what}: {type(exc).__name__}: {exc}") from exc
 
 
 async def _called(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError
+
 from verl.experimental.agent_loop.batching import to_batch
-from verl.experimental.agent_loop.errors import AgentLoopError
+from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
 from verl.experimental.agent_loop.server_manager import Recording, ServerManager
@@ -17,12 +19,18 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
+from verl.utils.user_code import UserCodeError
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.config.rollout import AgentConfig
+from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.records import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
+"""What goes wrong in a loop of the user's own without a fault of its code."""
 
 
 class AgentLoopWorker:
@@ -56,7 +64,8 @@ class AgentLoopWorker:
         self._servers = self._connect(servers)
 
     async def generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
-        """Run the loop of every sample; the first failure cancels the rest and is raised as AgentLoopError.
+        """Run the loop of every sample; the first failure cancels the rest and is raised as AgentLoopError, or
+        as AgentCodeError if it is one of code of the user's own.
 
         `first_index` is the place of the first sample in the whole batch. Returns what `to_batch` describes, in the
         order of `samples`; `meta_info["metrics"]` holds one value per sample, and this worker's retries.
@@ -94,15 +103,17 @@ class AgentLoopWorker:
     async def _run_one(self, row: dict[str, Any], sampling: SamplingOptions, index: int) -> AgentLoopOutput:
         name = row.get("agent_name") or default_loop(self._config)
         servers = Recording(self._servers)
+        loop: Any = None
         async with self._limit:
             try:
                 make_loop = loop_factory(name, self._loops)
                 loop = make_loop(**constructor_arguments(self._config, servers, self._tokenizer))
                 output = await loop.run(sampling.as_dict(), **row)
             except Exception as exc:
-                raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} failed: {exc}") from exc
+                error = AgentCodeError if _is_of_the_user(exc, loop) else AgentLoopError
+                raise error(f"{_describe(row, index)}: agent loop {name!r} failed: {_told(exc)}") from exc
         if not isinstance(output, AgentLoopOutput):
-            raise AgentLoopError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
+            raise AgentCodeError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
         return output.with_versions(servers.generated)
 
     def _connect(self, servers: Sequence[Any]) -> ServerManager:
@@ -113,6 +124,18 @@ class AgentLoopWorker:
             continue_aborted=rollout.agent.partial_rollout,
             first_server=self._rank,
         )
+
+
+def _is_of_the_user(error: Exception, loop: Any) -> bool:
+    """Whether code of the user's own failed, in `loop` or in what it calls; None: while it was made."""
+    return isinstance(error, UserCodeError) or not (
+        type(loop).__module__.startswith("verl.") or isinstance(error, OURS)
+    )
+
+
+def _told(error: Exception) -> str:
+    says_all = isinstance(error, (UserCodeError, *OURS))
+    return str(error) if says_all else f"{type(error).__name__}: {error}"
 
 
 def default_loop(config: PPOConfig) -> str:

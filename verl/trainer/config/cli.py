@@ -22,7 +22,7 @@ from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
 from verl.utils.torch_companions import require_loadable
-from verl.utils.user_code import UserCodeError
+from verl.utils.user_code import UserCodeError, in_one_line
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger("verl")
@@ -82,7 +82,7 @@ def run_hydra(
     except UserCodeError as exc:
         if envs.shows_tracebacks():
             raise
-        _fail(f"{' '.join(str(exc).split())} (VERL_TRACEBACK=1 shows where)", code=FAILURE)
+        _fail(f"{in_one_line(exc)} (VERL_TRACEBACK=1 shows where)", code=FAILURE)
 
 
 class _OneLineParser(argparse.ArgumentParser):

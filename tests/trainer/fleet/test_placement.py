@@ -71,6 +71,18 @@ def test_a_replica_of_data_parallel_ranks_has_a_device_for_each():
 
 
 @pytest.mark.parametrize(
+    ("device", "ranks", "devices", "warns"),
+    [("cuda", 2, 8, True), ("cuda", 2, 2, False), ("cuda", 4, 8, False), ("cpu", 2, 8, False)],
+)
+def test_devices_that_the_default_number_of_ranks_leaves_idle_are_told(device, ranks, devices, warns, caplog):
+    config = config_of("colocated")
+    config = replace(config, trainer=replace(config.trainer, n_gpus_per_node=ranks))
+    require_machines(config, device, [Machine(address="a", cpus=64, accelerators=devices)])
+    said = "trainer.n_gpus_per_node=2, the default, has 2 trainer ranks on a machine with 8 cuda devices (verl: 8)"
+    assert [record.message for record in caplog.records] == [said] * warns
+
+
+@pytest.mark.parametrize(
     ("device", "replicas", "expected"),
     [
         ("cpu", 2, [("b", 0, ()), ("a", 0, ())]),

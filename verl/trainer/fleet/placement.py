@@ -1,15 +1,19 @@
-"""Where rollout nodes and replicas run, as data: `trainer.placement`. Pure functions over the names of machines."""
+"""Where rollout nodes and replicas run, as data: `trainer.placement`. Functions over the names of machines."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
+from verl.workers.config.trainer import TrainerConfig
 from verl.workers.rollout import Placement
 from verl.workers.weight_sync.node import NODE_CPUS
+
+logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-3
 """Ray counts in ten-thousandths of a CPU."""
@@ -33,9 +37,18 @@ class Machine:
 
 
 def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
-    """Raises ConfigError, saying what is there and what is needed, if the run's processes can never find a place."""
+    """Raises ConfigError, saying what is there and what is needed, if the run's processes can never find a place.
+
+    Warns of accelerators that the default of `trainer.n_gpus_per_node` leaves idle.
+    """
     _require_machines_of_trainer(config, device, machines)
     _require_cpus(config, device, machines)
+    ranks, most = config.trainer.n_gpus_per_node, max(one.accelerators for one in machines)
+    if device != "cpu" and ranks == TrainerConfig.n_gpus_per_node < most:
+        logger.warning(
+            "trainer.n_gpus_per_node=%d, the default, has %d trainer ranks on a machine with %d %s devices (verl: 8)",
+            *(ranks, ranks, most, device),
+        )
 
 
 def _require_machines_of_trainer(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:

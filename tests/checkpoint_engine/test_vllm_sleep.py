@@ -1,4 +1,4 @@
-"""Workers of vLLM know whether they sleep, with a stand-in for them, and a server that does takes no weights."""
+"""Workers of vLLM, with a stand-in for them, say why they take no weights: they sleep, or move experts."""
 
 from __future__ import annotations
 
@@ -70,3 +70,9 @@ def test_a_worker_that_could_not_fall_asleep_is_awake(worker: Any):
     with pytest.raises(ValueError, match="3"):
         worker.sleep(3)
     claim(worker)
+
+
+def test_a_server_that_moves_experts_between_ranks_takes_no_weights(worker: Any):
+    worker.weight_transfer_engine.parallel_config = SimpleNamespace(enable_eplb=True)
+    with pytest.raises(ConfigError, match="takes no weights: it moves experts .* vLLM without --enable-eplb"):
+        claim(worker)

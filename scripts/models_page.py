@@ -67,8 +67,8 @@ every kind that the field trains. A cell is *right*, or names the part that refu
     * *sent bytes* and *sent dtypes*: engines get the checkpoint, rounded where it may be.
     * *export*: it loads with no missing key and equal tensors.
 * **ulysses 2**: log-probs and gradients (as above) where two ranks share every sequence.
-* **megatron**: log-probs, gradients (as above), sent bytes and export, with tensor parallel 1 and 2, where Megatron has
-  a table of the architecture.
+* **megatron**: log-probs (as above), sent bytes and export, with tensor parallel 1 and 2, where Megatron has a table of
+  the architecture.
 * **hf**: what `rollout.name=hf` says of the tokens that it decodes, beside others that join and leave, is what
   Hugging Face's model says of the sequence alone.
 * **vLLM**, in {dtypes}: a live model that started from dummy weights equals vLLM's load from disk in every tensor that

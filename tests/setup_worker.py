@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 
 SOCKET = "VERL_WARM_WORKERS"
-"""What a worker's environment calls the socket of the server that forks it. None or empty: it starts as elsewhere."""
+"""What a worker's environment calls the socket of the server that forks it. Empty: it starts as elsewhere."""
 
 
 def ask(arguments: list[str]) -> None:
@@ -24,7 +24,7 @@ def ask(arguments: list[str]) -> None:
             os.environ.update(json.loads(value)["env_vars"])
         elif name != "--language":
             rest.append(argument)
-    if not os.environ.get(SOCKET):
+    if not os.environ[SOCKET]:
         os.execv(sys.executable, [sys.executable, *rest])
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET])

@@ -33,7 +33,6 @@ PLACES = (
     "tests/checkpoint_engine/test_chain.py",
     "tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused",
     "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_to",
-    "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_to",
     "tests/checkpoint_engine/test_collective.py",
     "tests/checkpoint_engine/test_collective_deltas.py::test_whatever_happens_in_whatever_order",
     "tests/checkpoint_engine/test_contract.py",
@@ -144,13 +143,8 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/test_update.py::TestAgainstVLLM::test_dummy_weights_become_the_checkpoints",
     ),
     "a publisher that is killed before and while a server loads": tuple(
-        f"tests/checkpoint_engine/publisher/test_rescue.py::test_a_{name}]"
-        for name in (
-            "publisher_that_is_killed_leaves_no_server_paused[/pause",
-            "publisher_that_is_killed_leaves_no_server_paused[/update_weights",
-            "publisher_that_is_killed_leaves_no_server_paused[amid the load",
-            "server_of_another_host_serves_what_it_holds_or_refuses_to[amid the load",
-        )
+        f"tests/checkpoint_engine/publisher/test_rescue.py::test_a_publisher_that_is_killed_leaves_no_server_paused[{at}]"
+        for at in ("/pause", "/update_weights")
     ),
     "a publisher of another host that is killed while a server loads": (
         "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_"

@@ -9,8 +9,7 @@ has an engine core, for the workers of engines with several ranks.
 Workers end with the process that Ray started, are process groups as Ray's are, and have their engine cores as children;
 only their parent is another.
 
-A driver, or another program of ours, may be such a fork, too: a `Fork` is used like a subprocess. One with
-`environment_of(host)` in its environment, and so what it starts, lives on that host.
+A driver, or another program of ours, may be such a fork, too: a `Fork` is used like a subprocess.
 
 What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), runs that are
 interrupted while they start, and one whose driver is killed (tests/weight_sync/test_faults.py).
@@ -20,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
-import functools
 import gc
 import json
 import os
@@ -34,8 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -44,22 +40,17 @@ from typing import IO, Any
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(sys.path[0])  # not the tests' own directory, whose names are not modules
 
-from benchmarks.namespaces import Host
 from tests import setup_worker
 from tests.setup_worker import send
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-HOST = "VERL_TESTS_HOST"
-"""What a fork's environment calls the host on which it lives."""
 LISTENER = 900
 """The number of a new server's socket there."""
 RANKS = 2
 """Of the largest engines: so many workers does an engine core spawn."""
 PATIENCE_S = 900.0
 """With a program that takes a minute on a machine that does nothing else. Below the time limit of a test."""
-NODE_S = 200.0
-"""For a node of Ray to start, on such a machine."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
 """For `ray.init`: otherwise it starts workers before it knows their runtime environment, and never uses them."""
 
@@ -136,43 +127,16 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-def environment_of(host: Host) -> dict[str, str]:
-    """Of a fork that shall live there."""
-    return {HOST: json.dumps(dataclasses.asdict(host))}
-
-
 def lighten_ray() -> None:
-    """In a process that is about to start a Ray: with workers of ours, with agents that observe nothing, and with nodes
-    that may need longer to start than the 30 s that Ray gives them."""
-    from ray._private import ray_constants, services, utils
+    """In a process that is about to start a Ray: with workers of ours, and with agents that observe nothing."""
+    from ray._private import ray_constants, utils
 
     ray_constants.SETUP_WORKER_FILENAME = str(Path(setup_worker.__file__).resolve())
     utils.get_dashboard_dependency_error = lambda: ImportError("not looked for")
-    services.get_node = _patient(services.get_node)
-
-
-def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """What finds a node once it has registered, and raises RuntimeError before."""
-
-    @functools.wraps(get_node)
-    def call(*arguments: Any, **named: Any) -> Any:
-        deadline = time.monotonic() + NODE_S
-        while True:
-            try:
-                return get_node(*arguments, **named)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.1)
-
-    return call
 
 
 @contextlib.contextmanager
@@ -403,8 +367,6 @@ def receive(connection: socket.socket) -> Any:
 def enter(environment: dict[str, str], directory: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    if host := environment.get(HOST):
-        Host(**json.loads(host)).enter()
     tempfile.tempdir = None  # a new process would ask the environment
     os.chdir(directory)
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.checkpoint_engine.kept_process import commit, plan_of
 from verl.checkpoint_engine.engines.sglang import loader
-from verl.checkpoint_engine.engines.sglang.orders import Order, Report, checked, read_reports, reports_of, write_report
+from verl.checkpoint_engine.engines.sglang.orders import (
+    Order,
+    Report,
+    checked,
+    held_digest,
+    read_reports,
+    reports_of,
+    write_report,
+)
 from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.memory.arena import NodeArena
+from verl.checkpoint_engine.memory.committed import committed_digest
 
 VERSION = {"q": torch.randn(4, 3), "k": torch.randn(2, 3), "norm": torch.randn(3), "head": torch.randn(5, 3)}
 ORDER = Order(reports="", arena_path="/arena", version=7, check=True)
@@ -132,6 +145,35 @@ def test_a_failure_is_told_and_leaves_the_engine_alive(tmp_path: Path, rank_0: N
     with pytest.raises(ActivationError, match="rank 0: "):
         reports_of(read_reports(tmp_path), 1)
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_rank_says_what_it_holds_and_that_a_load_which_failed_has_torn_it(
+    tmp_path: Path, rank_0: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loader, "_held", Report())
+    model, reports = Model(), tmp_path / "reports"
+    reports.mkdir()
+
+    def answer(**order: Any) -> Report:
+        carry_out(model, Order(reports=str(reports), **order))
+        return msgspec.json.decode(read_reports(reports)[0], type=Report)
+
+    plan = plan_of(VERSION)
+    with NodeArena.create(shm_dir=tmp_path, job="sglang", node="here", layout=plan.layout, slots=2) as arena:
+        assert answer().version is None
+        commit(arena, plan, 7, VERSION)
+        held = answer(arena_path=str(arena.directory), version=7, check=True)
+        assert held.digest == held_digest({0: answer()}, 7) == committed_digest(arena.directory, 7)
+        with pytest.raises(ActivationError, match="ranks 0 of SGLang do not hold what they were told to load"):
+            held_digest({0: answer()}, 8)
+        with pytest.raises(ActivationError, match="the ranks of SGLang do not hold"):
+            held_digest({0: answer(), 1: Report(version=7, digest="other")}, 7)
+        assert "version 8" in answer(arena_path=str(arena.directory), version=8).failed
+        assert held_digest({0: answer()}, 7) == held.digest  # nothing was loaded
+        monkeypatch.setattr(model, "load_weights", lambda _: 1 / 0)
+        failed = answer(arena_path=str(arena.directory), version=7)
+        assert (failed.version, failed.torn, answer().torn) == (None, True, True)
+        assert "ZeroDivisionError" in failed.failed
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):

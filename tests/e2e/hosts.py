@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ import pytest
 from benchmarks.namespaces import Host, NotPermitted, joined_hosts
 from tests.checkpoint_engine.fakes import soon
 from tests.e2e.job import QUICK
-from tests.warm_workers import ENVIRONMENT, Fork, WarmWorkers, environment_of
 from verl.checkpoint_engine.support import envs
 from verl.utils.tracking import read_metrics
 
 PORT = 6379
 RAY_S = 240.0
+STARTS = 5
+"""So often a node may need longer than the 30 s that Ray gives it: other nodes, and other tests, start as well."""
 RUN_S = 600.0
 MISSED_SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 5000, "failure_threshold": 3}
 """Of Ray's health checks, which take a minute otherwise."""
@@ -36,9 +38,7 @@ NOTICES_SOON = {f"RAY_health_check_{name}": str(value) for name, value in MISSED
 
 
 @contextlib.contextmanager
-def ray_on(
-    hosts: tuple[Host, ...], cpus: Sequence[int], environment: dict[str, str], warm: WarmWorkers
-) -> Iterator[str]:
+def ray_on(hosts: tuple[Host, ...], cpus: Sequence[int], environment: dict[str, str]) -> Iterator[str]:
     """A Ray cluster with a node on each of `hosts`; its address. It asks for a token, as Ray does by itself."""
     with contextlib.ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="vsr-"))  # sockets are in it, whose paths must be short
@@ -48,35 +48,32 @@ def ray_on(
             if number:
                 role = [f"--address={hosts[0].address}:{PORT}"]
             role.append(f"--num-cpus={of_host}")
-            start_node(host, role, environment, directory, stack, warm)
+            started = (start_node(host, role, environment, directory, stack) for _ in range(STARTS))
+            assert any(started), "\n".join(log.read_text() for log in directory.glob("*.log"))
         yield f"{hosts[0].address}:{PORT}"
 
 
 def start_node(
-    host: Host,
-    role: list[str],
-    environment: dict[str, str],
-    directory: Path,
-    stack: contextlib.ExitStack,
-    warm: WarmWorkers,
-) -> None:
-    """Returns when it has started."""
+    host: Host, role: list[str], environment: dict[str, str], directory: Path, stack: contextlib.ExitStack
+) -> bool:
+    """Whether it has started, or else ended."""
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix="node-", suffix=".log", delete=False) as output:
-        process = Fork(
-            warm,
-            "ray.scripts.scripts",
-            ["start", *role, "--block", f"--node-ip-address={host.address}", f"--object-store-memory={2**27}"],
-            env=environment | environment_of(host) | {"RAY_AUTH_MODE": "token"},
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "start", *role, "--block"]
+            + [f"--node-ip-address={host.address}", f"--object-store-memory={2**27}"],
+            env=environment | {"RAY_AUTH_MODE": "token"},
+            stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=host.enter,
         )
     stack.callback(end, process)
     log = Path(output.name)
     assert soon(lambda: process.poll() is not None or "Ray runtime started" in log.read_text(), RAY_S), log.read_text()
-    assert process.poll() is None, log.read_text()
+    return process.poll() is None
 
 
-def end(process: Fork) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     process.terminate()
     try:
         process.wait(60)
@@ -90,7 +87,7 @@ class Run:
     """`main_ppo` on several hosts, its driver on the first of them."""
 
     hosts: tuple[Host, ...]
-    driver: Fork
+    driver: subprocess.Popen[bytes]
     said: Path
     """A file: a pipe that nobody reads would stop a driver that says much."""
     output_dir: Path
@@ -148,8 +145,6 @@ class HostsWithRay:
     hosts: tuple[Host, ...]
     address: str
     environment: dict[str, str]
-    warm: WarmWorkers
-    """Forks drivers and workers, on the host where each lives."""
     drivers: list[int] = field(default_factory=list)
     """Process ids of those of all runs."""
 
@@ -157,7 +152,6 @@ class HostsWithRay:
     def running(self, model: Path, output_dir: Path, *overrides: str) -> Iterator[Run]:
         """A run with its rollouts on hosts without trainer ranks."""
         settings = [
-            self.warm.override,
             *QUICK,
             f"actor_rollout_ref.model.path={model}",
             "trainer.placement=separate",
@@ -168,8 +162,14 @@ class HostsWithRay:
         ]
         with contextlib.ExitStack() as stack:
             said = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="verl-run-", suffix=".log"))
-            environment = self.environment | environment_of(self.hosts[0])
-            driver = Fork(self.warm, "verl.trainer.main_ppo", settings, env=environment, stdout=said, stderr=said)
+            driver = subprocess.Popen(
+                [sys.executable, "-m", "verl.trainer.main_ppo", *settings],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                preexec_fn=self.hosts[0].enter,
+            )
             self.drivers.append(driver.pid)
             stack.callback(end, driver)
             yield Run(self.hosts, driver, Path(said.name), output_dir)
@@ -177,20 +177,19 @@ class HostsWithRay:
 
 @contextlib.contextmanager
 def hosts_with_ray(
-    number: int, warm: WarmWorkers, *, ray: Mapping[str, str] | None = None, cpus: Sequence[int] = ()
+    number: int, *, ray: Mapping[str, str] | None = None, cpus: Sequence[int] = ()
 ) -> Iterator[HostsWithRay]:
     """`ray`: of its environment; `cpus`: how many it has on each host, 2 by default. Nothing of the runs is left in
     memory afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= ENVIRONMENT
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(joined_hosts(number))
         except NotPermitted as exc:
             pytest.skip(str(exc))
-        address = stack.enter_context(ray_on(hosts, cpus or (2,) * number, environment | dict(ray or {}), warm))
-        cluster = HostsWithRay(hosts, address, environment, warm)
+        address = stack.enter_context(ray_on(hosts, cpus or (2,) * number, environment | dict(ray or {})))
+        cluster = HostsWithRay(hosts, address, environment)
         yield cluster
     for pid in cluster.drivers:  # of a host that was cut off once its part of Ray has ended
         assert soon(lambda pid=pid: not list(envs.shm_dir().glob(f"verl-{pid}-*")))

@@ -9,7 +9,6 @@ import pytest
 from tests.checkpoint_engine.backends import using
 from tests.checkpoint_engine.fakes import soon
 from tests.e2e.hosts import NOTICES_SOON, RUN_S, Run, hosts_with_ray
-from tests.warm_workers import WarmWorkers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cells(4)]
 
@@ -17,21 +16,17 @@ STEPS = 2
 
 
 @contextlib.contextmanager
-def running(
-    warm: WarmWorkers, model: Path, output_dir: Path, *overrides: str, ray: Mapping[str, str] | None = None
-) -> Iterator[Run]:
+def running(model: Path, output_dir: Path, *overrides: str, ray: Mapping[str, str] | None = None) -> Iterator[Run]:
     """Both trainer ranks on one host, a rollout node on each of the others. `ray`: of its environment."""
     where = "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.nnodes=2"
-    with hosts_with_ray(3, warm, ray=ray) as cluster, cluster.running(model, output_dir, *where, *overrides) as run:
+    with hosts_with_ray(3, ray=ray) as cluster, cluster.running(model, output_dir, *where, *overrides) as run:
         yield run
 
 
 @pytest.mark.parametrize("backend", [using("mooncake")])
-def test_a_run_across_hosts_reaches_every_engine_along_a_chain(
-    backend: str, warm: WarmWorkers, tiny_model: Path, tmp_path: Path
-):
+def test_a_run_across_hosts_reaches_every_engine_along_a_chain(backend: str, tiny_model: Path, tmp_path: Path):
     overrides = f"checkpoint_engine.backend={backend}", f"trainer.total_training_steps={STEPS}"
-    with running(warm, tiny_model, tmp_path, *overrides) as run:
+    with running(tiny_model, tmp_path, *overrides) as run:
         before = [host.received_nbytes for host in run.hosts]
         assert "checkpoint_engine.topology=chain" in run.output()
         received = [host.received_nbytes - start for host, start in zip(run.hosts, before, strict=True)]
@@ -42,7 +37,7 @@ def test_a_run_across_hosts_reaches_every_engine_along_a_chain(
     assert sorted(received)[1] > sum(report["nbytes_needed"] for report in run.reports) / 2
 
 
-def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(warm: WarmWorkers, tiny_model: Path, tmp_path: Path):
+def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tmp_path: Path):
     steps = 4
     overrides = (
         "checkpoint_engine.backend=gloo",
@@ -51,7 +46,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(warm: WarmWorkers, t
         "checkpoint_engine.deadlines.prepare_s=15",
         f"trainer.total_training_steps={steps}",
     )
-    with running(warm, tiny_model, tmp_path, *overrides, ray=NOTICES_SOON) as run:
+    with running(tiny_model, tmp_path, *overrides, ray=NOTICES_SOON) as run:
         assert soon((tmp_path / "sync_reports.jsonl").exists, RUN_S), run.said.read_text()
         lost = run.hosts_with("ray::CheckpointEngineWorker")[-1]
         assert lost is not run.hosts[0]
@@ -68,7 +63,7 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(warm: WarmWorkers, t
 
 @pytest.mark.parametrize("backend", ["gloo", "tcp"])
 def test_rollouts_of_a_host_that_is_cut_off_go_on_on_a_spare_one_and_then_beside_the_trainer(
-    backend: str, warm: WarmWorkers, tiny_model: Path, tmp_path: Path
+    backend: str, tiny_model: Path, tmp_path: Path
 ):
     """There are no others. Nodes of `tcp` fetch the version in service themselves, those of `gloo` wait for a sync."""
     steps = 6
@@ -83,7 +78,7 @@ def test_rollouts_of_a_host_that_is_cut_off_go_on_on_a_spare_one_and_then_beside
     )
     # The trainer has room on the first host alone, which is the driver's and stays.
     with (
-        hosts_with_ray(3, warm, ray=NOTICES_SOON, cpus=(5, 2, 2)) as cluster,
+        hosts_with_ray(3, ray=NOTICES_SOON, cpus=(5, 2, 2)) as cluster,
         cluster.running(tiny_model, tmp_path, *overrides) as run,
     ):
         places = []

@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e import seeded
 from tests.e2e.hosts import NOTICES_SOON, HostsWithRay, Run, hosts_with_ray
-from tests.warm_workers import WarmWorkers
 
 # Three ranks start three times, each on a host of its own.
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.cells(2)]
@@ -38,11 +37,9 @@ def train(cluster: HostsWithRay, files: Path, directory: Path) -> AbstractContex
     return cluster.running(files / "llama", directory, *seeded.overrides(files, STEPS), *OVERRIDES)
 
 
-def test_whichever_host_is_lost_its_ranks_get_their_state_of_the_parity_that_others_have(
-    warm: WarmWorkers, tmp_path: Path
-):
+def test_whichever_host_is_lost_its_ranks_get_their_state_of_the_parity_that_others_have(tmp_path: Path):
     files = seeded.make_files(tmp_path)
-    with hosts_with_ray(4, warm, ray=NOTICES_SOON) as cluster:
+    with hosts_with_ray(4, ray=NOTICES_SOON) as cluster:
         with train(cluster, files, tmp_path / "whole") as whole:
             whole.output()
         with train(cluster, files, tmp_path / "died") as died:

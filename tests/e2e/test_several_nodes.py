@@ -8,7 +8,8 @@ import pytest
 
 from tests.warm_workers import ENVIRONMENT, Fork
 
-pytestmark = pytest.mark.e2e
+# Ray gives a node 30 s to start, and there are three: alone on the machine.
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

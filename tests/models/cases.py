@@ -145,17 +145,15 @@ def padded_batch() -> DataProto:
     )
 
 
-def summed(log_prob: torch.Tensor, entropy: Any, micro_batch: DataProto, totals: Any) -> Any:
-    """A loss: minus the sum of log-probs."""
-    return -(log_prob * micro_batch.batch["response_mask"]).sum(), {}
-
-
 def gradients(engine: FSDPEngine, data: DataProto) -> Tensors:
     """Of minus the sum of log-probs, whole, by parameter, with all rows in one micro-batch.
 
     A collective. The engine's weights are others afterwards.
     """
     found: Tensors = {}
+
+    def summed(log_prob: torch.Tensor, entropy: Any, micro_batch: DataProto, totals: Any) -> Any:
+        return -(log_prob * micro_batch.batch["response_mask"]).sum(), {}
 
     def keep() -> None:
         model: Any = engine.model

@@ -21,7 +21,7 @@ from .config import (
 from .errors import BackendUnavailable, ConfigError
 from .support import config as strict
 from .support.package import PACKAGE, extra
-from .support.registry import Builtin, Registry, require_interface
+from .support.registry import Builtin, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,6 @@ def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[Check
     """What runs a backend that has verl's methods, its options checked; or `engine_class`."""
     verl_engine = importlib.import_module(f"{_BACKENDS}.verl_engine")
     if not verl_engine.is_for_verl(engine_class):
-        try:
-            require_interface(engine_class, CheckpointEngine, f"checkpoint_engine.backend={config.backend}")
-        except strict.ConfigError as exc:
-            raise ConfigError(str(exc)) from exc
         return engine_class
     found: type[CheckpointEngine] = verl_engine.hosted(config.backend, engine_class)
     found.check_host(config)

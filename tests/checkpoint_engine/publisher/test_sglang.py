@@ -252,19 +252,31 @@ class TestAgainstSGLang:
             publisher.push(44)
         assert [*shm.iterdir()] == []
 
+    @pytest.mark.parametrize(
+        ("step", "serves"),
+        [("/pause_generation", {1}), ("/update_weights_from_tensor", {1, 2}), ("/end_weight_update", {2})],
+    )
     def test_a_publisher_that_is_killed_leaves_it_serving_what_it_names(
-        self, server: ServedSGLang, directory: Path, shm: Path
+        self, step: str, serves: set[int], server: ServedSGLang, directory: Path, shm: Path
     ):
         with passed_on(server.url) as gate:
             command = [sys.executable, "-m", killed_publisher.__name__, gate.url, directory]
             with subprocess.Popen(command, cwd=ROOT) as process:
-                at_each = iter([lambda: None, process.kill])  # in its second push
-                gate.before = lambda path: next(at_each, lambda: None)() if path == "/pause_generation" else None
+                pushes: list[str] = []
+
+                def kill(path: str) -> None:
+                    pushes.extend(["push"] * (path == "/pause_generation"))
+                    if path == step and len(pushes) == 2:
+                        process.kill()
+
+                gate.before = kill
                 assert process.wait() == -signal.SIGKILL
             assert soon(lambda: list(shm.glob("verl-*")) == [])
+        version = int(server.version())
+        assert version in serves
         model = AutoModelForCausalLM.from_pretrained(directory)
-        model.load_state_dict(killed_publisher.weights_of(1, directory), strict=False)
-        assert (server.version(), server.greedy_tokens()) == ("1", hugging_face_tokens(model))
+        model.load_state_dict(killed_publisher.weights_of(version, directory), strict=False)
+        assert server.greedy_tokens() == hugging_face_tokens(model)
         with WeightPublisher(model, [server.url]) as publisher:
             publisher.push(51)
         assert server.version() == "51"

@@ -115,28 +115,12 @@ def fresh(shape: Shape, values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-SHARDINGS = pytest.mark.parametrize("sharding", [FSDP1Sharding(), FSDP2Sharding()], ids=["fsdp", "fsdp2"])
-GIVEN = given(description=MODELS, world=WORLDS, block_nbytes=st.sampled_from([4, 60, 10_000]))
-
-
-@SHARDINGS
-@settings(deadline=None, max_examples=10, phases=[Phase.generate])
-@GIVEN
+@pytest.mark.parametrize("sharding", [FSDP1Sharding(), FSDP2Sharding()], ids=["fsdp", "fsdp2"])
+@settings(deadline=None, max_examples=40, phases=[Phase.generate])
+@given(description=MODELS, world=WORLDS, block_nbytes=st.sampled_from([4, 60, 10_000]))
 def test_the_planned_pieces_of_all_ranks_are_the_model_with_every_element_once(
     sharding, description, world, block_nbytes
 ):
-    assert_each_element_once(sharding, description, world, block_nbytes)
-
-
-@pytest.mark.job
-@SHARDINGS
-@settings(deadline=None, max_examples=60, phases=[Phase.generate])
-@GIVEN
-def test_so_they_are_of_many_more_models(sharding, description, world, block_nbytes):
-    assert_each_element_once(sharding, description, world, block_nbytes)
-
-
-def assert_each_element_once(sharding, description, world, block_nbytes):
     values: dict[str, torch.Tensor] = {}
     sources = [source_of(rank, *world, sharding, description, values) for rank in range(world[0])]
     assert len({tuple(source.specs()) for source in sources}) == 1

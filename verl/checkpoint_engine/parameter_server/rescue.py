@@ -11,6 +11,7 @@ import fcntl
 import json
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from . import rescuing
 from .writers import Writer
 
 PREFIX = "verl-rescue-"
+ANSWERS_IN = "answers"
+"""Directory beside what is kept of an arena, for ranks that answer in files."""
+Again = Callable[[str | None, int], Mapping[str, Any]]
+"""Of what is kept of an arena, or None, and a version: what the server is asked for to say what it holds, and to load
+the version."""
 
 
 class Rescue:
@@ -42,14 +48,23 @@ class Rescue:
         self._tell(url, engine, state="paused")
 
     def loading(
-        self, url: str, engine: str, arena_path: str | None = None, version: int | None = None, **called: str
+        self,
+        url: str,
+        engine: str,
+        arena_path: str | None = None,
+        version: int | None = None,
+        again: Again | None = None,
+        **called: str,
     ) -> None:
         """Version `version` of an arena of this host or another, or weights that go with this process: `called` has
-        their `label`, by which servers name them, and their `load`, by which workers do."""
+        their `label`, by which servers name them, and their `load`, by which workers do. `again`: for
+        servers whose ranks know no writers."""
         self._forget(url)
-        arena = self._keep(url, Path(arena_path)) if arena_path is not None and engine == "vLLM" else None
+        arena = self._keep(url, Path(arena_path)) if arena_path is not None else None
         kept = str(arena) if arena is not None else None
-        what = {"label": str(version), "load": ""} | called
+        what: dict[str, Any] = {"label": str(version), "load": ""} | called
+        if again is not None and version is not None:
+            what |= again(kept, version)
         self._tell(url, engine, state="loading", arena=kept, version=version, **what)
 
     def serving(self, url: str, engine: str) -> None:
@@ -69,6 +84,7 @@ class Rescue:
         """A second name for what the arena has committed, which may be gone by then; None if it is not on this host."""
         kept = Path(tempfile.mkdtemp(dir=self._directory()))
         try:
+            (kept / ANSWERS_IN).mkdir()
             for file in arena.iterdir():
                 if file.name == "current" or file.name.startswith("slot-"):
                     (kept / file.name).hardlink_to(file)

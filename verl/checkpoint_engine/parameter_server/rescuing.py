@@ -12,15 +12,17 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 TIMEOUT_S = 600
 RESUMES = 10
 """What pauses a server may still be on its way to it."""
 BETWEEN_RESUMES_S = 0.5
+FLUSHES = 20
 
 Call = Any
-"""`call(path, body=None)`: what a server answers. Raises OSError."""
+"""`call(path, body=None, method="POST")`: what a server answers. Raises OSError."""
 
 
 def main(arguments: list[str], lines: list[str]) -> None:
@@ -49,11 +51,15 @@ def caller(url: str) -> Call:
 
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def call(path: str, body: dict[str, Any] | None = None) -> Any:
-        data = json.dumps(body).encode() if body is not None else b""
-        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    def call(path: str, body: dict[str, Any] | None = None, method: str = "POST") -> Any:
+        data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"}, method=method)
         with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return json.loads(answer.read() or b"null")
+            said = answer.read()
+        try:
+            return json.loads(said or b"null")
+        except ValueError:  # words
+            return said.decode(errors="replace")
 
     return call
 
@@ -63,6 +69,8 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
     if what["engine"] != "vLLM":
         if what["state"] == "paused":
             call("/continue_generation", {})
+        elif "claim" in what:
+            rescue_sglang(what, writer["who"], call)
         return
 
     def ask(act: str = "look") -> list[dict[str, Any]]:
@@ -119,3 +127,81 @@ def load(what: dict[str, Any], root: str, writer_id: str, look: Callable[[], lis
         call("/finish_weight_update", {"weight_version": what["label"]} if is_loaded else None)
     call("/reset_prefix_cache?reset_running_requests=true")
     return is_loaded
+
+
+def rescue_sglang(what: dict[str, Any], who: str, call: Call) -> None:
+    """A server that was loading, whose ranks answer in files of this host: it serves what they hold, if that is whole
+    and it says so; else it loads the version again, out of what is kept. Left alone if somebody else has claimed it."""
+    import fcntl
+
+    with open(what["claim"], "a+") as claim:
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.stat(what["claim"]), os.fstat(claim.fileno()))
+        except OSError:  # somebody has it, or had it and is done
+            return
+        if not is_there:
+            return
+        try:
+            claim.truncate(0)
+            claim.write(who)
+            claim.flush()
+            if holds_version(what, call):
+                flush(call)
+                call("/continue_generation", {})
+        finally:
+            os.unlink(what["claim"])
+
+
+def holds_version(what: dict[str, Any], call: Call) -> bool:
+    """Whether all ranks of an SGLang hold the same version, and it says so; after another load, if need be."""
+    with suppress(OSError):  # it has begun: the writer was killed in the middle
+        call("/begin_weight_update", {})
+    try:
+        holds, said = ranks_of_sglang(what, "look", call), call("/model_info", method="GET")["weight_version"]
+        if is_one_version(holds, what) and str(holds[0]["version"]) in (said, "None"):
+            return True
+        if not is_one_version(ranks_of_sglang(what, "load", call), what):
+            return False
+        holds = ranks_of_sglang(what, "name", call)
+        return is_one_version(holds, what) and holds[0]["version"] == what["version"]
+    finally:
+        call("/end_weight_update", {})
+
+
+def ranks_of_sglang(what: dict[str, Any], asked: str, call: Call) -> list[dict[str, Any]]:
+    """What each of them answers."""
+    answers = what["answers"]
+    for name in os.listdir(answers):
+        os.unlink(os.path.join(answers, name))
+    call("/update_weights_from_tensor", what[asked])
+    found = []
+    for name in os.listdir(answers):
+        with open(os.path.join(answers, name), encoding="utf-8") as file:
+            found.append(json.load(file))
+    return found
+
+
+def is_one_version(holds: list[dict[str, Any]], what: dict[str, Any]) -> bool:
+    """Whether all ranks answer, hold the same, and have nothing against it."""
+    unread = [set(rank["unread"]) for rank in holds]
+    return (
+        len(holds) == what["ranks"]
+        and not any(rank["failed"] or rank["torn"] or rank["unfilled"] or rank["widened"] for rank in holds)
+        and not set.intersection(*unread)
+        and len({(rank["version"], rank["digest"]) for rank in holds}) == 1
+    )
+
+
+def flush(call: Call) -> None:
+    """What was computed with the weights before. A batch whose requests have ended may be there for a moment. Raises
+    OSError, and the server stays paused."""
+    for left in reversed(range(FLUSHES)):
+        try:
+            call("/flush_cache")
+        except OSError:
+            if not left:
+                raise
+            time.sleep(BETWEEN_RESUMES_S)
+        else:
+            return

@@ -6,15 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from threading import Event, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config import CheckpointEngineConfig
-from ..errors import ActivationError, TransportError
-from ..memory.committed import committed_digest
+from ..errors import TransportError
 from ..parameter_server.endpoints import Endpoint
 from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import Writer
 from ..support.apart import apart
+from .committed import require_digest
 from .reports import Reports
 from .sglang_endpoint import SGLangEndpoint, is_sglang
 
@@ -34,6 +34,9 @@ class Server(Protocol):
     async def activate(self, arena_path: str, version: int) -> None: ...
     def resume(self) -> None: ...
     def version(self) -> str: ...
+    def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
+        """For its rescue: see `rescue.Again`."""
+        ...
 
 
 class VLLMServer:
@@ -56,14 +59,11 @@ class VLLMServer:
     async def activate(self, arena_path: str, version: int) -> None:
         update = {"arena_path": arena_path, "version": version}
         loaded = await apart(self._endpoint.load, update, str(version), self._writer)
-        digest = await apart(committed_digest, arena_path, version)
-        if digest is not None and loaded != digest:
-            raise ActivationError(
-                f"its workers loaded other weights as version {version} than the pushed ones "
-                f"(digest {loaded}, not {digest})",
-                version=version,
-                phase="activate",
-            )
+        await apart(require_digest, arena_path, version, loaded)
+
+    def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
+        """Its rescue knows how."""
+        return {}
 
 
 class EndpointReplica:
@@ -147,7 +147,7 @@ class EndpointReplica:
 
     async def activate(self, arena_path: str, version: int) -> None:
         if self._rescue is not None:
-            self._rescue.loading(self.name, self._server.engine, arena_path, version)
+            self._rescue.loading(self.name, self._server.engine, arena_path, version, again=self._server.again)
         await self._told(self._server.activate(arena_path, version))
 
     async def resume(self) -> None:

@@ -91,6 +91,11 @@ class HostClaims:
         self._files.clear()
 
 
+def claim_path(shm_dir: Path, url: str) -> Path:
+    """The file that is locked by whose the server at `url` is."""
+    return shm_dir / _name_of(url)
+
+
 def _name_of(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)

@@ -14,15 +14,21 @@ import io
 import time
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.multiprocessing
 
-from ..engines.sglang.orders import LOADER, Order, checked, reports_of
+from ..engines.sglang.orders import LOADER, Order, Report, checked, held_digest, reports_of
 from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from ..parameter_server.rescue import ANSWERS_IN
+from ..support import envs
 from ..support.apart import apart
+from .committed import require_digest
+from .host_claims import claim_path
 from .reports import Reports
 
 MODES = {"abort": "abort", "keep": "retract"}
@@ -52,6 +58,8 @@ class SGLangEndpoint(HttpServer):
         self._has_checked = False
         self._ranks = 1
         self._reports, self._host, self._who = reports, host, who
+        self._loaded: int | None = None
+        """Since it was paused."""
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         """Make sure that it can be told to load a version. Whether that fits its model is found out when it does, and
@@ -80,43 +88,71 @@ class SGLangEndpoint(HttpServer):
 
     def pause(self, mode: str) -> None:
         """Stop generating. Idempotent."""
+        self._loaded = None
         self.call("POST", "/pause_generation", {"mode": MODES[mode]})
 
     async def activate(self, arena_path: str, version: int) -> None:
-        """Have every rank load `version`, while it is paused. Raises ActivationError; its weights may be torn then."""
+        """Have every rank load `version`, while it is paused, and say what it holds then. Raises ActivationError; its
+        weights may be torn then."""
         check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
-        directory = await self._reports.make()
-        order = Order(reports=directory, arena_path=arena_path, version=version, check=check)
-        await apart(self._carry_out, order)
-        checked(reports_of(await self._reports.take(directory), self._ranks), order)
-        self._has_checked |= check
-        await apart(self._serve, version)
-
-    def _serve(self, version: int) -> None:
-        # Not with the order: SGLang would say that it serves a version that its ranks could not load.
-        self.call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._flush()
+        order = Order(reports="", arena_path=arena_path, version=version, check=check)
+        await apart(self._begin)
+        try:
+            checked(await self._answers(order), order)
+            self._has_checked |= check
+            # SGLang names the version when its ranks have answered which they hold, in the update that loaded it: not
+            # earlier, since they may have failed; nor after it, since another process may answer in its place.
+            loaded = held_digest(await self._answers(Order(reports=""), names=str(version)), version)
+        finally:
+            await apart(self._told, "/end_weight_update", {})
+        await apart(require_digest, arena_path, version, loaded)
+        await apart(self._flush)
+        self._loaded = version
 
     def resume(self) -> None:
-        """Generate again. Idempotent."""
+        """Generate again. Idempotent. Raises ActivationError if it was started anew since it has loaded."""
         self.call("POST", "/continue_generation", {})
+        if self._loaded is not None and (said := self.version()) != str(self._loaded):
+            raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded '{self._loaded}'")
 
     def version(self) -> str:
         """What it says that it serves; `default` for the weights that it started with."""
         found: str = self.call("GET", "/model_info")["weight_version"]
         return found
 
-    def _carry_out(self, order: Order) -> None:
-        self._begin()
+    async def _answers(self, order: Order, names: str | None = None) -> dict[int, Report]:
+        """Of all ranks. `names`: what the server then says that it serves."""
+        directory = await self._reports.make()
+        order = msgspec.structs.replace(order, reports=directory)
         try:
-            update = {
-                "serialized_named_tensors": [_pickled(order.encode())] * self._ranks,
-                "load_format": LOADER,
-                "flush_cache": False,
-            }
-            self._told("/update_weights_from_tensor", update)
+            await apart(self._told, "/update_weights_from_tensor", self._update(order, names))
         finally:
-            self._told("/end_weight_update", {})
+            written = await self._reports.take(directory)
+        return reports_of(written, self._ranks)
+
+    def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
+        """For its rescue, which has no torch: bodies of requests, and where ranks answer them. Empty where nothing of
+        the arena is kept, as on another host."""
+        if kept is None:
+            return {}
+        look = Order(reports=str(Path(kept) / ANSWERS_IN))
+        load = msgspec.structs.replace(look, arena_path=kept, version=version, check=self._check_engine != "off")
+        return {
+            "claim": str(claim_path(envs.shm_dir(), self.url)),
+            "answers": look.reports,
+            "ranks": self._ranks,
+            "look": self._update(look, None),
+            "load": self._update(load, None),
+            "name": self._update(look, str(version)),
+        }
+
+    def _update(self, order: Order, names: str | None) -> dict[str, Any]:
+        return {
+            "serialized_named_tensors": [_pickled(order.encode())] * self._ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": names,
+        }
 
     def _begin(self) -> None:
         try:

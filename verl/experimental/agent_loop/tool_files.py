@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from verl.checkpoint_engine.support.registry import require_interface
 from verl.experimental.agent_loop.tools import BaseTool
 from verl.experimental.agent_loop.verl_tool import VerlTool
 from verl.tools.base_tool import BaseTool as ToolOfVerl
@@ -37,6 +36,5 @@ def _tool(entry: Mapping[str, Any], where: str) -> BaseTool:
     config, schema = entry.get("config"), entry.get("tool_schema")
     if issubclass(found, ToolOfVerl):
         return VerlTool.from_entry(found, config, schema, where)
-    require_interface(found, BaseTool, where)
     tool: BaseTool = found(config, schema)
     return tool

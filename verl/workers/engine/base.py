@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verl.checkpoint_engine.ports import WeightSource
-
 if TYPE_CHECKING:
     import torch
 
+    from verl.checkpoint_engine.ports import WeightSource
     from verl.protocol import DataProto
     from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
     from verl.workers.engine.micro_batches import MicroBatchLimits

@@ -35,12 +35,7 @@ BUILTIN = {
         check="verl.workers.engine.megatron.checks:check_job",
     ),
 }
-TrainEngineRegistry: Registry[TrainEngineFactory] = Registry(
-    "actor_rollout_ref.actor.strategy",
-    ("model_config", "fsdp_config", "optim_config", "grad_clip", "device", "seed", "before_step"),
-    builtin=BUILTIN,
-    interface="verl.workers.engine.base:TrainEngine",
-)
+TrainEngineRegistry: Registry[TrainEngineFactory] = Registry("actor_rollout_ref.actor.strategy", builtin=BUILTIN)
 """`actor_rollout_ref.actor.strategy` -> what makes the engine of a rank. `register` adds one of the user's own."""
 
 

@@ -29,10 +29,6 @@ BUILTIN = {
     ),
 }
 RolloutReplicaRegistry: Registry[type[RolloutReplica]] = Registry(
-    "rollout.name",
-    ("replica_rank", "config", "model", "device"),
-    builtin=BUILTIN,
-    interface="verl.workers.rollout.base:RolloutReplica",
-    missing=BackendUnavailable,
+    "rollout.name", builtin=BUILTIN, missing=BackendUnavailable
 )
 """`rollout.name` -> replica class. `register` adds one of the user's own."""

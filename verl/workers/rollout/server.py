@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -24,7 +25,6 @@ import ray
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError, IntegrityError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
-from verl.checkpoint_engine.support.registry import imported, require_interface
 from verl.utils.lifetime import begin_actor
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine
@@ -59,9 +59,8 @@ class RolloutServer:
     def __init__(self, spec: EngineSpec) -> None:
         begin_actor()
         self._spec = spec
-        engine_class = imported(spec.engine)
-        require_interface(engine_class, Engine, spec.name)
-        self._engine: Engine = engine_class(spec)
+        module, _, class_name = spec.engine.partition(":")
+        self._engine: Engine = getattr(importlib.import_module(module), class_name)(spec)
         self._loop = EngineLoop(f"{spec.name}-engine")
         usable = spec.config.load_format == "auto" and not spec.model.sends_adapters
         self._version: int | None = NO_VERSION if usable else None

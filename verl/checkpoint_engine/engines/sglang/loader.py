@@ -21,6 +21,8 @@ from .flow import Flow
 from .orders import Order, Report, write_report
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+_held = Report()
+"""What this process computes with, as far as orders have changed it."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -29,20 +31,32 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     order = msgspec.json.decode(text, type=Order)
     begin_s = time.perf_counter()
     try:
-        report = _names_kept_wide(model, Path(order.directory)) if order.directory else _load_version(model, order)
+        report = _carried_out(model, order)
     except Exception as exc:  # noqa: BLE001 - whatever SGLang's loaders raise
         report = Report(failed=exc.message if isinstance(exc, CheckpointEngineError) else _told(exc))
-    report = msgspec.structs.replace(report, seconds=time.perf_counter() - begin_s)
+    held = {name: getattr(_held, name) for name in ("version", "digest", "torn")}
+    report = msgspec.structs.replace(report, seconds=time.perf_counter() - begin_s, **held)
     with suppress(OSError):  # who asked is gone, or its disk is full: it misses the report
         write_report(Path(order.reports), torch.distributed.get_rank(), report)
 
 
+def _carried_out(model: Any, order: Order) -> Report:
+    if order.directory:
+        return _names_kept_wide(model, Path(order.directory))
+    return _load_version(model, order) if order.arena_path else Report()
+
+
 def _load_version(model: Any, order: Order) -> Report:
-    with open_to_activate(order.arena_path, order.version) as (_, slot):
-        if not order.check:
+    global _held
+    with open_to_activate(order.arena_path, order.version) as (manifest, slot):
+        _held, report = Report(torn=True), Report()
+        if order.check:
+            report = check_while_loading(model, slot.tensors)
+        else:
             model.load_weights(slot.tensors())
-            return Report()
-        return check_while_loading(model, slot.tensors)
+        if not report.unfilled:
+            _held = Report(version=order.version, digest=manifest.digest)
+        return report
 
 
 def check_while_loading(model: Any, weights: Callable[[], Weights]) -> Report:

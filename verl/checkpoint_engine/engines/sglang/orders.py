@@ -20,7 +20,8 @@ MOST_NAMED = 5
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Load `version` from an arena or, without one, find out what of the checkpoint in `directory` is kept wide."""
+    """Load `version` from an arena. Without one, find out what of the checkpoint in `directory` is kept wide; without
+    either, only say what is held."""
 
     reports: str
     """The directory for answers."""
@@ -46,6 +47,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of the version that this rank took nothing from."""
     widened: list[str] = []
     """Tensors whose values the model keeps in float32, though they came in something narrower."""
+    version: int | None = None
+    """What this rank computes with since its last load; None before the first, and after one that failed."""
+    digest: str = ""
+    """Of that version."""
+    torn: bool = False
+    """Whether a load has begun and not ended well: nobody can say what it computes with."""
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
@@ -94,6 +101,16 @@ def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | Non
         seconds=max(report.seconds for report in reports.values()),
         found="every value of the model came from the version, and every tensor of it was taken",
     )
+
+
+def held_digest(reports: dict[int, Report], version: int) -> str:
+    """Of what all ranks hold. Raises ActivationError unless that is `version`, and the same on all."""
+    late = [str(rank) for rank, report in reports.items() if report.torn or report.version != version]
+    digests = {report.digest for report in reports.values()}
+    if late or len(digests) != 1:
+        named = f"ranks {', '.join(late)} of SGLang do" if late else "the ranks of SGLang do"
+        raise ActivationError(f"{named} not hold what they were told to load", version=version, phase="activate")
+    return digests.pop()
 
 
 def _named(names: list[str]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from verl.checkpoint_engine.support.registry import imported, require_interface
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.config import PPOConfig
 
@@ -46,7 +44,6 @@ def registered_names(config: PPOConfig) -> Iterator[str]:
         (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
         (TrainEngineRegistry.require, config.actor_rollout_ref.actor.strategy),
         (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
-        (_require_engine, config.actor_rollout_ref.rollout.name),
     ]
     for look_up, name in lookups:
         try:
@@ -57,14 +54,3 @@ def registered_names(config: PPOConfig) -> Iterator[str]:
     for name in config.actor_rollout_ref.rollout.engine_kwargs:
         if name not in engines:
             yield f"unknown engine actor_rollout_ref.rollout.engine_kwargs.{name}.{did_you_mean(name, engines)}"
-
-
-def _require_engine(name: str) -> None:
-    """Raises ConfigError for an engine of the user's own that servers could not call; of those that are imported here,
-    as they are where the module that registers the replica has them. Servers look again."""
-    from verl.workers.rollout.engine import Engine
-    from verl.workers.rollout.registry import RolloutReplicaRegistry
-
-    replica = RolloutReplicaRegistry.functions.get(name)
-    if replica is not None and replica.engine.partition(":")[0] in sys.modules:
-        require_interface(imported(replica.engine), Engine, f"actor_rollout_ref.rollout.name={name}")

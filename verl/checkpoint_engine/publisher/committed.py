@@ -1,0 +1,18 @@
+"""What an engine has loaded, and what was pushed."""
+
+from __future__ import annotations
+
+from ..errors import ActivationError
+from ..memory.committed import committed_digest
+
+
+def require_digest(arena_path: str, version: int, loaded: str) -> None:
+    """Raises ActivationError if the arena is on this host, and its `version` has another digest than `loaded`."""
+    digest = committed_digest(arena_path, version)
+    if digest is not None and loaded != digest:
+        raise ActivationError(
+            f"its workers loaded other weights as version {version} than the pushed ones (digest {loaded}, not "
+            f"{digest})",
+            version=version,
+            phase="activate",
+        )

@@ -6,30 +6,25 @@ the backend, the library alone again. A ratio is of one version to the two raw m
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from benchmarks.machine import Memcpy, describe_machine
-from benchmarks.peers import PEERS, Job
-from benchmarks.rank_process import RankProcess
-from benchmarks.raw_gloo import GlooPair
-from benchmarks.raw_one_sided import ReadPair
-from benchmarks.synthetic_model import RowsOfModel
+from benchmarks import raw
+from benchmarks.command import progress
+from benchmarks.fleet import on_one_host
+from benchmarks.peers import BASELINE, PEERS, Job
+from benchmarks.report import Panel, Report, medians, table, target, verdict
+from benchmarks.synthetic_model import row_sources
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.registry import resolve_backend
-from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written once."""
@@ -39,13 +34,6 @@ VERIFY_TARGET = 0.15
 """Of the seconds of a stage, at most."""
 BLOCKED_TARGET = 20.0
 """Times shorter than under the gathered broadcast."""
-BASELINE = "gathered broadcast"
-
-
-class Raw(Protocol):
-    """A library between two processes of this machine."""
-
-    def gbytes_per_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -54,35 +42,26 @@ class Contender:
 
     backend: str
     options: dict[str, Any]
-    raw: Callable[[int], AbstractContextManager[Raw]]
+    raw: Callable[[int], AbstractContextManager[raw.Speed]]
     raw_name: str
     verify: tuple[bool, ...] = (True,)
     """With False, versions without verification are measured, too: its stage does most of it."""
 
 
-@contextmanager
-def _memcpy(nbytes: int) -> Iterator[Raw]:
-    memcpy = Memcpy(nbytes, 1)
-    try:
-        yield memcpy
-    finally:
-        memcpy.close()
-
-
+_MOONCAKE = partial(raw.reads, "mooncake")
 CONTENDERS = (
-    Contender("naive", {}, _memcpy, "memcpy, one thread"),
-    Contender("gloo", {"interface": "lo"}, GlooPair, "gloo broadcast, 64 MiB buckets"),
-    Contender("tcp", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("tcp", nbytes), "TCP read"),
-    Contender("nixl", {}, lambda nbytes: ReadPair("nixl", nbytes), "NIXL read", verify=(True, False)),
-    Contender("mooncake", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
-    Contender("kimi_ckpt_engine", {"host": "127.0.0.1"}, lambda nbytes: ReadPair("mooncake", nbytes), "Mooncake read"),
+    Contender("naive", {}, raw.memcpy, "memcpy, one thread"),
+    Contender("gloo", {"interface": "lo"}, raw.gloo, "gloo broadcast, 64 MiB buckets"),
+    Contender("tcp", {"host": "127.0.0.1"}, partial(raw.reads, "tcp"), "TCP read"),
+    Contender("nixl", {}, partial(raw.reads, "nixl"), "NIXL read", verify=(True, False)),
+    Contender("mooncake", {"host": "127.0.0.1"}, _MOONCAKE, "Mooncake read"),
+    Contender("kimi_ckpt_engine", {"host": "127.0.0.1"}, _MOONCAKE, "Mooncake read"),
 )
 
 
 async def compare(job: Job, repeats: int, block_kilobytes: int) -> dict[str, Any]:
     """Everything that the JSON file holds. Says on the console what it is doing: it takes minutes."""
     nbytes = sum(spec.nbytes for spec in job.specs)
-    machine = describe_machine()
     backends, unavailable = {}, {}
     for contender in CONTENDERS:
         config = CheckpointEngineConfig(
@@ -94,21 +73,17 @@ async def compare(job: Job, repeats: int, block_kilobytes: int) -> dict[str, Any
             resolve_backend(config)
         except BackendUnavailable as exc:
             unavailable[contender.backend] = str(exc)
-            print(f"left out: {exc}", flush=True)
             continue
-        print(f"measuring {contender.backend} against {contender.raw_name}", flush=True)
+        progress(f"measuring {contender.backend} against {contender.raw_name}")
         backends[contender.backend] = await _measure(contender, config, job, nbytes, repeats)
     peers: dict[str, Any] = {}
     for peer in PEERS:
         with peer(job) as ways:
             for name, way in ways.items():
-                print(f"measuring {name}", flush=True)
+                progress(f"measuring {name}")
                 samples = [asdict(way()) for _ in range(1 + repeats)][1:]
-                peers[name] = {"samples": samples, "summary": _medians(samples)}
+                peers[name] = {"samples": samples, "summary": medians(samples)}
     return {
-        "benchmark": "weight_sync_comparison",
-        "settings": {**{key: value for key, value in asdict(job).items() if key != "specs"}, "repeats": repeats},
-        "machine": machine,
         "model": {"nbytes": nbytes, "tensors": len(job.specs)},
         "backends": backends,
         "unavailable": unavailable,
@@ -120,44 +95,36 @@ async def compare(job: Job, repeats: int, block_kilobytes: int) -> dict[str, Any
 async def _measure(
     contender: Contender, config: CheckpointEngineConfig, job: Job, nbytes: int, repeats: int
 ) -> dict[str, Any]:
-    specs = list(job.specs)
-    ranks = [
-        RankProcess(rank, partial(RowsOfModel, specs, rank, job.trainers, job.source_dtype), config)
-        for rank in range(job.trainers)
-    ]
-    name = f"benchmark-{os.getpid()}-{contender.backend}"
-    nodes = [RolloutNode(index, config, job=name, shm_dir=envs.shm_dir()) for index in range(job.nodes)]
+    sources = row_sources(list(job.specs), job.trainers, job.source_dtype)
     kinds = {verify: replace(config, verify=verify) for verify in contender.verify}
-    managers = {
-        verify: CheckpointEngineManager(config=kind, trainers=ranks, nodes=nodes) for verify, kind in kinds.items()
-    }
     samples = []
-    try:
-        own_nbytes = max([await rank.private_nbytes() for rank in ranks])
-        with contender.raw(nbytes) as raw:
+    async with on_one_host(config, sources, job.nodes) as fleet:
+        managers = {True: fleet.manager}
+        if False in kinds:
+            managers[False] = CheckpointEngineManager(config=kinds[False], trainers=fleet.ranks, nodes=fleet.nodes)
+        own_nbytes = max(await fleet.of_ranks("private_nbytes"))
+        with contender.raw(nbytes) as gbytes_per_s:
             for version in range(WARM_UP + repeats):
-                await asyncio.gather(*(rank.step() for rank in ranks))
-                before = raw.gbytes_per_s()
+                await fleet.of_ranks("step")
+                before = gbytes_per_s()
                 reports = {}
                 # By turns: versions alternate between two slots, and no two are equally fast.
                 for turn, verify in enumerate(contender.verify if version % 2 else contender.verify[::-1]):
-                    for node in nodes:
+                    for node in fleet.nodes:
                         node._engine.config = kinds[verify]
                     reports[verify] = await managers[verify].update_weights(2 * version + turn)
-                if version >= WARM_UP:
-                    samples.append(_sample(reports, nbytes, (before, raw.gbytes_per_s())))
-        grown_nbytes = max([await rank.private_nbytes() for rank in ranks]) - own_nbytes
-    finally:
-        await managers[True].close()
+                samples.append(_sample(reports, nbytes, (before + gbytes_per_s()) / 2))
+        grown_nbytes = max(await fleet.of_ranks("private_nbytes")) - own_nbytes
+    samples = samples[WARM_UP:]
     return {
         "raw": contender.raw_name,
         "samples": samples,
-        "summary": _medians(samples),
+        "summary": medians(samples),
         "extra_copies_of_own_shards": grown_nbytes / (nbytes / job.trainers),
     }
 
 
-def _sample(reports: Mapping[bool, SyncReport], nbytes: int, raw: Sequence[float]) -> dict[str, float]:
+def _sample(reports: Mapping[bool, SyncReport], nbytes: int, raw_gbytes_per_s: float) -> dict[str, float]:
     """Of a version that was verified, and perhaps of one that was not.
 
     `transfer_s` is what the raw library would do: the stage, or publishing where that is all there is.
@@ -172,7 +139,6 @@ def _sample(reports: Mapping[bool, SyncReport], nbytes: int, raw: Sequence[float
     if False in reports:
         stage_s = reports[False].phase_s["stage"]
         verification_s, transfer_s = verification_s + transfer_s - stage_s, stage_s
-    raw_gbytes_per_s = sum(raw) / len(raw)
     rate = nbytes / transfer_s / 1e9
     return {
         "version": report.version,
@@ -189,10 +155,6 @@ def _sample(reports: Mapping[bool, SyncReport], nbytes: int, raw: Sequence[float
     }
 
 
-def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: median(sample[key] for sample in samples) for key in samples[0] if key != "version"}
-
-
 def targets(backends: dict[str, Any], peers: dict[str, Any], nodes: int) -> dict[str, Any]:
     """Per backend, each target's value and whether it is reached.
 
@@ -202,13 +164,11 @@ def targets(backends: dict[str, Any], peers: dict[str, Any], nodes: int) -> dict
     found: dict[str, Any] = {}
     for name, measured in backends.items():
         summary = measured["summary"]
-        shorter = baseline / summary["blocked_s"]
-        rows = {"blocked_shorter_by": (shorter, BLOCKED_TARGET, shorter >= BLOCKED_TARGET)}
+        rows = {"blocked_shorter_by": target(baseline / summary["blocked_s"], BLOCKED_TARGET, "at least")}
         if name != "naive" and nodes == 1:
-            of_raw, of_stage = summary["transfer_of_raw"], summary["verify_of_transfer"]
-            rows["stage_of_raw"] = (of_raw, STAGE_TARGET, of_raw >= STAGE_TARGET)
-            rows["verify_of_stage"] = (of_stage, VERIFY_TARGET, of_stage < VERIFY_TARGET)
-        found[name] = {key: dict(zip(("value", "target", "reached"), row, strict=True)) for key, row in rows.items()}
+            rows["stage_of_raw"] = target(summary["transfer_of_raw"], STAGE_TARGET, "at least")
+            rows["verify_of_stage"] = target(summary["verify_of_transfer"], VERIFY_TARGET, "below")
+        found[name] = rows
     return found
 
 
@@ -217,3 +177,47 @@ def needed_nbytes(job: Job) -> int:
     nbytes = sum(spec.nbytes for spec in job.specs)
     itemsize = getattr(torch, job.source_dtype).itemsize / getattr(torch, job.specs[0].dtype).itemsize
     return int(nbytes * (itemsize + 3 + 2 * job.nodes))
+
+
+TARGETS = {
+    "stage_of_raw": ("stage / raw library", "{:.0%}"),
+    "verify_of_stage": ("verify / stage", "{:.0%}"),
+    "blocked_shorter_by": ("trainer blocked, times shorter than under the gathered broadcast", "{:.0f}"),
+}
+COLUMNS = {
+    "": "{way}",
+    "blocked s": "{blocked_s:.3f}",
+    "transfer s": "{transfer_s:.3f}",
+    "GB/s": "{transfer_gbytes_per_s:.2f}",
+    "raw GB/s": "{raw_gbytes_per_s:.2f}",
+    "of raw": "{transfer_of_raw:.0%}",
+    "verify s": "{verification_s:.3f}",
+    "total s": "{total_s:.3f}",
+    "extra copies": "{extra:.2f}",
+}
+
+
+def report(result: dict[str, Any]) -> Report:
+    settings, nbytes = result["settings"], result["model"]["nbytes"]
+    title = (
+        f"{nbytes / 2**30:.2f} GiB from {settings['source_dtype']}; trainer ranks: {settings['trainers']}, "
+        f"nodes: {settings['nodes']}; medians of {settings['repeats']}"
+    )
+    rows = [
+        {"way": name, **measured["summary"], "extra": measured["extra_copies_of_own_shards"]}
+        for name, measured in result["backends"].items()
+    ]
+    nothing = dict.fromkeys(("transfer_s", "raw_gbytes_per_s", "transfer_of_raw", "verification_s", "extra"))
+    for name, measured in result["peers"].items():
+        row = measured["summary"]
+        rows.append({"way": name, **nothing, **row, "transfer_gbytes_per_s": nbytes / row["total_s"] / 1e9})
+    verdicts = [
+        f"{name}: {verdict(*TARGETS[key], row)}"
+        for name, found in result["targets"].items()
+        for key, row in found.items()
+    ]
+    left_out = [f"left out: {reason}" for reason in result["unavailable"].values()]
+    labels = {"total_s": "until every node has every byte", "blocked_s": "trainer blocked"}
+    series = {label: [(row["way"], row[key]) for row in rows] for key, label in labels.items()}
+    panel = Panel(kind="bars", series=series, x="seconds")
+    return Report([table(title, COLUMNS, rows), "\n".join([*verdicts, *left_out])], [panel], title)

@@ -10,29 +10,25 @@ to the job: between hosts (namespaces of this machine, links limited in both dir
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks import deltas_report
-from benchmarks.command import make_parser, progress, run
-from benchmarks.machine import available_nbytes, describe_machine
-from benchmarks.namespaces import MAX_HOSTS, Host, NotPermitted, joined_hosts
-from benchmarks.node_process import NodeProcess
+from benchmarks.command import conduct, parse, progress
+from benchmarks.fleet import on_hosts
+from benchmarks.machine import require_memory
+from benchmarks.namespaces import MAX_HOSTS, Host, joined_hosts
 from benchmarks.optimizer_steps import RecordedRank, record_versions
-from benchmarks.rank_process import RankProcess
+from benchmarks.report import Panel, Report, medians, table
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter
 from verl.checkpoint_engine.memory.digest import PieceDigests
 from verl.checkpoint_engine.memory.packed import PackedRegion
@@ -40,32 +36,37 @@ from verl.checkpoint_engine.memory.publishing import publish
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan
-from verl.checkpoint_engine.support import envs
-from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
+from verl.utils.config import ConfigError, option
 
 VERSIONS = 4
 WARM_UP = 6
 """Syncs before the measured ones: both slots have been written, and `auto` has seen full ones and warmed up."""
-DELTA = ("off", "always", "auto")
+DELTA = {"off": "full", "always": "delta", "auto": "auto"}
+"""The option of a job, and what it sends."""
+SAME = 0.1
+"""Of the longer sync: the ways are equally good."""
 TRAINERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    learning_rates: list[float]
-    hosts_learning_rates: list[float]
-    gbit_per_s: list[float]
-    nodes: list[int]
-    size_mib: float
-    repeats: int
+    learning_rates: list[float] = option([1e-7, 3e-7, 1e-6, 3e-6], "of the codec's table")
+    hosts_learning_rates: list[float] = option([1.4e-6], "of the syncs")
+    gbit_per_s: list[float] = option([1.0, 10.0], "of each link; 0: one host", least=0)
+    nodes: list[int] = option([1, 5], "rollout nodes, a host each", least=1, most=MAX_HOSTS - 1)
+    size_mib: float = option(256.0, "of the model in bfloat16", least=2)
+    repeats: int = option(3, "measured versions", least=1)
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ConfigError("--nodes takes at least one number")
 
 
 async def measure(settings: Settings) -> dict[str, Any]:
-    """Run the benchmark; everything that the JSON file holds. Raises ConfigError, also without namespaces."""
-    needed_nbytes = int(settings.size_mib * 2**20 * max(12 + VERSIONS, 5 + 3 * max(settings.nodes)))
-    if needed_nbytes > available_nbytes():
-        raise ConfigError(f"this takes {needed_nbytes / 2**30:.1f} GiB of memory; reduce --size-mib or --nodes")
-    machine, codec, fleets = describe_machine(), [], []
+    """Run the benchmark; everything that the JSON file holds. Raises ConfigError, NotPermitted."""
+    copies = max(12 + VERSIONS, 5 + 3 * max(settings.nodes))
+    require_memory(settings.size_mib * 2**20 * copies, f"--size-mib {settings.size_mib:g} with these --nodes")
+    codec, fleets = [], []
     for rate in settings.learning_rates:
         with _recorded(settings, rate) as directory:
             codec.append({"learning_rate": rate} | _measure_codec(Path(directory), settings.repeats))
@@ -73,15 +74,9 @@ async def measure(settings: Settings) -> dict[str, Any]:
         with _recorded(settings, rate) as directory:
             for gbit_per_s in settings.gbit_per_s:
                 for count in settings.nodes:
-                    ways = await _measure_ways(Path(directory), gbit_per_s, count, settings)
+                    ways = await _measure_ways(Path(directory), gbit_per_s, count, settings.repeats)
                     fleets.append({"learning_rate": rate, "gbit_per_s": gbit_per_s, "nodes": count, "ways": ways})
-    return {
-        "benchmark": "deltas",
-        "settings": asdict(settings),
-        "machine": machine,
-        "codec": codec,
-        "fleets": fleets,
-    }
+    return {"codec": codec, "fleets": fleets}
 
 
 def _recorded(settings: Settings, rate: float) -> tempfile.TemporaryDirectory[str]:
@@ -133,7 +128,7 @@ def _measure_codec(directory: Path, repeats: int) -> dict[str, Any]:
                     "apply_gb_per_s": layout.payload_nbytes / apply_s / 1e9,
                 }
             )
-    return _medians(samples)
+    return medians(samples)
 
 
 def _to_slot(plan: Any, region: PackedRegion, slot: Any) -> None:
@@ -144,99 +139,109 @@ def _to_slot(plan: Any, region: PackedRegion, slot: Any) -> None:
         slot[offset : offset + nbytes] = packed[start : start + nbytes]
 
 
-async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, settings: Settings) -> dict[str, Any]:
+async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, repeats: int) -> dict[str, Any]:
     if not gbit_per_s:
-        here = [Here()] * (1 + nodes)
-        return {delta: await _measure(delta, directory, here, settings) for delta in DELTA}
-    try:
-        with joined_hosts(1 + nodes, gbit_per_s=gbit_per_s) as hosts:
-            return {delta: await _measure(delta, directory, hosts, settings) for delta in DELTA}
-    except NotPermitted as exc:
-        raise ConfigError(f"hosts cannot be made of this machine: {exc}; it takes root and iproute2") from exc
+        return {delta: await _measure(delta, directory, [None] * (1 + nodes), repeats) for delta in DELTA}
+    with joined_hosts(1 + nodes, gbit_per_s=gbit_per_s) as hosts:
+        return {delta: await _measure(delta, directory, hosts, repeats) for delta in DELTA}
 
 
-class Here:
-    """This host, in place of one of several."""
-
-    sent_nbytes = 0
-
-    def enter(self) -> None:
-        """Everybody is here already."""
-
-
-async def _measure(delta: str, directory: Path, hosts: Sequence[Host | Here], settings: Settings) -> dict[str, float]:
+async def _measure(delta: str, directory: Path, hosts: Sequence[Host | None], repeats: int) -> dict[str, float]:
+    """`hosts`: of the ranks, and of each node; None where all are on this one."""
     progress(f"{len(hosts) - 1} nodes; delta={delta}")
-    topology = "chain" if len(hosts) > 2 and not isinstance(hosts[0], Here) else "direct"
+    topology = "chain" if len(hosts) > 2 and hosts[0] is not None else "direct"
     config = CheckpointEngineConfig.from_mapping({"backend": "tcp", "topology": topology, "delta": delta})
-    ranks = [RankProcess(rank, partial(_rank_at, hosts[0], directory, rank), config) for rank in range(TRAINERS)]
-    nodes = [
-        NodeProcess(index, config, job=f"benchmark-{os.getpid()}", shm_dir=envs.shm_dir(), enter=host.enter)
-        for index, host in enumerate(hosts[1:])
-    ]
-    manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes)
+    sources = [partial(RecordedRank, directory, rank, TRAINERS) for rank in range(TRAINERS)]
+
+    def sent_nbytes() -> int:
+        return hosts[0].sent_nbytes if hosts[0] is not None else 0
+
     samples = []
-    try:
-        for version in range(WARM_UP + settings.repeats):
-            await asyncio.gather(*(rank.step() for rank in ranks))
-            before = hosts[0].sent_nbytes
-            report = await manager.update_weights(version)
-            if version >= WARM_UP:
-                seconds = report.phase_s
-                samples.append(
-                    {
-                        "sync_s": sum(seconds[phase] for phase in ("publish", "stage", "verify", "commit")),
-                        **{f"{phase}_s": seconds[phase] for phase in ("publish", "stage", "verify")},
-                        "blocked_s": report.trainer_blocked_s,
-                        "sent_mib": (hosts[0].sent_nbytes - before) / 2**20,
-                        "was_delta": float(report.delta is not None and report.delta.way == "delta"),
-                        "changed_fraction": report.delta.changed_fraction if report.delta else 0.0,
-                        "predicted_full_s": report.delta.predicted_full_s if report.delta else 0.0,
-                        "predicted_delta_s": report.delta.predicted_delta_s if report.delta else 0.0,
-                    }
-                )
-    finally:
-        await manager.close()
-        for node in nodes:
-            node.end()
-    return _medians(samples)
+    async with on_hosts(config, sources, hosts) as fleet:
+        for version in range(WARM_UP + repeats):
+            await fleet.of_ranks("step")
+            before = sent_nbytes()
+            report = await fleet.manager.update_weights(version)
+            seconds, chosen = report.phase_s, report.delta
+            samples.append(
+                {
+                    "sync_s": sum(seconds[phase] for phase in ("publish", "stage", "verify", "commit")),
+                    **{f"{phase}_s": seconds[phase] for phase in ("publish", "stage", "verify")},
+                    "blocked_s": report.trainer_blocked_s,
+                    "sent_mib": (sent_nbytes() - before) / 2**20,
+                    "was_delta": float(chosen is not None and chosen.way == "delta"),
+                    "changed_fraction": chosen.changed_fraction if chosen else 0.0,
+                    "predicted_full_s": chosen.predicted_full_s if chosen else 0.0,
+                    "predicted_delta_s": chosen.predicted_delta_s if chosen else 0.0,
+                }
+            )
+    return medians(samples[WARM_UP:])
 
 
-def _rank_at(host: Host | Here, directory: Path, rank: int) -> RecordedRank:
-    """In the rank's process, which lives at `host` from then on."""
-    host.enter()
-    return RecordedRank(directory, rank, TRAINERS)
+def auto_was_right(fleet: dict[str, Any]) -> bool:
+    """Whether the choice was that of the shorter syncs, of the two ways measured beside it."""
+    full_s, delta_s = float(fleet["ways"]["off"]["sync_s"]), float(fleet["ways"]["always"]["sync_s"])
+    if abs(full_s - delta_s) <= SAME * max(full_s, delta_s):
+        return True
+    return bool(fleet["ways"]["auto"]["was_delta"]) == (delta_s < full_s)
 
 
-def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: median(sample[key] for sample in samples) for key in samples[0]}
+CODEC = {
+    "learning rate": "{learning_rate:g}",
+    "values changed": "{changed_fraction:.2%}",
+    "bits for each": "{bits_per_change:.1f}",
+    "smaller": "{times_smaller:.0f}x",
+    "full, GB/s": "{publish_full_gb_per_s:.1f}",
+    "delta, GB/s": "{publish_delta_gb_per_s:.1f}",
+    "apply, GB/s": "{apply_gb_per_s:.1f}",
+}
+SYNCS = {
+    "changed": "{changed:.2%}",
+    "link, Gbit/s": "{gbit_per_s:g}",
+    "nodes": "{nodes}",
+    "way": "{name}",
+    **{f"{name}, s": f"{{{name}_s:.3f}}" for name in ("publish", "stage", "verify", "sync", "blocked")},
+    "sent, MiB": "{sent_mib:.1f}",
+    "faster": "{faster:.1f}x",
+}
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = make_parser("deltas", __doc__)
-    add = parser.add_argument
-    add("--learning-rates", nargs="*", type=float, default=[1e-7, 3e-7, 1e-6, 3e-6], help="of the codec's table")
-    add("--hosts-learning-rates", nargs="*", type=float, default=[1.4e-6], help="of the syncs (default: 1.4e-6)")
-    add("--gbit-per-s", nargs="*", type=float, default=[1.0, 10.0], help="of each link; 0: one host (default: 1, 10)")
-    add("--nodes", nargs="+", type=int, default=[1, 5], help="rollout nodes, a host each (default: 1, then 5)")
-    add("--size-mib", type=float, default=256.0, help="of the model in bfloat16 (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="measured versions (default: %(default)s)")
-    values = vars(parser.parse_args(arguments))
-    output = values.pop("output")
-    if values["repeats"] < 1 or values["size_mib"] < 2:
-        parser.error("--repeats must be at least 1, and --size-mib at least 2")
-    if not all(1 <= count < MAX_HOSTS for count in values["nodes"]):
-        parser.error(f"--nodes must be from 1 to {MAX_HOSTS - 1}")
-    return Settings(**values), output
+def report(result: dict[str, Any]) -> Report:
+    """Bits of a change over how much changed, and how long syncs take."""
+    settings, fleets = result["settings"], result["fleets"]
+    for fleet in fleets:
+        fleet["changed"] = fleet["ways"]["always"]["changed_fraction"]
+    rows = [
+        {**fleet, **row, "name": DELTA[way], "faster": fleet["ways"]["off"]["sync_s"] / row["sync_s"]}
+        for fleet in fleets
+        for way, row in fleet["ways"].items()
+    ]
+    right = [auto_was_right(fleet) for fleet in fleets]
+    bits = sorted((100 * row["changed_fraction"], row["bits_per_change"]) for row in result["codec"])
+    syncs = {name: [(_place(row), row["sync_s"]) for row in rows if row["name"] == name] for name in DELTA.values()}
+    return Report(
+        [
+            table(
+                f"{settings['size_mib']:g} MiB of bfloat16 after one step of AdamW; one thread", CODEC, result["codec"]
+            ),
+            table("syncs, backend tcp; a link of 0: one host", SYNCS, rows),
+            f"auto took the faster way, or one as fast within {SAME:.0%}: {sum(right)} of {len(right)}\n"
+            f"medians of {settings['repeats']}; the cores are those of all hosts",
+        ],
+        [
+            Panel(kind="lines", series={"AdamW": bits}, x="values that changed, %", y="bits for each", scale="log"),
+            Panel(kind="bars", series=syncs, x="seconds from publish to commit"),
+        ],
+    )
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"{row['changed']:.1%}, {row['gbit_per_s']:g} Gbit/s, to {row['nodes']}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse(arguments)
-    return run(
-        output,
-        lambda: asyncio.run(measure(settings)),
-        print_table=deltas_report.print_table,
-        draw=deltas_report.draw,
-    )
+    settings, output = parse("deltas", __doc__, Settings, arguments)
+    return conduct("deltas", settings, output, lambda: measure(settings), report)
 
 
 if __name__ == "__main__":

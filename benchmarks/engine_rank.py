@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from benchmarks.peers import TIMEOUT
-from benchmarks.raw_gloo import broadcast, group_of_two
+from benchmarks.raw import broadcast, group_of_two
 from verl.checkpoint_engine.plan.types import Shard, TensorSpec
 from verl.protocol import DataProto
 from verl.utils.model import load_hf_config

@@ -9,7 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
+
+from verl.checkpoint_engine.errors import ConfigError
 
 MEMCPY_NBYTES = 2**28
 """Per buffer at most: far larger than any cache."""
@@ -19,7 +22,7 @@ def describe_machine() -> dict[str, object]:
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_kib("MemTotal") / 2**20, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average_1min": os.getloadavg()[0],
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -27,9 +30,12 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def available_nbytes() -> int:
-    """Memory that can be had without swapping."""
-    return _kib("MemAvailable") * 1024
+def require_memory(needed_nbytes: float, options: str) -> None:
+    """Raises ConfigError, which names `options`, if not so much can be had without swapping."""
+    available_nbytes = psutil.virtual_memory().available
+    if needed_nbytes > available_nbytes:
+        needed, available = (f"{nbytes / 2**30:.1f} GiB" for nbytes in (needed_nbytes, available_nbytes))
+        raise ConfigError(f"{options} takes {needed} of memory; {available} are available")
 
 
 def private_nbytes() -> int:
@@ -63,10 +69,6 @@ class Memcpy:
     def close(self) -> None:
         self._pool.shutdown()
         self._pairs.clear()
-
-
-def _kib(key: str) -> int:
-    return int(_field("/proc/meminfo", key).split()[0])
 
 
 def _field(path: str, key: str) -> str:

@@ -11,40 +11,40 @@ broadcast from rank 0.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import modes_report
-from benchmarks.command import make_parser, progress, run
-from benchmarks.comparison import BASELINE
-from benchmarks.machine import describe_machine
+from benchmarks.command import conduct, parse, progress
 from benchmarks.modes_analysis import analyse
-from benchmarks.peers import Job, gathering
-from benchmarks.random_model import MIN_MIB, make_random_model
+from benchmarks.peers import BASELINE, Job, gathering
+from benchmarks.random_model import MIN_MIB, make_random_model, specs_of
+from benchmarks.report import Panel, Report, cell, table, target, verdict
 from scripts.plot_timeline import draw as draw_timeline
-from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.plan.types import TensorSpec
-from verl.utils.config import choose_from
+from verl.utils.config import ConfigError, option
 from verl.utils.model import resolve_model_path
 from verl.utils.timing import TIMELINE_FILE, read_spans
-from verl.workers.hf.checkpoint import HFCheckpoint
 
 MODES = {
     "hybrid": "verl.trainer.main_ppo",
     "one_step_off_policy": "verl.experimental.one_step_off_policy.main_ppo",
     "fully_async_policy": "verl.experimental.fully_async_policy.fully_async_main",
 }
+LABELS = {
+    "hybrid": "hybrid",
+    "one_step_off_policy": "one step off policy",
+    "fully_async_policy": "fully asynchronous",
+}
+SHOWN_STEPS = 8
+"""In the pictures of the timelines."""
 VANILLA_REPEATS = 5
 PAUSE_TARGET = 1.2
 """Of the seconds that the engine needs for loading, at most."""
@@ -58,21 +58,26 @@ END_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    modes: list[str]
-    model: str
-    size_mib: float | None
-    backend: str
-    ranks: int
-    steps: int
-    warm_up: int
-    cool_down: int
-    prompts: int
-    responses: int
-    slots: int
-    sync_every: int
-    staleness: float
-    timeout_s: float
-    overrides: list[str]
+    modes: list[str] = option(list(MODES), "what to run", choices=tuple(MODES))
+    model: str = option("builtin:tiny-qwen2", "model to train")
+    size_mib: float | None = option(None, "train a model of this size with random weights instead", least=MIN_MIB)
+    backend: str = option("gloo", "checkpoint engine backend of all modes")
+    ranks: int = option(2, "trainer ranks", least=1)
+    steps: int = option(28, "trainer steps, all included")
+    warm_up: int = option(4, "first steps, which do not count", least=0)
+    cool_down: int = option(4, "last steps, whose samples are made before", least=0)
+    prompts: int = option(32, "prompts per step", least=1)
+    responses: int = option(8, "responses per prompt", least=1)
+    slots: int = option(8, "responses that the engine decodes at once", least=1)
+    sync_every: int = option(2, "steps between syncs, fully asynchronous", least=1)
+    staleness: float = option(0.5, "staleness_threshold, fully asynchronous")
+    timeout_s: float = option(900.0, "of one run", above=0)
+    overrides: list[str] = option([], "key=value words for all modes; they come before --modes")
+
+    def __post_init__(self) -> None:
+        if self.warm_up + self.cool_down + self.sync_every >= self.steps:
+            between = f"between --warm-up {self.warm_up} and --cool-down {self.cool_down}"
+            raise ConfigError(f"--steps {self.steps} leaves no sync {between}")
 
     def arguments(self, mode: str, output: Path) -> list[str]:
         """Of the mode's command. A step is one optimizer step in all of them."""
@@ -103,7 +108,6 @@ def measure(settings: Settings, output: Path) -> dict[str, Any]:
     if settings.size_mib is not None:
         settings = replace(settings, model=str(make_random_model(output / "model", settings.size_mib)))
     path = resolve_model_path(settings.model)  # made before anything is measured
-    machine = describe_machine()
     measured = {}
     for mode in settings.modes:
         directory = output / mode
@@ -111,20 +115,18 @@ def measure(settings: Settings, output: Path) -> dict[str, Any]:
             raise ConfigError(f"{directory} has a run already: choose another --output")
         train(mode, settings, directory)
         measured[mode] = analyse(directory, settings.warm_up, settings.cool_down)
-        last = min(settings.warm_up + modes_report.SHOWN_STEPS, settings.steps)
+        last = min(settings.warm_up + SHOWN_STEPS, settings.steps)
         draw_timeline(
             read_spans(directory / TIMELINE_FILE),
             output / f"{mode}.png",
             steps=(settings.warm_up + 1, last),
-            title=f"{modes_report.LABELS[mode]}: steps {settings.warm_up + 1} to {last}",
+            title=f"{LABELS[mode]}: steps {settings.warm_up + 1} to {last}",
         )
     progress("vanilla: gathering and broadcasting")
     specs = specs_of(path)
     vanilla_s = vanilla(specs, settings)
     return {
-        "benchmark": "modes",
         "settings": asdict(settings),
-        "machine": {**machine, "load_average_1min_at_the_end": os.getloadavg()[0]},
         "model": {"nbytes": sum(spec.nbytes for spec in specs), "tensors": len(specs)},
         "modes": measured,
         "vanilla_s": vanilla_s,
@@ -164,13 +166,6 @@ def started(command: Sequence[str], timeout_s: float) -> Iterator[subprocess.Pop
             process.wait(2 * END_S)
 
 
-def specs_of(path: Path) -> list[TensorSpec]:
-    with HFCheckpoint(path) as checkpoint:
-        return [
-            TensorSpec(name=name, shape=checkpoint.shape(name), dtype="bfloat16") for name in sorted(checkpoint.names)
-        ]
-
-
 def vanilla(specs: list[TensorSpec], settings: Settings) -> float:
     """Seconds that the trainer is blocked while it gathers and broadcasts; the median."""
     job = Job(specs=specs, source_dtype="float32", trainers=settings.ranks, nodes=1)
@@ -183,67 +178,89 @@ def targets(measured: dict[str, Any], vanilla_s: float) -> dict[str, Any]:
     ours = measured.get("fully_async_policy")
     if ours is None:
         return {}
-    pause, shorter = ours["paused_of_load"], vanilla_s / ours["sync_seen_s"]
-    staging = ours["generating_while_staging"]
     rows = {
-        "pause_of_load": (pause, PAUSE_TARGET, pause <= PAUSE_TARGET),
-        "generating_while_staging": (staging, STAGING_TARGET, staging >= STAGING_TARGET),
-        "sync_shorter_by": (shorter, SYNC_TARGET, shorter >= SYNC_TARGET),
+        "pause_of_load": target(ours["paused_of_load"], PAUSE_TARGET, "at most"),
+        "generating_while_staging": target(ours["generating_while_staging"], STAGING_TARGET, "at least"),
+        "sync_shorter_by": target(vanilla_s / ours["sync_seen_s"], SYNC_TARGET, "at least"),
     }
     if "hybrid" in measured:
-        idle, hybrid = ours["trainer_idle_ratio"], measured["hybrid"]["trainer_idle_ratio"]
-        rows["trainer_idle_ratio"] = (idle, hybrid, idle < hybrid)
-    return {name: dict(zip(("value", "target", "reached"), row, strict=True)) for name, row in rows.items()}
+        hybrid = measured["hybrid"]["trainer_idle_ratio"]
+        rows["trainer_idle_ratio"] = target(ours["trainer_idle_ratio"], hybrid, "below")
+    return rows
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    files = "result.json, plot.png, a timeline per mode, and the runs"
-    parser = make_parser("modes", __doc__, files)
-    add = parser.add_argument
-    add("--modes", nargs="+", default=list(MODES), help="what to run (default: all three)")
-    add("--model", default="builtin:tiny-qwen2", help="model to train (default: %(default)s)")
-    add("--size-mib", type=float, help="train a model of this size with random weights instead")
-    add("--backend", default="gloo", help="checkpoint engine backend of all modes (default: %(default)s)")
-    add("--ranks", type=int, default=2, help="trainer ranks (default: %(default)s)")
-    add("--steps", type=int, default=28, help="trainer steps, all included (default: %(default)s)")
-    add("--warm-up", type=int, default=4, help="first steps, which do not count (default: %(default)s)")
-    add("--cool-down", type=int, default=4, help="last steps, whose samples are made before (default: %(default)s)")
-    add("--prompts", type=int, default=32, help="prompts per step (default: %(default)s)")
-    add("--responses", type=int, default=8, help="responses per prompt (default: %(default)s)")
-    add("--slots", type=int, default=8, help="responses that the engine decodes at once (default: %(default)s)")
-    add("--sync-every", type=int, default=2, help="steps between syncs, fully asynchronous (default: %(default)s)")
-    add("--staleness", type=float, default=0.5, help="staleness_threshold, fully asynchronous (default: %(default)s)")
-    add("--timeout-s", type=float, default=900.0, help="of one run (default: %(default)s)")
-    add("overrides", nargs="*", help="key=value words for all modes; they come before --modes")
-    values = vars(parser.parse_args(arguments))
-    output = values.pop("output")
-    for mode in values["modes"]:
-        if mode not in MODES:
-            parser.error(f"--modes: unknown {mode!r}.{choose_from(mode, MODES)}")
-    for name in ("ranks", "prompts", "responses", "slots", "sync_every"):
-        if values[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
-    if values["size_mib"] is not None and values["size_mib"] < MIN_MIB:
-        parser.error(f"--size-mib must be at least {MIN_MIB}, not {values['size_mib']:g}")
-    warm_up, cool_down = values["warm_up"], values["cool_down"]
-    if min(warm_up, cool_down) < 0 or warm_up + cool_down + values["sync_every"] >= values["steps"]:
-        between = f"between --warm-up {warm_up} and --cool-down {cool_down}"
-        parser.error(f"--steps {values['steps']} leaves no sync {between}")
-    return Settings(**values), output
+ROWS = {
+    "tokens/s": "{tokens_per_s:.0f}",
+    "trainer waits for samples, share of the step": "{trainer_idle_ratio:.0%}",
+    "trainer waits for the sync, share of the step": "{sync_ratio:.1%}",
+    "rollout engine idle or paused, share of the time": "{rollout_idle_ratio:.0%}",
+    "staleness, mean": "{staleness_mean:.2f}",
+    "staleness, max": "{staleness_max:.0f}",
+    "a sync, as the trainer sees it, s": "{sync_seen_s:.3f}",
+    "of that the copy of its shards, s": "{sync_copy_s:.4f}",
+    "a sync from begin to end, s": "{sync_total_s:.3f}",
+    "generation paused per sync, s": "{paused_s:.3f}",
+    "of that the engine loads, s": "{load_s:.3f}",
+    "generation paused, times the load": "{paused_of_load:.2f}",
+    "share of staging in which the engine generates": "{generating_while_staging:.0%}",
+    "held-out reward before": "{reward_before:.3f}",
+    "held-out reward after as many samples": "{reward_after:.3f}",
+}
+TARGETS = {
+    "pause_of_load": ("generation paused per sync / the engine's load", "{:.2f}"),
+    "generating_while_staging": ("share of staging in which the engine generates", "{:.0%}"),
+    "sync_shorter_by": ("a sync as the trainer sees it, times shorter than the vanilla way", "{:.1f}"),
+    "trainer_idle_ratio": ("trainer waits for samples, next to hybrid", "{:.0%}"),
+}
+"""Of the fully asynchronous mode."""
+
+
+def report(result: dict[str, Any]) -> Report:
+    """Tokens per second, who waits, what a sync costs, and training rewards."""
+    settings, mib, measured = result["settings"], result["model"]["nbytes"] / 2**20, result["modes"]
+    steps = settings["steps"] - settings["warm_up"] - settings["cool_down"]
+    model = "random weights" if settings["size_mib"] else settings["model"]
+    title = (
+        f"{model} ({mib:.1f} MiB of bfloat16), backend {settings['backend']}, trainer ranks: {settings['ranks']}; "
+        f"{steps} steps of {settings['prompts']} prompts, {settings['responses']} responses each, "
+        f"between {settings['warm_up']} and {settings['cool_down']} more"
+    )
+    rows = [
+        {"what": what, **{mode: cell(form, values) for mode, values in measured.items()}} for what, form in ROWS.items()
+    ]
+    columns = {"": "{what}"} | {LABELS[mode]: f"{{{mode}}}" for mode in measured}
+    per_step = settings["prompts"] * settings["responses"]
+    rewards = {
+        LABELS[mode]: [(per_step * (step + 1), reward) for step, reward in enumerate(values["training_rewards"])]
+        for mode, values in measured.items()
+    }
+
+    def bars(x: str, form: str, **keys: str) -> Panel:
+        series = {
+            LABELS[mode]: [(name.replace("_", " "), values[key]) for name, key in keys.items()]
+            for mode, values in measured.items()
+        }
+        return Panel(kind="bars", series=series, x=x, form=form)
+
+    return Report(
+        [
+            table(title, columns, rows),
+            f"vanilla, the same {mib:.1f} MiB gathered and broadcast: trainer blocked {result['vanilla_s']:.3f} s",
+            "\n".join(verdict(*TARGETS[key], row) for key, row in result["targets"].items()),
+        ],
+        [
+            bars("tokens/s", "%.0f", all="tokens_per_s"),
+            bars("share of the time", "%.2f", trainer_waits="trainer_idle_ratio", engine_idle="rollout_idle_ratio"),
+            bars("seconds of a sync", "%.3f", trainer_waits="sync_seen_s", generation_paused="paused_s"),
+            Panel(kind="lines", series=rewards, x="responses", y="training reward"),
+        ],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse(arguments)
-    began = time.monotonic()
-    code = run(
-        output,
-        partial(measure, settings, output),
-        print_table=modes_report.print_table,
-        draw=modes_report.draw,
-        pictures=[f"{mode}.png" for mode in settings.modes],
-    )
-    progress(f"done in {time.monotonic() - began:.0f} s")
-    return code
+    files = "result.json, tables.md, plot.png, a timeline per mode, and the runs"
+    settings, output = parse("modes", __doc__, Settings, arguments, files=files)
+    return conduct("modes", settings, output, lambda: measure(settings, output), report)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,11 @@ class Host:
         return int(link["stats64"][direction]["bytes"])
 
 
-class NotPermitted(Exception):
+class NotPermitted(OSError):
     """Namespaces cannot be made here; says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"several hosts cannot be made of this machine: {why}; it takes root and iproute2")
 
 
 @contextlib.contextmanager

@@ -6,14 +6,14 @@ all of them. Six rates are fitted, to the rows that say so; the other rows are p
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from benchmarks.planning import rows_of
-from benchmarks.synthetic_model import qwen_like_specs
+import pandas
+
+from benchmarks.synthetic_model import qwen_like_specs, rows_of
 from verl.checkpoint_engine.plan.delta_choice import APPLY_S, ENCODE_S
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
@@ -45,18 +45,23 @@ START = Rates(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
+    """A row. What was not told is 0: of a whole version no part has `changed`."""
+
     source: str
     backend: str
     topology: str
     nodes: int
     gbit_per_s: float
     mib: int
-    changed: float | None
+    changed: float
     publish_s: float
-    """0 where it was not told, as with `stage_s`."""
     stage_s: float
     total_s: float
-    is_fitted: bool
+    used: str
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.used == "fit"
 
     @property
     def rest_s(self) -> float:
@@ -71,23 +76,7 @@ class Fitted:
 
 
 def read_measured(path: Path) -> list[Measured]:
-    with path.open(newline="") as file:
-        return [
-            Measured(
-                source=row["source"],
-                backend=row["backend"],
-                topology=row["topology"],
-                nodes=int(row["nodes"]),
-                gbit_per_s=float(row["gbit_per_s"]),
-                mib=int(row["mib"]),
-                changed=float(row["changed"]) if row["changed"] else None,
-                publish_s=float(row["publish_s"] or 0),
-                stage_s=float(row["stage_s"] or 0),
-                total_s=float(row["total_s"]),
-                is_fitted=row["used"] == "fit",
-            )
-            for row in csv.DictReader(file)
-        ]
+    return [Measured(**row) for row in pandas.read_csv(path).fillna(0).to_dict("records")]
 
 
 @lru_cache(maxsize=8)
@@ -108,7 +97,7 @@ def _job(row: Measured) -> Job:
         rollouts=Hosts(count=row.nodes, each=1),
         rollout_tp=1,
         fabric=Fabric(host_bytes_per_s=row.gbit_per_s * 1e9 / 8),
-        changed=row.changed,
+        changed=row.changed or None,
     )
 
 
@@ -132,7 +121,7 @@ def predict(row: Measured, fitted: Fitted) -> dict[str, float]:
 
 def _apply_s(sizes: Sizes, row: Measured, fitted: Fitted) -> float:
     """`cost.apply_s` of two threads, of as many nodes as share them."""
-    return row.nodes * cost.apply_s(sizes.version, row.changed or 0.0, sizes.word, replace(fitted.rates, threads=CORES))
+    return row.nodes * cost.apply_s(sizes.version, row.changed, sizes.word, replace(fitted.rates, threads=CORES))
 
 
 def fit(rows: Sequence[Measured]) -> Fitted:
@@ -146,7 +135,7 @@ def fit(rows: Sequence[Measured]) -> Fitted:
     # A node digests with both cores: of what is left of both totals the part that grows with the nodes.
     rest, rest_of_many = full.rest_s, many.rest_s
     digest_s = (rest_of_many - rest) / (many.nodes - 1)
-    words = delta.changed * sizes.largest_rank / sizes.word if delta.changed else 0.0
+    words = delta.changed * sizes.largest_rank / sizes.word
     rates = replace(
         START,
         wire_share=sizes.version / full.stage_s / link,
@@ -155,9 +144,9 @@ def fit(rows: Sequence[Measured]) -> Fitted:
         call_s=rest - digest_s,
         encode=sizes.largest_rank / (delta.publish_s - words * ENCODE_S),
     )
-    part = cost.moved_part(delta.changed or 0.0, sizes.word)
+    part = cost.moved_part(delta.changed, sizes.word)
     left = delta.stage_s - part * sizes.version / (link * rates.wire_share)
-    rates = replace(rates, apply=sizes.version / CORES / (left - (delta.changed or 0.0) * sizes.words * APPLY_S))
+    rates = replace(rates, apply=sizes.version / CORES / (left - delta.changed * sizes.words * APPLY_S))
     # All transfers of the row go through the same cores, which are what it waits for.
     cores = many.nodes * sizes.version / many.stage_s
     return Fitted(rates=rates, cores_bytes_per_s=cores)

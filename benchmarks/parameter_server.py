@@ -14,28 +14,27 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks import raw
 from benchmarks.command import conduct, parse
 from benchmarks.free_ports import free_port
-from benchmarks.machine import available_nbytes
-from benchmarks.processes import end_processes, fresh_processes
-from benchmarks.raw_gloo import GlooPair
-from benchmarks.raw_one_sided import ReadPair
+from benchmarks.machine import require_memory
+from benchmarks.processes import members
 from benchmarks.report import Report, medians, table
 from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
 from verl.checkpoint_engine.parameter_server.engine_receiver import receive
 from verl.checkpoint_engine.parameter_server.progress import UpdateReport
 from verl.checkpoint_engine.parameter_server.server import ParameterServer
 from verl.checkpoint_engine.plan.types import TensorSpec
-from verl.utils.config import ConfigError, option
+from verl.utils.config import option
 
 NAME = "benchmark"
 WARM_UP = 1
@@ -56,10 +55,13 @@ class Settings:
     dtype: str = option("bfloat16", "of the checkpoint", choices=("bfloat16", "float16", "float32"))
 
 
+Call = Callable[..., list[Any]]
+
+
 @dataclass(frozen=True)
 class Case:
-    job: str
-    """`owner`: that of the rank that holds the checkpoint; `joiners`: another one, which has its metas from a file."""
+    joiners: bool
+    """Not the job of the rank that holds the checkpoint, but another one, which has its metas."""
     ranks: tuple[int, ...]
     p2p: bool
     copies: bool
@@ -69,11 +71,11 @@ class Case:
 
 
 CASES = {
-    "broadcast, 2 ranks, no load": Case("owner", (0, 1), False, False, 1),
-    "P2P, 1 rank, no load": Case("owner", (1,), True, False, 1),
-    "broadcast, 2 ranks": Case("owner", (0, 1), False, True, 1),
-    "P2P, 1 rank": Case("owner", (1,), True, True, 1),
-    "P2P, 2 ranks": Case("joiners", (0, 1), True, True, 0),
+    "broadcast, 2 ranks, no load": Case(False, (0, 1), False, False, 1),
+    "P2P, 1 rank, no load": Case(False, (1,), True, False, 1),
+    "broadcast, 2 ranks": Case(False, (0, 1), False, True, 1),
+    "P2P, 1 rank": Case(False, (1,), True, True, 1),
+    "P2P, 2 ranks": Case(True, (0, 1), True, True, 0),
 }
 
 
@@ -81,9 +83,10 @@ CASES = {
 
 
 class Rank:
-    def __init__(self, rank: int, world_size: int, master: str, specs: list[TensorSpec]) -> None:
+    def __init__(self, rank: int, master: str, specs: list[TensorSpec], bucket_megabytes: int) -> None:
         torch.set_num_threads(1)
-        self._server = ParameterServer(rank=rank, world_size=world_size, master=master, timeout_s=TIMEOUT_S)
+        os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(bucket_megabytes / 1024)
+        self._server = ParameterServer(rank=rank, world_size=2, master=master, timeout_s=TIMEOUT_S)
         self._specs = specs
         self._own: dict[str, torch.Tensor] = {}
 
@@ -115,83 +118,46 @@ class Rank:
             self._own[name].copy_(tensor)
 
 
-def serve(pipe: Connection, arguments: tuple[Any, ...], bucket_megabytes: int) -> None:
-    os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(bucket_megabytes / 1024)
-    rank = Rank(*arguments)
-    while True:
-        try:
-            method, values = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send((getattr(rank, method)(*values), None))
-        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
-            pipe.send((None, exc))
-
-
 # --- in the benchmark's process ---------------------------------------------------------------------------------------
 
 
-class Job:
-    """Two ranks. Close it."""
+@contextmanager
+def two_ranks(specs: list[TensorSpec], bucket_megabytes: int) -> Iterator[Call]:
+    """A job: a function that calls a method of some of its ranks, all at once, and returns what each answers."""
+    master = f"127.0.0.1:{free_port()}"
+    makers = {f"rank-{rank}": partial(Rank, rank, master, specs, bucket_megabytes) for rank in range(2)}
+    with members(makers) as ranks:
 
-    def __init__(self, specs: list[TensorSpec], bucket_megabytes: int) -> None:
-        master = f"127.0.0.1:{free_port()}"
-        context = fresh_processes()
-        self._pipes, self._processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, (rank, 2, master, specs), bucket_megabytes)
-            process = context.Process(target=serve, args=arguments, name=f"rank-{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._pool = ThreadPoolExecutor(2)
+        def call(of: tuple[int, ...], method: str, *values: Any) -> list[Any]:
+            answers = [ranks[rank].submit(method, *values) for rank in of]
+            return [answer.result() for answer in answers]
 
-    def call(self, ranks: tuple[int, ...], method: str, *values: Any) -> list[Any]:
-        """What each of `ranks` answers. Raises the first of their errors."""
-        return list(self._pool.map(lambda rank: self._ask(rank, method, values), ranks))
-
-    def _ask(self, rank: int, method: str, values: tuple[Any, ...]) -> Any:
-        self._pipes[rank].send((method, values))
-        result, error = self._pipes[rank].recv()
-        if error is not None:
-            raise error
-        return result
-
-    def close(self) -> None:
-        end_processes(self._pipes, self._processes)
-        self._pool.shutdown()
+        yield call
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Run the benchmark; everything that the JSON file holds."""
     specs = specs_of(settings)
     nbytes = sum(spec.nbytes for spec in specs)
-    if COPIES * nbytes > available_nbytes():
-        raise ConfigError(f"--size-gib {settings.size_gib} needs {COPIES * nbytes / 2**30:.1f} GiB of memory")
-    jobs = {name: Job(specs, settings.bucket_megabytes) for name in ("owner", "joiners")}
+    require_memory(COPIES * nbytes, f"--size-gib {settings.size_gib:g}")
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
-    try:
-        jobs["owner"].call((0,), "register", settings.dtype)
-        metas = jobs["owner"].call((0, 1), "gather")[0]  # and connects
-        gather_s = median(timed(lambda: jobs["owner"].call((0, 1), "gather")) for _ in range(settings.repeats))
-        jobs["joiners"].call((0, 1), "load", metas)
-        with GlooPair(nbytes) as gloo, ReadPair("mooncake", nbytes) as mooncake:
+    buckets = settings.bucket_megabytes
+    with two_ranks(specs, buckets) as owner, two_ranks(specs, buckets) as joiners:
+        owner((0,), "register", settings.dtype)
+        metas = owner((0, 1), "gather")[0]  # and connects
+        gather_s = median(timed(lambda: owner((0, 1), "gather")) for _ in range(settings.repeats))
+        joiners((0, 1), "load", metas)
+        with raw.gloo(nbytes) as gloo, raw.reads("mooncake", nbytes) as mooncake:
             for repeat in range(WARM_UP + settings.repeats):
                 for name, case in CASES.items():
-                    before = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
-                    reports = jobs[case.job].call(case.ranks, "update", case.ranks if case.p2p else None, case.copies)
-                    after = gloo.gbytes_per_s(), mooncake.gbytes_per_s()
+                    before = gloo(), mooncake()
+                    update = joiners if case.joiners else owner
+                    reports = update(case.ranks, "update", case.ranks if case.p2p else None, case.copies)
+                    after = gloo(), mooncake()
                     if repeat >= WARM_UP:
-                        raw = [(one + two) / 2 for one, two in zip(before, after, strict=True)]
                         reports.sort(key=lambda report: report.events[0].rank != case.reporter)
-                        measured = dict(zip(("gloo", "mooncake"), raw, strict=True))
-                        samples[name].append(analyse(reports) | measured)
-    finally:
-        for job in jobs.values():
-            job.close()
+                        speeds = zip(("gloo", "mooncake"), before, after, strict=True)
+                        samples[name].append(analyse(reports) | {key: (a + b) / 2 for key, a, b in speeds})
     return {
         "model": {"nbytes": nbytes, "tensors": len(specs)},
         "gather_s": gather_s,

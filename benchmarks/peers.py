@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ import xxhash
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.free_ports import free_port
 from benchmarks.namespaces import Host
-from benchmarks.processes import fresh_processes
+from benchmarks.processes import members
 from benchmarks.synthetic_model import RowsOfModel
-from verl.checkpoint_engine.errors import IntegrityError, TransportError
+from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.support import envs
 
 TIMEOUT = timedelta(seconds=300)
+BASELINE, THROUGH_A_FILE, OBJECT_STORE = "gathered broadcast", "safetensors in shm", "ray object store"
 
 Digests = Mapping[tuple[str, int], str]
 """(tensor, first row) to the digest of the rows that one rank holds."""
@@ -69,27 +71,56 @@ class Rank:
     """A trainer rank's rows."""
 
     def __init__(self, job: Job, rank: int) -> None:
+        torch.set_num_threads(1)
         self._source = RowsOfModel(list(job.specs), rank, job.trainers, job.source_dtype)
-        self._boxes = {shard.name: shard for shard in self._source.shards()}
+        self._specs = job.specs
+        self._shards = {shard.name: shard for shard in self._source.shards()}
 
     def step(self) -> None:
         self._source.step()
 
     def rows(self, spec: TensorSpec) -> torch.Tensor:
         """Its rows of `spec`, cast; none if it holds none."""
-        shard = self._boxes.get(spec.name)
-        rows = torch.empty((0, *spec.shape[1:]) if shard is None else shard.box.shape, dtype=getattr(torch, spec.dtype))
+        shard = self._shards.get(spec.name)
+        shape = (0, *spec.shape[1:]) if shard is None else shard.box.shape
+        rows = torch.empty(shape, dtype=getattr(torch, spec.dtype))
         if shard is not None:
             self._source.copy(shard, rows)
         return rows
 
-    def digests(self, specs: Sequence[TensorSpec]) -> Digests:
-        held = (spec for spec in specs if spec.name in self._boxes)
-        return {(spec.name, self._boxes[spec.name].box.start[0]): _digest(self.rows(spec)) for spec in held}
+    def put(self) -> list[Any]:
+        """The reference to its rows in Ray's object store. In a list: Ray would resolve a bare one."""
+        import ray
+
+        return [ray.put({spec.name: _as_bytes(self.rows(spec)) for spec in self._specs})]
+
+    def digests(self) -> Digests:
+        held = (spec for spec in self._specs if spec.name in self._shards)
+        return {(spec.name, self._shards[spec.name].box.start[0]): _digest(self.rows(spec)) for spec in held}
+
+
+class Node:
+    """A rollout node's whole tensors."""
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(1)
+        self.whole = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in job.specs}
+        self._trainers = job.trainers
+
+    def get(self, references: list[list[Any]]) -> None:
+        """What ranks have put."""
+        import ray
+
+        parts = ray.get([reference for (reference,) in references])
+        for name, tensor in self.whole.items():
+            np.concatenate([part[name] for part in parts], out=_as_bytes(tensor))
+
+    def digests(self) -> Digests:
+        return digests_of(self.whole, self._trainers)
 
 
 def digests_of(whole: Mapping[str, torch.Tensor], trainers: int) -> Digests:
-    """The same, of a node's whole tensors."""
+    """Of the rows that each rank holds, in a node's whole tensors."""
     digests = {}
     for name, tensor in whole.items():
         per_rank = -(-tensor.shape[0] // trainers)
@@ -99,7 +130,11 @@ def digests_of(whole: Mapping[str, torch.Tensor], trainers: int) -> Digests:
 
 
 def _digest(rows: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_hexdigest(_as_bytes(rows.contiguous()).data)
+
+
+def _as_bytes(tensor: torch.Tensor) -> Any:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def require_equal(way: str, ranks: Sequence[Digests], nodes: Sequence[Digests]) -> None:
@@ -113,10 +148,6 @@ def require_equal(way: str, ranks: Sequence[Digests], nodes: Sequence[Digests]) 
                 raise IntegrityError(f"{way}: node {index} has other bytes in {name} from row {first}")
 
 
-def _empty_model(specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
-
-
 # --- gathering: one gloo group of all processes -----------------------------------------------------------------------
 
 
@@ -127,186 +158,99 @@ def gathering(job: Job, hosts: Sequence[Host] | None = None) -> Iterator[dict[st
     `hosts`: one for all ranks, then one for each node. By default all are here.
     """
     path = envs.shm_dir() / f"verl-benchmark-{os.getpid()}.safetensors"
-    context = fresh_processes()
-    pipes: list[Connection] = []
-    processes = []
-    meeting = (hosts[0].address if hosts else "127.0.0.1", 0)
-    for index in range(job.trainers + job.nodes):
-        ours, theirs = context.Pipe()
-        place = hosts[max(index - job.trainers + 1, 0)] if hosts else None
-        process = context.Process(target=_serve, args=(theirs, job, index, meeting, path, place), daemon=True)
-        process.start()
-        theirs.close()
-        if not pipes:
-            meeting = (meeting[0], ours.recv())
-        pipes.append(ours)
-        processes.append(process)
-
-    def run(way: str) -> PeerSample:
-        for pipe in pipes:
-            pipe.send(way)
-        try:
-            answers: list[tuple[float, Digests]] = [pipe.recv() for pipe in pipes]
-        except EOFError as exc:
-            raise TransportError(f"{way}: a process has ended") from exc
-        seconds, digests = [answer[0] for answer in answers], [answer[1] for answer in answers]
-        require_equal(way, digests[: job.trainers], digests[job.trainers :])
-        return PeerSample(blocked_s=max(seconds[: job.trainers]), total_s=max(seconds))
-
+    meeting = (hosts[0].address if hosts else "127.0.0.1", free_port())
+    count = job.trainers + job.nodes
+    makers = {f"peer-{index}": partial(_Process, job, index, meeting, path) for index in range(count)}
+    places = [hosts[max(index - job.trainers + 1, 0)] for index in range(count)] if hosts else None
     try:
-        yield {way: lambda way=way: run(way) for way in _WAYS}  # type: ignore[misc]
+        with members(makers, places) as processes:
+
+            def run(way: str) -> PeerSample:
+                moving = [process.submit("move", way) for process in processes]
+                seconds, digests = zip(*(moved.result() for moved in moving), strict=True)
+                require_equal(way, digests[: job.trainers], digests[job.trainers :])
+                return PeerSample(blocked_s=max(seconds[: job.trainers]), total_s=max(seconds))
+
+            yield {way: partial(run, way) for way in (BASELINE, THROUGH_A_FILE)}
     finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
         path.unlink(missing_ok=True)
 
 
-@dataclass
 class _Process:
-    """One rank or node; `rank` is None on nodes."""
+    """One rank or node."""
 
-    job: Job
-    path: Path
-    rank: Rank | None
-    is_sender: bool
-    ranks: Any
-    """Process group of the ranks."""
-    receivers: Any
-    """Process group of rank 0 and the nodes."""
-    whole: dict[str, torch.Tensor]
+    def __init__(self, job: Job, index: int, meeting: tuple[str, int], path: Path) -> None:
+        """`meeting`: where process 0 opens the store."""
+        store = TCPStore(*meeting, is_master=index == 0, timeout=TIMEOUT, wait_for_workers=False)
+        count = job.trainers + job.nodes
+        dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=TIMEOUT)
+        self._job, self._path, self._is_sender = job, path, index == 0
+        self._rank = Rank(job, index) if index < job.trainers else None
+        self._node = Node(job) if self._rank is None else None
+        self._ranks = dist.new_group(list(range(job.trainers)))
+        self._receivers = dist.new_group([0, *range(job.trainers, count)])
 
-    def gather(self, spec: TensorSpec) -> torch.Tensor:
+    def move(self, way: str) -> tuple[float, Digests]:
+        """One version, changed before; its seconds, and the digests of what is here."""
+        if self._rank is not None:
+            self._rank.step()
+        dist.barrier()
+        start_s = time.perf_counter()
+        if way == BASELINE:
+            self._broadcast()
+        else:
+            self._through_a_file()
+        seconds = time.perf_counter() - start_s
+        holder = self._rank or self._node
+        assert holder is not None
+        return seconds, holder.digests()
+
+    def _gather(self, spec: TensorSpec) -> torch.Tensor:
         """The whole tensor on every rank, which sends its rows padded to equal numbers, as DTensor does."""
-        assert self.rank is not None
-        rows = self.rank.rows(spec)
-        per_rank = -(-spec.shape[0] // self.job.trainers)
+        assert self._rank is not None
+        rows = self._rank.rows(spec)
+        per_rank = -(-spec.shape[0] // self._job.trainers)
         padded = torch.zeros((per_rank, *spec.shape[1:]), dtype=rows.dtype)
         padded[: rows.shape[0]] = rows
-        whole = torch.empty((per_rank * self.job.trainers, *spec.shape[1:]), dtype=rows.dtype)
-        dist.all_gather(list(whole.chunk(self.job.trainers)), padded, group=self.ranks)
+        whole = torch.empty((per_rank * self._job.trainers, *spec.shape[1:]), dtype=rows.dtype)
+        dist.all_gather(list(whole.chunk(self._job.trainers)), padded, group=self._ranks)
         return whole[: spec.shape[0]]
 
-    def broadcast(self) -> None:
-        for spec in self.job.specs:
-            whole = self.whole[spec.name] if self.rank is None else self.gather(spec)
-            if self.rank is None or self.is_sender:
-                dist.broadcast(whole, src=0, group=self.receivers)
+    def _broadcast(self) -> None:
+        for spec in self._job.specs:
+            whole = self._node.whole[spec.name] if self._node else self._gather(spec)
+            if self._node or self._is_sender:
+                dist.broadcast(whole, src=0, group=self._receivers)
 
-    def through_a_file(self) -> None:
+    def _through_a_file(self) -> None:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
-        if self.rank is not None:
-            whole = {spec.name: self.gather(spec) for spec in self.job.specs}
-            if not self.is_sender:
+        if self._node is None:
+            whole = {spec.name: self._gather(spec) for spec in self._job.specs}
+            if not self._is_sender:
                 return
-            save_file(whole, self.path)
-        dist.barrier(group=self.receivers)
-        if self.rank is None:
-            with safe_open(self.path, framework="pt") as file:
-                for name, tensor in self.whole.items():
+            save_file(whole, self._path)
+        dist.barrier(group=self._receivers)
+        if self._node is not None:
+            with safe_open(self._path, framework="pt") as file:
+                for name, tensor in self._node.whole.items():
                     tensor.copy_(file.get_tensor(name))
-
-
-_WAYS: dict[str, Callable[[_Process], None]] = {
-    "gathered broadcast": _Process.broadcast,
-    "safetensors in shm": _Process.through_a_file,
-}
-
-
-def _serve(pipe: Connection, job: Job, index: int, meeting: tuple[str, int], path: Path, place: Host | None) -> None:
-    """`meeting`: where process 0 opens the store, on any port, which it tells first."""
-    if place is not None:
-        place.enter()
-    torch.set_num_threads(1)
-    store = TCPStore(*meeting, is_master=index == 0, timeout=TIMEOUT, wait_for_workers=False)
-    if index == 0:
-        pipe.send(store.port)
-    members = job.trainers + job.nodes
-    dist.init_process_group("gloo", store=store, rank=index, world_size=members, timeout=TIMEOUT)
-    process = _Process(
-        job=job,
-        path=path,
-        rank=Rank(job, index) if index < job.trainers else None,
-        is_sender=index == 0,
-        ranks=dist.new_group(list(range(job.trainers))),
-        receivers=dist.new_group([0, *range(job.trainers, members)]),
-        whole={} if index < job.trainers else _empty_model(job.specs),
-    )
-    while True:
-        try:
-            way = pipe.recv()
-        except EOFError:
-            dist.destroy_process_group()
-            return
-        if process.rank is not None:
-            process.rank.step()
-        dist.barrier()
-        start_s = time.perf_counter()
-        _WAYS[way](process)
-        seconds = time.perf_counter() - start_s
-        digests = process.rank.digests(job.specs) if process.rank else digests_of(process.whole, job.trainers)
-        pipe.send((seconds, digests))
 
 
 # --- Ray's object store -----------------------------------------------------------------------------------------------
 
 
-class _RayRank:
-    def __init__(self, job: Job, rank: int) -> None:
-        torch.set_num_threads(1)
-        self._job, self._rank = job, Rank(job, rank)
-
-    def step(self) -> None:
-        self._rank.step()
-
-    def put(self) -> list[Any]:
-        """The reference to this rank's rows of every tensor. In a list: Ray would resolve a bare one."""
-        import ray
-
-        return [ray.put({spec.name: _as_bytes(self._rank.rows(spec)) for spec in self._job.specs})]
-
-    def digests(self) -> Digests:
-        return self._rank.digests(self._job.specs)
-
-
-class _RayNode:
-    def __init__(self, job: Job) -> None:
-        torch.set_num_threads(1)
-        self._job = job
-        self._whole = _empty_model(job.specs)
-
-    def get(self, references: list[list[Any]]) -> None:
-        import ray
-
-        parts = ray.get([reference for (reference,) in references])
-        for name, tensor in self._whole.items():
-            np.concatenate([part[name] for part in parts], out=_as_bytes(tensor))
-
-    def digests(self) -> Digests:
-        return digests_of(self._whole, self._job.trainers)
-
-
-def _as_bytes(tensor: torch.Tensor) -> Any:
-    return tensor.view(-1).view(torch.uint8).numpy()
-
-
 @contextmanager
 def ray_object_store(job: Job) -> Iterator[dict[str, Way]]:
-    """Ray's object store, in a Ray of its own that ends with the block."""
+    """Every rank puts its rows, every node gets them, in a Ray of its own that ends with the block."""
     ray: Any = importlib.import_module("ray")  # nothing else here needs it
     session = importlib.import_module("verl.trainer.fleet.session").RaySession()
-    way = "ray object store"
     nbytes = sum(spec.nbytes for spec in job.specs)
-    members = job.trainers + job.nodes
-    session.start({"num_cpus": members, "object_store_memory": int(2.5 * nbytes) + 2**28})
+    session.start({"num_cpus": job.trainers + job.nodes, "object_store_memory": int(2.5 * nbytes) + 2**28})
     try:
-        ranks = [ray.remote(_RayRank).remote(job, rank) for rank in range(job.trainers)]
-        nodes = [ray.remote(_RayNode).remote(job) for _ in range(job.nodes)]
+        ranks = [ray.remote(Rank).remote(job, rank) for rank in range(job.trainers)]
+        nodes = [ray.remote(Node).remote(job) for _ in range(job.nodes)]
 
         def run() -> PeerSample:
             ray.get([rank.step.remote() for rank in ranks])
@@ -315,11 +259,11 @@ def ray_object_store(job: Job) -> Iterator[dict[str, Way]]:
             blocked_s = time.perf_counter() - start_s
             ray.get([node.get.remote(references) for node in nodes])
             total_s = time.perf_counter() - start_s
-            digests = [ray.get([member.digests.remote() for member in members]) for members in (ranks, nodes)]
-            require_equal(way, *digests)
+            digests = [ray.get([member.digests.remote() for member in held]) for held in (ranks, nodes)]
+            require_equal(OBJECT_STORE, *digests)
             return PeerSample(blocked_s=blocked_s, total_s=total_s)
 
-        yield {way: run}
+        yield {OBJECT_STORE: run}
     finally:
         session.close()
 

@@ -10,15 +10,17 @@ from the other ones alone; rows of `--predict`, with the same columns, from all 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pandas
+from numpy import exp, log
+
 from benchmarks.command import conduct, parse
 from benchmarks.own_syncs import fit, predict, read_measured
-from benchmarks.published import Predicted, predicted, read_rows, typical_error
+from benchmarks.published import Predicted, predicted, read_rows
 from benchmarks.report import Panel, Report, table
 from verl.utils.config import option
 
@@ -39,73 +41,69 @@ def validate(settings: Settings) -> dict[str, Any]:
     asked = known
     if settings.predict is not None:
         asked, left_out = read_rows(settings.predict)
-    found = []
+    published = []
     for row in asked:
         one = predicted(row, known)
         if one is None:
             left_out[row.id] = "too few rows to fit to, or a network that is not stated"
         else:
-            found.append(one)
-    return {
-        "own": _own(settings.own),
-        "published": [_described(one) for one in found],
-        "groups": _groups(found),
-        "left_out": left_out,
-    }
+            published.append(_described(one))
+    return {"own": _own(settings.own), "published": published, "groups": _groups(published), "left_out": left_out}
 
 
 def _own(path: Path) -> list[dict[str, Any]]:
     rows = read_measured(path)
     fitted = fit(rows)
-    return [
-        {
-            "way": f"{row.backend}, {row.topology}",
-            "nodes": row.nodes,
-            "gbit_per_s": row.gbit_per_s,
-            "mib": row.mib,
-            "delta": row.changed is not None,
-            "fitted": row.is_fitted,
-            "predicted": predict(row, fitted),
-            "measured": {"stage_s": row.stage_s or None, "total_s": row.total_s},
-        }
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        guess, kinds = predict(row, fitted), {"delta": row.changed, "fitted": row.is_fitted}
+        found.append(
+            {
+                "way": f"{row.backend}, {row.topology}",
+                "kind": ", ".join(kind for kind, is_so in kinds.items() if is_so),
+                "nodes": row.nodes,
+                "gbit_per_s": row.gbit_per_s,
+                "mib": row.mib,
+                "fitted": row.is_fitted,
+                "stage_s": row.stage_s or None,
+                "predicted_stage_s": guess["stage_s"] if row.stage_s else None,
+                "total_s": row.total_s,
+                "predicted_total_s": guess["total_s"],
+                "ratio": guess["total_s"] / row.total_s,
+            }
+        )
+    return found
 
 
 def _described(one: Predicted) -> dict[str, Any]:
-    row = one.row
+    row, systems = one.row, "same" if one.same_system else "others"
     return {
         "id": row.id,
         "system": row.system,
         "mechanism": row.family,
         "model": row.model,
+        "network": "yes" if row.has_network else "no",
         "predicted_s": one.seconds,
         "published_s": row.seconds,
         "ratio": one.ratio,
-        "network_stated": row.has_network,
-        "fitted_rows": one.fitted_rows,
-        "same_system": one.same_system,
+        "systems": systems,
+        "fitted_to": f"{one.fitted_rows}, {systems}",
     }
 
 
-def _groups(found: Sequence[Predicted]) -> list[dict[str, Any]]:
-    """Errors by what is known of a row."""
-    groups: dict[tuple[str, bool, bool], list[Predicted]] = {}
-    for one in found:
-        key = (one.row.family, one.row.has_network, one.same_system)
-        groups.setdefault(key, []).append(one)
-    return [
-        {
-            "mechanism": family,
-            "network_stated": network,
-            "same_system": same,
-            "rows": len(rows),
-            "typical_factor": typical_error(rows),
-            "within_15_percent": sum(1 - GOOD <= one.ratio <= 1 / (1 - GOOD) for one in rows),
-            "within_factor_2": sum(0.5 <= one.ratio <= 2 for one in rows),
-        }
-        for (family, network, same), rows in sorted(groups.items())
-    ]
+def _groups(published: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors by what is known of a row. The factor is the geometric mean of how far off."""
+    if not published:
+        return []
+    ratios = pandas.DataFrame(published).groupby(["mechanism", "network", "systems"]).ratio
+    errors = ratios.agg(
+        rows="count",
+        factor=lambda ratio: exp(log(ratio).abs().mean()),
+        within_15_percent=lambda ratio: ratio.between(1 - GOOD, 1 / (1 - GOOD)).sum(),
+        within_factor_2=lambda ratio: ratio.between(0.5, 2).sum(),
+    )
+    groups: list[dict[str, Any]] = errors.reset_index().to_dict("records")
+    return groups
 
 
 OWN = {
@@ -114,10 +112,10 @@ OWN = {
     "nodes": "{nodes}",
     "Gbit/s": "{gbit_per_s:g}",
     "MiB": "{mib}",
-    "stage, s": "{measured[stage_s]:.3f}",
-    "stage predicted, s": "{shown_stage_s:.3f}",
-    "sync, s": "{measured[total_s]:.3f}",
-    "sync predicted, s": "{predicted[total_s]:.3f}",
+    "stage, s": "{stage_s:.3f}",
+    "stage predicted, s": "{predicted_stage_s:.3f}",
+    "sync, s": "{total_s:.3f}",
+    "sync predicted, s": "{predicted_total_s:.3f}",
     "ratio": "{ratio:.2f}",
 }
 GROUPS = {
@@ -125,7 +123,7 @@ GROUPS = {
     "network stated": "{network}",
     "fitted to systems": "{systems}",
     "rows": "{rows}",
-    "factor": "{typical_factor:.2f}",
+    "factor": "{factor:.2f}",
     "within 15 %": "{within_15_percent}",
     "within a factor of 2": "{within_factor_2}",
 }
@@ -138,60 +136,29 @@ PUBLISHED = {
     "predicted, s": "{predicted_s:.2f}",
     "published, s": "{published_s:.2f}",
     "ratio": "{ratio:.2f}",
-    "fitted to": "{fitted}",
+    "fitted to": "{fitted_to}",
 }
 
 
 def report(result: dict[str, Any]) -> Report:
     """The tables of docs/benchmarks/plan.md."""
 
-    def network(row: dict[str, Any]) -> str:
-        return "yes" if row["network_stated"] else "no"
-
-    own = [
-        row
-        | {
-            "kind": ", ".join(word for word in ("delta", "fitted") if row[word]),
-            "shown_stage_s": row["predicted"]["stage_s"] if row["measured"]["stage_s"] else None,
-            "ratio": row["predicted"]["total_s"] / row["measured"]["total_s"],
-        }
-        for row in result["own"]
-    ]
-    groups = [
-        row | {"network": network(row), "systems": "same" if row["same_system"] else "others"}
-        for row in result["groups"]
-    ]
-    published = [
-        row | {"network": network(row), "fitted": f"{row['fitted_rows']}, {'same' if row['same_system'] else 'others'}"}
-        for row in result["published"]
-    ]
-    errors = [abs(row["ratio"] - 1) for row in own if not row["fitted"]]
-    panel = Panel(
-        kind="points",
-        series={
-            "measured here": [
-                (row["measured"]["total_s"], row["predicted"]["total_s"]) for row in own if not row["fitted"]
-            ],
-            **{
-                f"published, fitted to {systems}": [
-                    (row["published_s"], row["predicted_s"]) for row in published if row["same_system"] == same
-                ]
-                for systems, same in (("the same system", True), ("other systems", False))
-            },
-        },
-        x="seconds measured or published",
-        y="seconds predicted",
-        scale="log",
-    )
+    unfitted = [row for row in result["own"] if not row["fitted"]]
+    errors = [abs(row["ratio"] - 1) for row in unfitted]
+    points = {"measured here": [(row["total_s"], row["predicted_total_s"]) for row in unfitted]}
+    for row in result["published"]:
+        label = f"published, fitted to {row['systems']} systems"
+        points.setdefault(label, []).append((row["published_s"], row["predicted_s"]))
+    axes = {"x": "seconds measured or published", "y": "seconds predicted"}
     return Report(
         [
-            table("measured here", OWN, own),
+            table("measured here", OWN, result["own"]),
             f"{len(errors)} predicted, totals off by {median(errors):.0%}, {max(errors):.0%} at most",
-            table("published, each row predicted from others", GROUPS, groups),
-            table("", PUBLISHED, published),
+            table("published, each row predicted from others", GROUPS, result["groups"]),
+            table("", PUBLISHED, result["published"]),
             "\n".join(f"left out: {name}: {reason}" for name, reason in result["left_out"].items()),
         ],
-        [panel],
+        [Panel(kind="points", series=points, scale="log", **axes)],
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.command import conduct, parse
 from benchmarks.report import Report, table
+from benchmarks.synthetic_model import rows_of
 from verl.checkpoint_engine.links.fetch import messages_of
 from verl.checkpoint_engine.memory.packed import Packing
 from verl.checkpoint_engine.plan.layout import Layout
@@ -90,13 +91,6 @@ def mixture_of_experts(layers: int, experts: int) -> list[TensorSpec]:
         for expert in range(experts):
             specs += feed_forward(f"{prefix}.mlp.experts.{expert}", EXPERT_WIDTH)
     return [*specs, vector("model.norm.weight", HIDDEN), matrix("lm_head.weight", VOCABULARY, HIDDEN)]
-
-
-def rows_of(spec: TensorSpec, part: int, parts: int) -> Shard:
-    """Rows `part` of `parts` as FSDP2 cuts them: chunks of equal size, the last ones smaller or empty."""
-    chunk = -(-spec.shape[0] // parts)
-    low, high = min(part * chunk, spec.shape[0]), min((part + 1) * chunk, spec.shape[0])
-    return Shard(spec.name, Box((low, *(0,) * (len(spec.shape) - 1)), (high, *spec.shape[1:])))
 
 
 def fully_sharded(specs: list[TensorSpec], rank: int, settings: Settings) -> list[Shard]:

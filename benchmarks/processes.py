@@ -1,63 +1,175 @@
-"""Processes that a benchmark measures in."""
+"""Objects that live in processes of their own, without Ray: their methods are called over a pipe."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import multiprocessing
-import signal
-import subprocess
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from inspect import iscoroutinefunction
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
-ENDS_WITHIN_S = 30.0
-"""After SIGTERM; then it is killed."""
+from benchmarks.namespaces import Host
+from verl.checkpoint_engine.errors import TransportError
+
 LEAVES_WITHIN_S = 10.0
-"""When its pipe is closed; then it is killed."""
+"""When its pipe is closed; then a process is killed."""
 
-IMPORTS = [
-    "benchmarks.node_process",
-    "benchmarks.parameter_server",
-    "benchmarks.peers",
-    "benchmarks.raw_gloo",
-    "benchmarks.raw_one_sided",
-]
+IMPORTS = ["benchmarks.fleet", "benchmarks.parameter_server", "benchmarks.peers", "benchmarks.raw"]
 
 
-def fresh_processes() -> Any:
-    """A context of `multiprocessing`: its processes are forked from one that has imported all they need, and no more.
+class Member:
+    """`make()`, in a process of its own: a port to whatever methods the object has. `end` it; it ends with this one.
 
-    They begin in milliseconds, where one that imports torch for itself takes three seconds of processor time.
+    Coroutines run there at once, side by side. Other methods run one after the other on a thread of their own, as a
+    trainer trains while the calls of a sync are answered. Here every method is a coroutine; `call` and `submit` are for
+    those who have no loop. All raise what the method raises, and TransportError when the process is gone.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
-    return context
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], object],
+        *,
+        host: Host | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """The process lives at `host`. One with an `environment` is fresh, so that the C library reads that.
+
+        Others are forked from a server that has imported what all need, which takes milliseconds and not seconds.
+        """
+        self.name = name
+        self._beginning = (make, host)
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
+        context: Any = multiprocessing.get_context("forkserver" if self._environment is None else "spawn")
+        context.set_forkserver_preload(IMPORTS)
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its_end, *self._beginning), name=self.name, daemon=True)
+        with patch.dict(os.environ, self._environment or {}):
+            self._process.start()
+        its_end.close()
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        pid: int = self._process.pid
+        return pid
+
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        number = next(self._numbers)
+        self._answers[number] = answer
+        try:
+            self._pipe.send((number, method, arguments))
+        except OSError as exc:
+            raise TransportError("its process is gone", member=self.name) from exc
+        return answer
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self.submit(method, *arguments).result()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*arguments: Any) -> Any:
+            return await asyncio.wrap_future(self.submit(method, *arguments))
+
+        return call
+
+    def _read(self) -> None:
+        """On a thread of its own: hand answers to those who wait for them."""
+        try:
+            while True:
+                number, result, error = self._pipe.recv()
+                answer = self._answers.pop(number)
+                if not answer.set_running_or_notify_cancel():
+                    continue
+                if error is None:
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(error)
+        except (EOFError, OSError):
+            for answer in list(self._answers.values()):
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(TransportError("its process is gone", member=self.name))
+
+    def replace(self) -> None:
+        """Another process takes the place of this one."""
+        self.end()
+        self._start()
+
+    def end(self) -> None:
+        """Idempotent."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(LEAVES_WITHIN_S)
+        if self._process.is_alive():
+            self._process.kill()
+        self._reader.join(LEAVES_WITHIN_S)
+        self._pipe.close()
 
 
-class Program(Protocol):
-    """A running one, as `subprocess.Popen` has it."""
-
-    def send_signal(self, number: int, /) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
+def _serve(pipe: Connection, make: Callable[[], object], host: Host | None) -> None:
+    if host is not None:
+        host.enter()
+    asyncio.run(_answer_all(pipe, make()))
 
 
-def end_program(program: Program) -> None:
-    """Ask it to end, and see to it that it has."""
-    program.send_signal(signal.SIGTERM)
+async def _answer_all(pipe: Connection, member: object) -> None:
+    """Until the other end says goodbye or closes. What libraries have left running does not hold the process up."""
+    trains = ThreadPoolExecutor(1, thread_name_prefix="trains")
+
+    async def answer(number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        result, error = None, None
+        try:
+            method = getattr(member, name)
+            if iscoroutinefunction(method):
+                result = await method(*arguments)
+            else:
+                result = await asyncio.get_running_loop().run_in_executor(trains, method, *arguments)
+        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
+            error = exc
+        pipe.send((number, result, error))
+
+    calls = set()
+    while (call := await asyncio.to_thread(_received, pipe)) is not None:
+        task = asyncio.create_task(answer(*call))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+    os._exit(0)
+
+
+def _received(pipe: Connection) -> tuple[int, str, tuple[Any, ...]] | None:
     try:
-        program.wait(ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        program.kill()
-        program.wait()
+        call: tuple[int, str, tuple[Any, ...]] | None = pipe.recv()
+    except EOFError:
+        return None
+    return call
 
 
-def end_processes(pipes: Sequence[Connection], processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Close the pipes from which processes read what they shall do, and see to it that they have ended."""
-    for pipe in pipes:
-        pipe.close()
-    for process in processes:
-        process.join(LEAVES_WITHIN_S)
-        if process.is_alive():
-            process.kill()
+@contextmanager
+def members(
+    makers: Mapping[str, Callable[[], object]], hosts: Sequence[Host | None] | None = None
+) -> Iterator[list[Member]]:
+    """One for each name, at the host in the same place; they end with the block."""
+    started = []
+    try:
+        for (name, make), host in zip(makers.items(), hosts or [None] * len(makers), strict=True):
+            started.append(Member(name, make, host=host))
+        yield started
+    finally:
+        for member in started:
+            member.end()

@@ -14,16 +14,16 @@ else of the same mechanism in all systems whose networks are stated. Nothing is 
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import exp, log, sqrt
+from math import sqrt
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pandas
 
 Floats = npt.NDArray[np.float64]
 
@@ -71,19 +71,16 @@ class Predicted:
 def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
     """Rows that can be used, and of the others why not. Raises OSError, ValueError for another kind of file."""
     rows, left_out = [], {}
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = {"id", "system", "mechanism", "seconds", "model_GB", "nic_GBps_per_gpu"} - set(
-            reader.fieldnames or ()
-        )
-        if missing:
-            raise ValueError(f"{path} has no columns {', '.join(sorted(missing))}")
-        for fields in reader:
-            row = _row(fields)
-            if isinstance(row, str):
-                left_out[fields["id"]] = row
-            else:
-                rows.append(row)
+    table = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    missing = {"id", "system", "mechanism", "seconds", "model_GB", "nic_GBps_per_gpu"} - set(table.columns)
+    if missing:
+        raise ValueError(f"{path} has no columns {', '.join(sorted(missing))}")
+    for fields in table.to_dict("records"):
+        row = _row(fields)
+        if isinstance(row, str):
+            left_out[fields["id"]] = row
+        else:
+            rows.append(row)
     return rows, left_out
 
 
@@ -172,8 +169,3 @@ def predicted(row: Row, known: Sequence[Row]) -> Predicted | None:
         return None
     seconds = float(fitted(same) @ np.array(row.features))
     return Predicted(row=row, seconds=seconds, fitted_rows=len(same), same_system=own_system)
-
-
-def typical_error(found: Sequence[Predicted]) -> float:
-    """The geometric mean of how far off, as a factor from 1."""
-    return exp(sum(abs(log(one.ratio)) for one in found) / len(found)) if found else 1.0

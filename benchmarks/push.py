@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.command import conduct, parse, progress
 from benchmarks.free_ports import free_port
-from benchmarks.processes import end_program
 from benchmarks.random_model import MIN_MIB, make_random_model
 from benchmarks.report import Report, table
 from verl.checkpoint_engine import WeightPublisher
@@ -38,6 +37,7 @@ from verl.utils.config import option
 
 START_S = 300.0
 REQUEST_S = 300.0
+ENDS_WITHIN_S = 30.0
 WARM_UP = 2
 """Rounds before the measured ones: each of the two slots has been written and mapped once."""
 WAYS = PUSH, FILES, RELOAD = ("push", "write the files", "reload_weights")
@@ -73,7 +73,12 @@ def served(model: Path, log: Path) -> Iterator[str]:
                     time.sleep(0.2)
             yield endpoint.url
         finally:
-            end_program(server)
+            server.terminate()
+            try:
+                server.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -10,7 +10,6 @@ overrides keys of the run, as on its command line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,20 +19,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
-from types import TracebackType
+from statistics import median
 
+import pandas
 import psutil
 
+from benchmarks.command import parse
 from benchmarks.machine import describe_machine
 from benchmarks.modes import MODES
+from benchmarks.report import table
 from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.trainer_ranks import PARTS
 from verl.utils.builtin import make_tiny_model
+from verl.utils.config import option
 from verl.utils.tracking import read_metrics
 
 STARTS_WITHIN_S = 240.0
@@ -82,12 +84,28 @@ QUICK = (
 GOES_ON = re.compile(r"the trainer goes on after step (\d+), from")
 
 
+COLUMNS = {
+    "hit": "{what}",
+    "faults": "{faults}",
+    "survived": "{survived}",
+    "seconds to the next completed step: p50": "{p50:.1f}",
+    "p95": "{p95:.1f}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    minutes: float = option(5.0, "for which faults come", above=0)
+    seed: int = option(0, "of the faults")
+    only: list[str] = option(list(VICTIMS), "whom faults hit", choices=tuple(VICTIMS))
+    mode: str = option("fully_async_policy", "of training", choices=tuple(MODES))
+    overrides: list[str] = option([], "key=value words for the run; they come before --only")
+
+
 @dataclass
 class Tally:
-    faults: Counter[str] = field(default_factory=Counter)
-    survived: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    """From a fault to the record of the next step."""
+    faults: list[tuple[str, float | None]] = field(default_factory=list)
+    """What was hit, and the seconds from there to the record of the next step; None: it did not come."""
     recoveries: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """Of trainer ranks, by fault: the parts of each, and `whole`, from it to the record of the step after it."""
     step_s: list[float] = field(default_factory=list)
@@ -97,38 +115,38 @@ class Tally:
     staleness_below_zero: int = 0
     leaks: list[str] = field(default_factory=list)
 
-    def rows(self) -> list[str]:
-        """A Markdown table."""
-        told = ["| hit | faults | survived | seconds to the next completed step: p50 | p95 |", "|---|---|---|---|---|"]
-        for what in [*sorted(self.faults), "all"]:
-            of_all = what == "all"
-            faults = sum(self.faults.values()) if of_all else self.faults[what]
-            survived = sum(self.survived.values()) if of_all else self.survived[what]
-            seconds = [one for each in self.seconds.values() for one in each] if of_all else self.seconds.get(what, [])
-            p50 = f"{median(seconds):.1f}" if seconds else "-"
-            p95 = f"{quantiles(seconds, n=20, method='inclusive')[-1]:.1f}" if len(seconds) > 1 else "-"
-            told.append(f"| {what} | {faults} | {survived} | {p50} | {p95} |")
-        return [
-            *told,
-            "",
-            *self._parts(),
-            f"steps lost: {self.steps_lost}; prompts trained on twice: {self.samples_twice}; steps with a negative "
-            f"staleness: {self.staleness_below_zero}; left behind: {len(self.leaks)} {' '.join(self.leaks)}".rstrip(),
+    def text(self) -> str:
+        """The table of a report, and lines about recoveries and what went wrong."""
+        frame = pandas.DataFrame(self.faults, columns=["what", "seconds"])
+        rows = [
+            {
+                "what": what,
+                "faults": len(seconds),
+                "survived": seconds.count(),
+                "p50": seconds.median() if seconds.count() else None,
+                "p95": seconds.quantile(0.95) if seconds.count() else None,
+            }
+            for what, seconds in [*frame.groupby("what").seconds, ("all", frame.seconds)]
         ]
+        wrong = (
+            f"steps lost: {self.steps_lost}; prompts trained on twice: {self.samples_twice}; steps with a negative "
+            f"staleness: {self.staleness_below_zero}; left behind: {len(self.leaks)} {' '.join(self.leaks)}".rstrip()
+        )
+        return "\n\n".join([table("", COLUMNS, rows), *self._recoveries(), wrong])
 
-    def _parts(self) -> list[str]:
+    def _recoveries(self) -> list[str]:
         """Medians, and what is left of the whole without the processes and the models: that has a target."""
         told = []
         for what, recoveries in sorted(self.recoveries.items()):
-            parts = {name: [one[name] for one in recoveries] for name in ("unnoticed", *PARTS, "rest", "whole")}
+            names = ("unnoticed", *PARTS, "rest", "whole")
             beyond = [one["whole"] - one["processes"] - one["models"] for one in recoveries]
-            told += [
+            told.append(
                 f"{what}: {len(recoveries)} recoveries, medians, seconds: "
-                + ", ".join(f"{name} {median(seconds):.2f}" for name, seconds in parts.items()),
-                f"{what}: without processes and models {min(beyond):.2f} to {max(beyond):.2f}, median "
-                f"{median(beyond):.2f}, {sum(one <= BEYOND_S for one in beyond)} within {BEYOND_S:g}",
-            ]
-        return [*told, f"an undisturbed step: {median(self.step_s):.2f}", ""] if told and self.step_s else told
+                + ", ".join(f"{name} {median(one[name] for one in recoveries):.2f}" for name in names)
+                + f"\n{what}: without processes and models {min(beyond):.2f} to {max(beyond):.2f}, median "
+                f"{median(beyond):.2f}, {sum(one <= BEYOND_S for one in beyond)} within {BEYOND_S:g}"
+            )
+        return [*told, f"an undisturbed step: {median(self.step_s):.2f}"] if told and self.step_s else told
 
 
 class Run:
@@ -158,17 +176,14 @@ class Run:
     def log(self) -> str:
         return (self.directory / "log").read_text()
 
+    def records(self, after: int = 0) -> list[dict[str, float]]:
+        """Metrics of later steps."""
+        found = read_metrics(self._metrics) if self._metrics.exists() else []
+        return [record for record in found if int(record["step"]) > after]
+
     def steps(self) -> int:
         """The last that is recorded."""
-        if not self._metrics.exists():
-            return 0
-        return max((int(record["step"]) for record in read_metrics(self._metrics)), default=0)
-
-    def records(self, after: int) -> list[dict[str, float]]:
-        """Metrics of later steps."""
-        if not self._metrics.exists():
-            return []
-        return [record for record in read_metrics(self._metrics) if int(record["step"]) > after]
+        return max((int(record["step"]) for record in self.records()), default=0)
 
     def next_step(self, timeout_s: float) -> bool:
         """Wait for one more step. Whether it came."""
@@ -182,12 +197,11 @@ class Run:
     def processes(self) -> dict[int, str]:
         """Titles of what the driver has started."""
         found = {}
-        for process in _descendants(self.driver.pid):
-            try:
-                found[process.pid] = " ".join(process.cmdline())
-                self._seen[process.pid] = process.create_time()
-            except psutil.Error:  # it has just ended
-                pass
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.driver.pid).children(recursive=True):
+                with suppress(psutil.Error):  # it has just ended
+                    found[process.pid] = " ".join(process.cmdline())
+                    self._seen[process.pid] = process.create_time()
         return found
 
     def end(self) -> list[str]:
@@ -226,9 +240,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -260,19 +272,19 @@ def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: C
         if (fault := hit(run, chance, kinds)) is None:
             continue
         (what, step), began_s, told = fault, time.monotonic(), len(run.log)
-        tally.faults[what] += 1
+        tally.faults.append((what, None))
         # The step under way may be complete without what was hit; the one after it is not.
         if not run.next_step(STEP_WITHIN_S):
             return False
         first_s = time.monotonic() - began_s
         if not run.next_step(STEP_WITHIN_S):
             return False
-        tally.survived[what] += 1
-        tally.seconds.setdefault(what, []).append(time.monotonic() - began_s)
-        account_parts(what, run.records(step), (first_s, tally.seconds[what][-1]), tally)
+        seconds = time.monotonic() - began_s
+        tally.faults[-1] = what, seconds
+        account_parts(what, run.records(step), (first_s, seconds), tally)
         for went_on in GOES_ON.findall(run.log[told:]):
             tally.steps_lost += max(step - int(went_on), 0)
-        print(f"{what}: {tally.seconds[what][-1]:.1f} s", flush=True)
+        print(f"{what}: {seconds:.1f} s", flush=True)
     return True
 
 
@@ -295,46 +307,31 @@ def account(run: Run, tally: Tally) -> None:
         for line in path.read_text().splitlines():
             steps.setdefault(json.loads(line)["uid"], set()).add(path.stem)
     tally.samples_twice += sum(len(of_uid) > 1 for of_uid in steps.values())
-    metrics = run.directory / "out/metrics.jsonl"
-    records = read_metrics(metrics) if metrics.exists() else []
-    tally.staleness_below_zero += sum(record["training/staleness/min"] < 0 for record in records)
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return found
+    tally.staleness_below_zero += sum(record["training/staleness/min"] < 0 for record in run.records())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every fault was survived, no step lost, no prompt trained on twice, and nothing left behind."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=sorted(VICTIMS), nargs="+", default=list(VICTIMS), help="whom faults hit")
-    parser.add_argument("--mode", choices=sorted(MODES), default="fully_async_policy")
-    parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args(argv)
-    chance, tally = random.Random(asked.seed), Tally()
-    until_s = time.monotonic() + 60 * asked.minutes
+    settings, _ = parse("soak", __doc__, Settings, argv, files=None)
+    chance, tally = random.Random(settings.seed), Tally()
+    until_s = time.monotonic() + 60 * settings.minutes
     with tempfile.TemporaryDirectory(prefix="verl-soak-") as root:
         number = 0
         while time.monotonic() < until_s:
             number += 1
-            with Run(Path(root) / str(number), asked.mode, asked.overrides) as run:
-                lives = soak(run, until_s, chance, tally, asked.only)
+            with Run(Path(root) / str(number), settings.mode, settings.overrides) as run:
+                lives = soak(run, until_s, chance, tally, settings.only)
                 tally.leaks += run.end()
                 account(run, tally)
                 if not lives:
                     print(f"the run ended:\n{run.log[-4000:]}", flush=True)
     machine = describe_machine()
     where = f"{machine['cores']} cores of {machine['processor']}, load average {os.getloadavg()[2]:.0f}"
-    print(f"\n{where}; {asked.mode}, seed {asked.seed}, {asked.minutes:g} minutes\n")
-    print("\n".join(tally.rows()))
-    clean = tally.survived == tally.faults and not (tally.steps_lost or tally.samples_twice or tally.leaks)
-    return 0 if clean and not tally.staleness_below_zero else 1
+    print(f"\n{where}; {settings.mode}, seed {settings.seed}, {settings.minutes:g} minutes\n")
+    print(tally.text())
+    survived = all(seconds is not None for _, seconds in tally.faults)
+    wrong = tally.steps_lost or tally.samples_twice or tally.leaks or tally.staleness_below_zero
+    return 0 if survived and not wrong else 1
 
 
 if __name__ == "__main__":

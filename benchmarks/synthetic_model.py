@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from verl.checkpoint_engine.memory.publishing import copy_values
@@ -52,6 +54,18 @@ def _nbytes(specs: list[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
+def rows_of(spec: TensorSpec, rank: int, world_size: int) -> Shard:
+    """Those that FSDP2 gives a rank: chunks of equal size, the last ones smaller or empty."""
+    chunk = -(-spec.shape[0] // world_size)
+    first, last = min(rank * chunk, spec.shape[0]), min((rank + 1) * chunk, spec.shape[0])
+    return Shard(spec.name, Box((first, *(0,) * (len(spec.shape) - 1)), (last, *spec.shape[1:])))
+
+
+def row_sources(specs: list[TensorSpec], world_size: int, source_dtype: str) -> list[functools.partial[RowsOfModel]]:
+    """What makes the sources of all ranks, each in its process."""
+    return [functools.partial(RowsOfModel, specs, rank, world_size, source_dtype) for rank in range(world_size)]
+
+
 class RankRows:
     """The weight source of one rank that holds a block of rows of every tensor, as FSDP2 shards a model."""
 
@@ -62,9 +76,7 @@ class RankRows:
         self._boxes: dict[str, Box] = {}
         self._rows: dict[str, torch.Tensor] = {}
         for spec in specs:
-            per_rank = -(-spec.shape[0] // world_size)
-            start, stop = (min(edge * per_rank, spec.shape[0]) for edge in (rank, rank + 1))
-            box = Box((start, *(0 for _ in spec.shape[1:])), (stop, *spec.shape[1:]))
+            box = rows_of(spec, rank, world_size).box
             if box.numel:
                 self._boxes[spec.name] = box
                 self._rows[spec.name] = torch.empty(box.shape, dtype=getattr(torch, source_dtype))

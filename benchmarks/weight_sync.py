@@ -14,49 +14,46 @@ the arena into memory of their own: the least that any engine does.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks import comparison_report, weight_sync_report
-from benchmarks.command import make_parser, run
-from benchmarks.comparison import compare, needed_nbytes
-from benchmarks.machine import Memcpy, available_nbytes, describe_machine
+from benchmarks import comparison
+from benchmarks.command import conduct, parse
+from benchmarks.fleet import on_one_host
+from benchmarks.machine import Memcpy, require_memory
 from benchmarks.peers import Job
-from benchmarks.rank_process import RankProcess
-from benchmarks.synthetic_model import MIN_NBYTES, RowsOfModel, qwen_like_specs
+from benchmarks.report import Panel, Report, medians, table
+from benchmarks.synthetic_model import MIN_NBYTES, qwen_like_specs, row_sources
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.types import TensorSpec
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
-from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.utils.config import option
 
 WARM_UP = 2
 """Versions before the measured ones: each of the two slots has been written and mapped once."""
 TARGET = 0.6
 """Of one-thread memcpy, for `naive`: for publish, stage and verify together, and for a rank with its own bytes."""
+PHASES = ("publish", "stage", "verify", "activate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    backend: str
-    size_gib: float
-    trainers: int
-    nodes: int
-    replicas: int
-    repeats: int
-    dtype: str
-    source_dtype: str
-    block_kilobytes: int
+    backend: str = option("naive", "checkpoint engine backend, or `all` of them")
+    size_gib: float = option(1.0, "model size at the rollout dtype", least=MIN_NBYTES / 2**30)
+    trainers: int = option(2, "trainer ranks, a process each", least=1)
+    nodes: int = option(1, "rollout nodes, each with an arena of its own", least=1)
+    replicas: int = option(1, "replicas that copy each version out", least=0)
+    repeats: int = option(5, "measured versions, after the warm-up", least=1)
+    dtype: str = option("bfloat16", "what replicas receive", choices=("bfloat16", "float16", "float32"))
+    source_dtype: str = option("bfloat16", "what trainer ranks hold", choices=("bfloat16", "float32"))
+    block_kilobytes: int = option(1024, "largest piece with a digest", least=4)
 
 
 class CopyingReplica:
@@ -67,8 +64,10 @@ class CopyingReplica:
         self.node_index = node_index
         self.weights = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
 
-    async def pause(self, mode: str) -> None:
+    async def _nothing(self, *_: object) -> None:
         pass
+
+    pause = resume = health = sleep = wake_up = release_kv_cache = resume_kv_cache = _nothing
 
     async def activate(self, arena_path: str, version: int) -> None:
         await asyncio.to_thread(self._copy, arena_path, version)
@@ -77,87 +76,54 @@ class CopyingReplica:
         for name, tensor in read_committed(arena_path, version):
             self.weights[name].copy_(tensor)
 
-    async def resume(self) -> None:
-        pass
-
-    async def health(self) -> None:
-        pass
-
-    async def sleep(self) -> None:
-        pass
-
-    async def wake_up(self) -> None:
-        pass
-
-    async def release_kv_cache(self) -> None:
-        pass
-
-    async def resume_kv_cache(self) -> None:
-        pass
-
 
 async def measure(settings: Settings) -> dict[str, Any]:
-    """Run the benchmark; everything that the JSON file holds."""
+    """One backend; everything that the JSON file holds."""
     config = CheckpointEngineConfig(backend=settings.backend, block_kilobytes=settings.block_kilobytes)
     resolve_backend(config)
     specs = qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype)
     nbytes = sum(spec.nbytes for spec in specs)
     itemsize = getattr(torch, settings.source_dtype).itemsize / getattr(torch, settings.dtype).itemsize
-    require_memory(settings, int(nbytes * (itemsize + 2 * settings.nodes + settings.replicas)))
-    machine = describe_machine()
-    trainers = [
-        RankProcess(rank, partial(RowsOfModel, specs, rank, settings.trainers, settings.source_dtype), config)
-        for rank in range(settings.trainers)
-    ]
-    job = f"benchmark-{os.getpid()}"
-    nodes = [RolloutNode(index, config, job=job, shm_dir=envs.shm_dir()) for index in range(settings.nodes)]
-    manager = CheckpointEngineManager(config=config, trainers=trainers, nodes=nodes)
-    memcpy = Memcpy(nbytes, settings.trainers)
-    try:
-        replicas = [
-            CopyingReplica(f"replica-{index}", index % settings.nodes, specs) for index in range(settings.replicas)
-        ]
-        await manager.add_replicas(replicas)
-        samples = []
-        for version in range(WARM_UP + settings.repeats):
-            await asyncio.gather(*(trainer.step() for trainer in trainers))
-            limits = {
-                "memcpy_gbytes_per_s": memcpy.gbytes_per_s(1),
-                "memcpy_all_ranks_gbytes_per_s": memcpy.gbytes_per_s(settings.trainers),
-            }
-            report = await manager.update_weights(version)
-            if version >= WARM_UP:
+    require_memory(nbytes * (itemsize + 2 * settings.nodes + settings.replicas), f"--size-gib {settings.size_gib:g}")
+    sources = row_sources(specs, settings.trainers, settings.source_dtype)
+    samples = []
+    with closing(Memcpy(nbytes, settings.trainers)) as memcpy:
+        async with on_one_host(config, sources, settings.nodes) as fleet:
+            places = [index % settings.nodes for index in range(settings.replicas)]
+            replicas = [CopyingReplica(f"replica-{index}", node, specs) for index, node in enumerate(places)]
+            await fleet.manager.add_replicas(replicas)
+            for version in range(WARM_UP + settings.repeats):
+                await fleet.of_ranks("step")
+                limits = {
+                    "memcpy_gbytes_per_s": memcpy.gbytes_per_s(1),
+                    "memcpy_all_ranks_gbytes_per_s": memcpy.gbytes_per_s(settings.trainers),
+                }
+                report = await fleet.manager.update_weights(version)
                 phases = {f"{phase}_s": seconds for phase, seconds in report.phase_s.items()}
                 samples.append({"version": version, **limits, **phases, "trainer_blocked_s": report.trainer_blocked_s})
-        shared = shared_nbytes(job)
-    finally:
-        await manager.close()
-        memcpy.close()
-    summary = summarise(samples, nbytes * settings.nodes, nbytes / settings.trainers)
+            shared = shared_nbytes(fleet.job)
+    summary = summarise(samples[WARM_UP:], nbytes * settings.nodes, nbytes / settings.trainers)
     return {
-        "benchmark": "weight_sync",
-        "settings": asdict(settings),
-        "machine": machine,
         "model": {"nbytes": nbytes, "tensors": len(specs)},
         "shared_memory": {
             "nbytes": shared,
             "per_node_in_models": shared / settings.nodes / nbytes,
-            "left_after_close_nbytes": shared_nbytes(job),
+            "left_after_close_nbytes": shared_nbytes(fleet.job),
         },
-        "samples": samples,
+        "samples": samples[WARM_UP:],
         "summary": summary | (target(summary) if settings.backend == "naive" else {}),
     }
 
 
-async def compare_all(settings: Settings) -> dict[str, Any]:
+async def compare(settings: Settings) -> dict[str, Any]:
     job = Job(
         specs=qwen_like_specs(int(settings.size_gib * 2**30), settings.dtype),
         source_dtype=settings.source_dtype,
         trainers=settings.trainers,
         nodes=settings.nodes,
     )
-    require_memory(settings, needed_nbytes(job))
-    return await compare(job, settings.repeats, settings.block_kilobytes)
+    require_memory(comparison.needed_nbytes(job), f"--size-gib {settings.size_gib:g}")
+    return await comparison.compare(job, settings.repeats, settings.block_kilobytes)
 
 
 def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -> dict[str, Any]:
@@ -174,8 +140,7 @@ def summarise(samples: list[dict[str, float]], nbytes: int, own_nbytes: float) -
         }
 
     return {
-        "memcpy_gbytes_per_s": median(sample["memcpy_gbytes_per_s"] for sample in samples),
-        "memcpy_all_ranks_gbytes_per_s": median(sample["memcpy_all_ranks_gbytes_per_s"] for sample in samples),
+        **{key: value for key, value in medians(samples).items() if key.startswith("memcpy")},
         "publish_and_stage": row(lambda sample: sample["publish_s"] + sample["stage_s"]),
         "verify": row(lambda sample: sample["verify_s"]),
         "publish_stage_verify": row(lambda sample: sample["publish_s"] + sample["stage_s"] + sample["verify_s"]),
@@ -195,49 +160,66 @@ def shared_nbytes(job: str) -> int:
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
-def require_memory(settings: Settings, needed_nbytes: int) -> None:
-    """Raises ConfigError if the ranks' weights, two slots per node, and the copies that are made do not fit."""
-    if needed_nbytes > available_nbytes():
-        raise ConfigError(
-            f"--size-gib {settings.size_gib} needs {needed_nbytes / 2**30:.1f} GiB of memory "
-            f"({settings.trainers} trainer ranks, {settings.nodes} node arenas of two slots, and copies); "
-            f"{available_nbytes() / 2**30:.1f} GiB are available"
-        )
+ROWS = {
+    "publish_and_stage": "publish + stage",
+    "verify": "verify",
+    "publish_stage_verify": "publish + stage + verify",
+    "activate_by_copying": "activate (copy into own memory)",
+    "trainer_blocked": "trainer rank blocked (own bytes)",
+}
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
-    parser = make_parser("weight_sync", __doc__)
-    add = parser.add_argument
-    add("--backend", default="naive", help="checkpoint engine backend, or `all` of them (default: %(default)s)")
-    add("--size-gib", type=float, default=1.0, help="model size at the rollout dtype (default: %(default)s)")
-    add("--trainers", type=int, default=2, help="trainer ranks, a process each (default: %(default)s)")
-    add("--nodes", type=int, default=1, help="rollout nodes, each with an arena of its own (default: %(default)s)")
-    add("--replicas", type=int, default=1, help="replicas that copy each version out (default: %(default)s)")
-    add("--repeats", type=int, default=5, help="measured versions, after the warm-up (default: %(default)s)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="what replicas receive")
-    add("--source-dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what trainer ranks hold")
-    add("--block-kilobytes", type=int, default=1024, help="largest piece with a digest (default: %(default)s)")
-    values = vars(parser.parse_args(arguments))
-    output = values.pop("output")
-    if not values["size_gib"] * 2**30 >= MIN_NBYTES:
-        parser.error(f"--size-gib must be at least {MIN_NBYTES / 2**30:.6f} (1 MiB), not {values['size_gib']}")
-    for name, least in {"trainers": 1, "nodes": 1, "repeats": 1, "replicas": 0, "block_kilobytes": 4}.items():
-        if values[name] < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {values[name]}")
-    return Settings(**values), output
+def report(result: dict[str, Any]) -> Report:
+    summary, settings = result["summary"], result["settings"]
+    size_gib = result["model"]["nbytes"] / 2**30
+    one, every = summary["memcpy_gbytes_per_s"], summary["memcpy_all_ranks_gbytes_per_s"]
+    rows: list[dict[str, Any]] = [
+        {"what": f"memcpy, threads: {threads}", "seconds": None, "gbytes_per_s": rate, "fraction_of_memcpy": rate / one}
+        for threads, rate in ((1, one), (settings["trainers"], every))
+    ]
+    rows += [{"what": label, **summary[key]} for key, label in ROWS.items()]
+    columns = {
+        f"median of {settings['repeats']}": "{what}",
+        "seconds": "{seconds:.3f}",
+        "GB/s": "{gbytes_per_s:.2f}",
+        "of memcpy": "{fraction_of_memcpy:.0%}",
+    }
+    title = (
+        f"{settings['backend']}: {size_gib:.2f} GiB {settings['dtype']} from {settings['source_dtype']}, "
+        f"trainer ranks: {settings['trainers']}, nodes: {settings['nodes']}, replicas: {settings['replicas']}"
+    )
+    verdict = "beside the raw speed of its library: --backend all"
+    if "target_fraction" in summary:
+        wanted = f"{summary['target_fraction']:.0%} of one-thread memcpy for publish + stage + verify and for a rank"
+        verdict = f"target ({wanted}): {'reached' if summary['target_reached'] else 'NOT reached'}"
+    shared = result["shared_memory"]
+    panel = Panel(
+        kind="stacked bars",
+        series={
+            phase: [(f"version {sample['version']}", sample[f"{phase}_s"]) for sample in result["samples"]]
+            for phase in PHASES
+        },
+        x="seconds",
+    )
+    return Report(
+        [
+            table(title, columns, rows),
+            f"shared memory: {shared['nbytes'] / 2**30:.2f} GiB, {shared['per_node_in_models']:.2f} x model per node; "
+            f"after closing: {shared['left_after_close_nbytes']} bytes",
+            verdict,
+        ],
+        [panel],
+        title,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse(arguments)
+    settings, output = parse("weight_sync", __doc__, Settings, arguments)
     torch.set_num_threads(1)
-    every = settings.backend == "all"
-    report: Any = comparison_report if every else weight_sync_report
-    return run(
-        output,
-        lambda: asyncio.run((compare_all if every else measure)(settings)),
-        print_table=report.print_table,
-        draw=report.draw,
-    )
+    if settings.backend == "all":
+        name, compared = "weight_sync_comparison", lambda: compare(settings)
+        return conduct(name, settings, output, compared, comparison.report)
+    return conduct("weight_sync", settings, output, lambda: measure(settings), report)
 
 
 if __name__ == "__main__":

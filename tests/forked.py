@@ -20,7 +20,7 @@ from typing import Any
 IMPORTED = (
     "tests.checkpoint_engine.member_processes",
     "tests.checkpoint_engine.parameter_server.rank_processes",
-    "benchmarks.node_process",
+    "benchmarks.fleet",
     "verl.checkpoint_engine.backends.collective",
     "verl.workers.engine.fsdp.fsdp1",
     "verl.workers.engine.fsdp.fsdp2",

@@ -47,4 +47,4 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str]):
     for arguments in (["--repeats", "0"], ["--size-mib", "1"], ["--nodes", "1000"]):
         with pytest.raises(SystemExit):
             main(arguments)
-    assert "--nodes must be from 1" in capsys.readouterr().err
+    assert "--nodes must be at least 1 and at most 199, not 1000" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.comparison import BASELINE
 from benchmarks.hosts import WAYS, main
 from benchmarks.namespaces import NotPermitted, joined_hosts
+from benchmarks.peers import BASELINE
 from tests.checkpoint_engine.backends import PACKAGES
 
 CHOSEN = ("gloo", "nixl-chain")
@@ -57,9 +57,10 @@ def test_every_backend_that_crosses_hosts_is_among_the_ways():
     ("arguments", "message"),
     [
         (["--ways", "gloo", "nixl-chian"], "--ways: unknown 'nixl-chian'. Did you mean 'nixl-chain'?"),
-        (["--nodes", "0"], "--nodes must be from 1 to 199"),
+        (["--nodes", "0"], "--nodes must be at least 1 and at most 199, not 0"),
         (["--nodes", "one"], "--nodes"),
-        (["--gbit-per-s", "nan"], "--gbit-per-s must be from 0.01 to 1000, not nan"),
+        (["--nodes"], "--nodes takes at least one number"),
+        (["--gbit-per-s", "nan"], "--gbit-per-s must be at least 0.01 and at most 1000, not nan"),
         (["--size-gib", "0"], "--size-gib must be at least"),
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
     ],

@@ -15,8 +15,9 @@ from verl.trainer.fleet.trainer_ranks import PARTS
 class Run:
     """Whatever of a run is looked at."""
 
-    def __init__(self, directory, processes=None):
+    def __init__(self, directory, processes=None, records=()):
         self.directory = directory
+        self._records = records
         self._processes = processes or {}
 
     def processes(self):
@@ -25,20 +26,20 @@ class Run:
     def steps(self):
         return 7
 
+    def records(self):
+        return self._records
+
 
 def test_the_table_has_a_row_for_every_kind_of_fault_and_one_for_all():
     tally = Tally()
-    for what, seconds in (("queue, killed", 2.0), ("queue, killed", 4.0), ("rollouter, stopped", 12.0)):
-        tally.faults[what] += 1
-        tally.survived[what] += 1
-        tally.seconds.setdefault(what, []).append(seconds)
-    tally.faults["server, killed"] += 1
-    rows = tally.rows()
-    assert rows[2:6] == [
-        "| queue, killed | 2 | 2 | 3.0 | 3.9 |",
-        "| rollouter, stopped | 1 | 1 | 12.0 | - |",
-        "| server, killed | 1 | 0 | - | - |",
-        "| all | 4 | 3 | 4.0 | 11.2 |",
+    tally.faults += [("queue, killed", 2.0), ("queue, killed", 4.0), ("rollouter, stopped", 12.0)]
+    tally.faults.append(("server, killed", None))
+    lines = tally.text().splitlines()
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6]] == [
+        ["queue, killed", "2", "2", "3.0", "3.9"],
+        ["rollouter, stopped", "1", "1", "12.0", "12.0"],
+        ["server, killed", "1", "0", "", ""],
+        ["all", "4", "3", "4.0", "11.2"],
     ]
 
 
@@ -47,11 +48,8 @@ def test_a_prompt_of_two_steps_and_a_sample_newer_than_its_trainer_are_counted(t
     for step, uids in ((1, "aab"), (2, "bc")):
         lines = [json.dumps({"uid": uid}) + "\n" for uid in uids]
         (tmp_path / f"samples/{step}.jsonl").write_text("".join(lines))
-    (tmp_path / "out").mkdir()
-    records = [json.dumps({"step": step, "training/staleness/min": 1 - step}) + "\n" for step in (1, 2)]
-    (tmp_path / "out/metrics.jsonl").write_text("".join(records))
     tally = Tally()
-    account(Run(tmp_path), tally)
+    account(Run(tmp_path, records=[{"training/staleness/min": 1 - step} for step in (1, 2)]), tally)
     assert (tally.samples_twice, tally.staleness_below_zero) == (1, 1)
 
 
@@ -62,15 +60,15 @@ def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_o
     steps = [{"timing_s/step": 1.5}, {"timing_s/step": 10.0, "recovery/step_s": 9.0, **recovered}]
     account_parts("trainer rank, killed", steps, (1.0, 10.0), tally)
     account_parts("trainer rank, killed", steps[1:] + steps[:1], (9.5, 11.0), tally)
-    told = tally.rows()[-5:]
-    assert told[0] == (
-        "trainer rank, killed: 2 recoveries, medians, seconds: unnoticed 0.75, noticed 0.10, ended 0.20, resources "
-        "0.30, processes 5.00, models 2.00, state 0.40, rest 1.00, whole 9.75"
-    )
-    assert told[1:3] == [
+    recoveries, undisturbed, _ = tally.text().split("\n\n")[-3:]
+    assert recoveries.splitlines() == [
+        (
+            "trainer rank, killed: 2 recoveries, medians, seconds: unnoticed 0.75, noticed 0.10, ended 0.20, resources "
+            "0.30, processes 5.00, models 2.00, state 0.40, rest 1.00, whole 9.75"
+        ),
         "trainer rank, killed: without processes and models 2.50 to 3.00, median 2.75, 2 within 3",
-        "an undisturbed step: 1.50",
     ]
+    assert undisturbed == "an undisturbed step: 1.50"
 
 
 def test_only_what_is_asked_for_is_hit(tmp_path):

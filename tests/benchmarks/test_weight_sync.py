@@ -75,7 +75,7 @@ def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_an
         (["--repeats", "0"], "--repeats must be at least 1, not 0"),
         (["--replicas", "-1"], "--replicas must be at least 0, not -1"),
         (["--block-kilobytes", "1"], "--block-kilobytes must be at least 4, not 1"),
-        (["--dtype", "float7"], "invalid choice: 'float7'"),
+        (["--dtype", "float7"], "--dtype: unknown 'float7'. Did you mean 'float32'?"),
     ],
 )
 def test_a_senseless_size_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.node_process import NodeProcess
+from benchmarks.fleet import node_process
 from tests.checkpoint_engine.backends import CHAINS
 from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
 from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
@@ -149,7 +149,7 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_chain_is_named_and_can_b
 ):
     tensors = {f"w{index}": torch.randn(1024, 1024) for index in range(4)}
     async with chain_of(tensors, tmp_path, nodes=3, backend=backend) as fleet:
-        middle = NodeProcess(1, fleet.config, job="test", shm_dir=tmp_path)
+        middle = node_process(1, fleet.config, job="test", shm_dir=tmp_path)
         manager = CheckpointEngineManager(
             config=fleet.config, trainers=fleet.trainers, nodes=[fleet.nodes[0], middle, fleet.nodes[2]]
         )

@@ -41,10 +41,3 @@ def test_syncs_with_deltas_send_less_than_full_ones(result: Any):
     assert ways["always"]["was_delta"] == 1
     assert ways["off"]["was_delta"] == 0
     assert ways["always"]["sent_mib"] < ways["off"]["sent_mib"] / 2
-
-
-def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str]):
-    for arguments in (["--repeats", "0"], ["--size-mib", "1"], ["--nodes", "1000"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-    assert "--nodes must be at least 1 and at most 199, not 1000" in capsys.readouterr().err

@@ -53,26 +53,6 @@ def test_every_backend_that_crosses_hosts_is_among_the_ways():
     assert {way["backend"] for way in WAYS.values()} == PACKAGES.keys() - {"naive"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ways", "gloo", "nixl-chian"], "--ways: unknown 'nixl-chian'. Did you mean 'nixl-chain'?"),
-        (["--nodes", "0"], "--nodes must be at least 1 and at most 199, not 0"),
-        (["--nodes", "one"], "--nodes"),
-        (["--nodes"], "--nodes takes at least one number"),
-        (["--gbit-per-s", "nan"], "--gbit-per-s must be at least 0.01 and at most 1000, not nan"),
-        (["--size-gib", "0"], "--size-gib must be at least"),
-        (["--repeats", "0"], "--repeats must be at least 1, not 0"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit):
-        main([*arguments, "--output", str(tmp_path)])
-    assert message in capsys.readouterr().err
-
-
 def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--size-gib", "100000", "--output", str(tmp_path)]) == 2
     assert "GiB are available" in capsys.readouterr().err

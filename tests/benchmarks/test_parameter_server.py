@@ -67,20 +67,6 @@ def test_stages_are_busy_when_they_work_and_the_bound_is_theirs():
     assert analyse([report, late])["broadcast_s"] == 1.5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size-gib", "0"], "--size-gib must be at least"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--bucket-megabytes", "0"], "--bucket-megabytes must be at least 1"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.cells(3)
 def test_a_checkpoint_that_does_not_fit_the_memory_is_refused_before_anything_starts(tmp_path, capsys):
     assert main(["--size-gib", "100000", "--output", str(tmp_path)]) == 2

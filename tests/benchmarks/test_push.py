@@ -26,12 +26,3 @@ def test_a_push_is_measured_beside_writing_and_reloading_files_and_its_server_le
     assert result["ways"].keys() == {PUSH, FILES, RELOAD}
     assert 0 < result["ways"][PUSH]["paused_s"] < result["ways"][PUSH]["seconds"]
     assert "times as long as reload_weights" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(["--size-mib", "1"], "at least 2"), (["--repeats", "0"], "at least 1")]
-)
-def test_senseless_sizes_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err

@@ -68,26 +68,6 @@ def test_shared_memory_is_two_models_per_node_whatever_the_number_of_replicas_an
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--size-gib", "0"], "--size-gib must be at least"),
-        (["--size-gib", "nan"], "--size-gib must be at least"),
-        (["--size-gib", "-1"], "--size-gib must be at least"),
-        (["--trainers", "0"], "--trainers must be at least 1, not 0"),
-        (["--repeats", "0"], "--repeats must be at least 1, not 0"),
-        (["--replicas", "-1"], "--replicas must be at least 0, not -1"),
-        (["--block-kilobytes", "1"], "--block-kilobytes must be at least 4, not 1"),
-        (["--dtype", "float7"], "--dtype: unknown 'float7'. Did you mean 'float32'?"),
-    ],
-)
-def test_a_senseless_size_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--size-gib", "100000"], "GiB of memory"),
         (["--backend", "naiv"], "Did you mean 'naive'?"),
     ],

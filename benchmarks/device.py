@@ -325,7 +325,7 @@ def report(result: dict[str, Any]) -> Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("device", __doc__, Settings, arguments)
+    settings, output = parse("device", __doc__, Settings, arguments, files="result.json and tables.md")
     return conduct("device", settings, output, lambda: measure(settings), report)
 
 

@@ -262,7 +262,7 @@ def report(result: dict[str, Any]) -> Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("parameter_server", __doc__, Settings, arguments)
+    settings, output = parse("parameter_server", __doc__, Settings, arguments, files="result.json and tables.md")
     torch.set_num_threads(1)
     return conduct("parameter_server", settings, output, lambda: measure(settings), report)
 

@@ -234,7 +234,7 @@ def report(measured: dict[str, Any]) -> Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("planning", __doc__, Settings, arguments)
+    settings, output = parse("planning", __doc__, Settings, arguments, files="result.json and tables.md")
     return conduct("planning", settings, output, lambda: measure_all(settings), report)
 
 

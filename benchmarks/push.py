@@ -149,7 +149,7 @@ def report(result: dict[str, Any]) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    settings, output = parse("push", __doc__, Settings, arguments)
+    settings, output = parse("push", __doc__, Settings, arguments, files="result.json and tables.md")
     return conduct("push", settings, output, lambda: measure(settings), report)
 
 

@@ -1,6 +1,7 @@
-"""A training loop of one's own that keeps running vLLM servers up to date. Neither Ray nor a trainer of this project.
+r"""A training loop of one's own that keeps running vLLM servers up to date. Neither Ray nor a trainer of this project.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "verl_arena"}'
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \
+        --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
     python examples/any_trainer/train.py MODEL http://127.0.0.1:8000
     torchrun --nproc-per-node 2 examples/any_trainer/train.py MODEL http://127.0.0.1:8000       # FSDP2
 

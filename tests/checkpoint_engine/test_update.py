@@ -319,5 +319,5 @@ def test_help_says_how_to_start_the_engines(capsys: pytest.CaptureFixture):
         main(["--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL" in said
+    assert "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL" in said
     assert "--inference-parallel-size" in said

@@ -53,6 +53,12 @@ def test_unit_tests_and_syncs_of_a_fleet_pass_against_the_wheel_beside_pypi_s_ve
     assert int(done.stdout.splitlines()[-1].split()[0]) > 200, done.stdout  # "260 passed in 20 s"
 
 
+def test_the_check_of_the_adapter_says_in_one_line_that_verl_is_not_installed(site: Path):
+    told = run([sys.executable, "-m", "verl_sync.for_verl"], path=[site], returns=1)
+    assert told.stderr.splitlines() == ["error: verl is not installed here: pip install --no-deps verl==0.9.1"]
+    assert told.stdout == ""
+
+
 def test_vllm_knows_the_engine_of_each_distribution_where_both_are_installed(site: Path):
     told = run([sys.executable, "-c", PLUGINS], path=[site]).stdout.splitlines()
     assert [line for line in told if line.startswith("registered")] == [

@@ -1,7 +1,8 @@
-"""Hold a rollout node for publishers on other hosts: memory into which they push weights for the servers of this host.
+r"""Hold a rollout node for publishers on other hosts: memory into which they push weights for the servers of this host.
 
     python -m verl.checkpoint_engine.node --key-file sync.key      # makes the key; copy it to the publisher's host
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "verl_arena"}'
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \
+        --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
 
     WeightPublisher(model, endpoints=["http://10.0.0.7:8000"], nodes=["10.0.0.7:7800"], node_key=Path("sync.key"))
 

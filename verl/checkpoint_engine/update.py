@@ -1,6 +1,7 @@
-"""Push a Hugging Face checkpoint directory into running inference engines, without a trainer.
+r"""Push a Hugging Face checkpoint directory into running inference engines, without a trainer.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --load-format dummy --weight-transfer-config '{"backend": "verl_arena"}'
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --load-format dummy \
+        --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
     python -m verl.checkpoint_engine.update --checkpoint-path DIR --endpoint http://127.0.0.1:8000
 
 Runs on the hosts of the engines. An engine with several workers, or several engines, need one rank for each worker,

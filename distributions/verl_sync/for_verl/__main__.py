@@ -9,9 +9,17 @@ from ..errors import ConfigError
 from . import vllm_plugin
 from .registration import ADAPTER, ENGINE, SWITCH, register, require_registered
 
+INSTALL = {"verl": "verl==0.9.1", "verl-sync-engine": "verl_sync_engine-*.whl"}
+"""What the adapter was tried with. verl's own ranges exclude the libraries that it runs with here."""
+
 
 def main() -> int:
-    sys.stdout.write(f"verl {metadata.version('verl')}, verl-sync-engine {metadata.version('verl-sync-engine')}\n")
+    try:
+        versions = [f"{name} {metadata.version(name)}" for name in ("verl", "verl-sync-engine")]
+    except metadata.PackageNotFoundError as exc:
+        sys.stderr.write(f"error: {exc.name} is not installed here: pip install --no-deps {INSTALL[exc.name]}\n")
+        return 1
+    sys.stdout.write(f"{', '.join(versions)}\n")
     try:
         require_registered()
         register()

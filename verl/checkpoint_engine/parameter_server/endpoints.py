@@ -1,8 +1,9 @@
-"""A running `vllm serve` with our plugin, as the command line sees it: its HTTP routes for weight updates. No torch.
+r"""A running `vllm serve` with our plugin, as the command line sees it: its HTTP routes for weight updates. No torch.
 
 vLLM has these routes only where `VLLM_SERVER_DEV_MODE=1`, and our engine only where it was asked for:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "verl_arena"}'
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \
+        --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""The printed commands that start a server of vLLM: its own parser takes them, and they need no distribution `vllm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from tests.docs.printed import printed
+from tests.warm_workers import Fork, WarmWorkers
+
+SERVERS = [one for one in printed() if re.search(r"vllm\.entrypoints|\bvllm serve", one.text)]
+
+
+def test_every_printed_server_has_what_vllm_for_cpus_needs():
+    assert len(SERVERS) >= 8
+    for server in SERVERS:
+        assert server.words[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"], f"{server}: asks for `vllm`"
+        assert server.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+        assert "--gpu-memory-utilization" in server.words, f"{server}: takes 92 % of a CPU's memory"
+
+
+def test_vllm_understands_every_printed_server(warm: WarmWorkers, tmp_path: Path):
+    (tmp_path / "servers.json").write_text(json.dumps([server.words[3:] for server in SERVERS]))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    out, said = tmp_path / "out", tmp_path / "said"
+    with out.open("wb") as stdout, said.open("wb") as stderr:
+        arguments = [str(tmp_path / "servers.json")]
+        parser = Fork(warm, "tests.docs.vllm_parser", arguments, env=environment, stdout=stdout, stderr=stderr)
+        assert parser.end(said) == 0, said.read_text()
+    assert out.read_text().splitlines() == ["MODEL 0.5"] * len(SERVERS)

@@ -116,16 +116,20 @@ def test_a_rank_that_does_not_come_is_named(place: Place, absent: int):
 
 
 def test_a_rank_whose_deadline_ends_first_was_here_all_the_same(place: Place):
+    rosters: dict[int, Roster] = {}
     gone = threading.Event()
 
+    def have_seen_each_other() -> bool:
+        return len(rosters) == 2 and all(roster._came >= {0, 2} for roster in rosters.values())
+
     def patient() -> None:
-        with place.roster(2, [0, 1, 2]) as roster:
-            roster.meet(PassesWhen(lambda: gone.is_set() and 0 in roster._came))
+        with place.roster(2, [0, 1, 2]) as rosters[2]:
+            rosters[2].meet(PassesWhen(gone.is_set))
 
     def impatient() -> None:
-        with place.roster(0, [0, 1, 2]) as roster:
+        with place.roster(0, [0, 1, 2]) as rosters[0]:
             try:
-                roster.meet(PassesWhen(lambda: 2 in roster._came))
+                rosters[0].meet(PassesWhen(have_seen_each_other))
             finally:
                 gone.set()
 

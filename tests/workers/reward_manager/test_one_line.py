@@ -7,6 +7,7 @@ from tests.workers.reward_manager.test_naive import TOKENIZER, make_batch
 from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.trainer.config.cli import run_hydra
 from verl.utils.reward_score.served import AskedFunction, ScoredByModel
+from verl.utils.user_code import UserCodeError, in_one_line
 from verl.workers.reward_manager import (
     AbstractRewardManager,
     NaiveRewardManager,
@@ -112,16 +113,17 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_reward_that_fails_is_one_line_and_has_its_traceback_if_asked_for(way, tmp_path, capsys, monkeypatch):
+def test_a_reward_that_fails_can_be_told_in_one_line(way, tmp_path):
     score, said = WAYS[way]
+    with pytest.raises(UserCodeError) as caught:
+        score(tmp_path)
+    assert said in in_one_line(caught.value)
+
+
+def test_a_command_tells_what_a_loop_raises_without_the_tracebacks_of_ray(capsys, monkeypatch):
     monkeypatch.delenv("VERL_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as caught:
-        run_hydra(lambda _: score(tmp_path), [])
+        run_hydra(in_the_loop, [])
     assert caught.value.code == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert said in error
-    monkeypatch.setenv("VERL_TRACEBACK", "1")
-    with pytest.raises(RuntimeError):
-        run_hydra(lambda _: score(tmp_path), [])
+    said = "error: sample 0: agent loop 'own' failed: ValueError: no score (VERL_TRACEBACK=1 shows where)\n"
+    assert capsys.readouterr().err == said

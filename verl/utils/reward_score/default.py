@@ -25,11 +25,16 @@ def default_compute_score(
     """The score of one response, or a dict with it under `score`: what the rule of `data_source` gives.
 
     The arguments about a sandbox are verl's, for sources of code, which have no rule here.
-    Raises ConfigError for a `data_source` that has none.
+    Raises ConfigError for a `data_source` that has none, and for a sample without a ground truth.
     """
     rule = rule_for(data_source)
     if rule is None:
         raise ConfigError(no_rule(f"data_source {data_source!r}", data_source))
+    if ground_truth is None:
+        raise ConfigError(
+            f"a sample of data_source {data_source!r} has no ground truth to compare with: the column reward_model "
+            f"needs ground_truth, or {REMEDY}"
+        )
     return rule(solution_str, str(ground_truth))
 
 

@@ -228,8 +228,8 @@ class RewardModelConfig(Section):
     rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     reward_manager: str = option(
         "naive",
-        "naive, prime: what the reward function says; dapo: less the penalty of reward_kwargs.overlong_buffer_cfg; or "
-        "a name registered in external_lib",
+        "naive, prime, remote: what the reward function says; dapo: less the penalty of "
+        "reward_kwargs.overlong_buffer_cfg; or a name registered in external_lib",
     )
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int = option(1, "processes that score responses", least=1)

@@ -293,9 +293,7 @@ class NaiveRewardManager:
 
 
 def _of_the_loop(num_turns: int | None, extra_fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What verl adds to a sample's `extra_info`; nothing for one that no agent loop made."""
-    if num_turns is None:
-        return {}
+    """What verl adds to a sample's `extra_info`; `num_turns` is None for one that no agent loop made."""
     fields = dict(extra_fields or {})
     return {"num_turns": num_turns, "rollout_reward_scores": fields.pop("reward_scores", {}), **fields}
 

@@ -28,13 +28,22 @@ ARGUMENTS_ONE_BY_ONE = ("config", "tokenizer", "compute_score")
 register = REWARD_MANAGERS.register
 """Class decorator: `reward_model.reward_manager=name` takes this class. It is made from `ARGUMENTS`, and called with a
 batch and `return_dict=True`."""
-for name in ("naive", "prime", "dapo", "gdpo"):
-    # dapo subtracts a penalty; prime is verl's naive one in several processes; gdpo's estimator reads other numbers
+for name in ("naive", "prime", "remote", "dapo", "gdpo"):
+    # dapo subtracts a penalty; prime and remote are verl's naive one in other processes; gdpo's estimator reads other
+    # numbers
     register(name)(NaiveRewardManager)
+REFUSED = {
+    "batch": "it calls the function with all samples at once, and verl 0.9's trainers have none either. Let the "
+    "function take one sample, in reward_model.num_workers processes, or register a class whose __call__ takes a batch",
+    "rate_limited": "let the function itself wait; reward_model.num_workers bounds how many samples are scored at once",
+}
+"""What else verl has, and what to do instead."""
 
 
 def get_reward_manager_cls(name: str) -> Any:
     """Raises ConfigError for a name that nobody registered, and for a class that cannot be made or called as verl's."""
+    if name in REFUSED and name not in REWARD_MANAGERS.functions:
+        raise ConfigError(f"{KEY}={name} is not here: {REFUSED[name]}")
     found = REWARD_MANAGERS.get(name)
     if found is NaiveRewardManager:
         return found

@@ -142,6 +142,25 @@ def test_one_server_under_two_names_is_refused_before_it_is_paused(workers: Serv
     assert arenas_in(shm) == []
 
 
+def test_a_server_that_is_started_anew_is_asked_again_and_gets_all_of_the_next_version(
+    workers: Served, directory: Path, shm: Path
+):
+    asked: list[str] = []
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with WeightPublisher(model, [workers.url]) as publisher:
+        publisher.push(1)
+        workers.start()
+        assert workers.version == "default"
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2)
+        workers.before = asked.append
+        assert publisher.push(2).replicas_updated == (workers.url,)
+        workers.before = nothing
+        assert asked.index("/init_weight_transfer_engine") < asked.index("/pause")
+        assert (workers.version, workers.paused) == ("2", False)
+        assert workers.computes_with(dict(model.named_parameters()))
+
+
 class TestStartedOtherwise:
     @pytest.mark.cells(4, by="lora")
     def test_a_server_that_serves_adapters_is_refused_before_it_is_paused(

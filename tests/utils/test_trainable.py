@@ -191,6 +191,9 @@ def test_what_the_refusal_of_mxfp4_says_to_run_makes_a_model_that_is_taken(tmp_p
         ("bart", "is an encoder with a decoder"),
         ("t5", "is an encoder with a decoder"),
         ("vit", "is no causal language model"),
+        ("bert", "also looks at the tokens behind one"),
+        ("xlm-roberta", "also looks at the tokens behind one"),
+        ("xlnet", "also looks at the tokens behind one"),
     ],
 )
 def test_models_of_another_kind_are_refused_in_a_sentence(model_dir, kind, said):
@@ -199,3 +202,8 @@ def test_models_of_another_kind_are_refused_in_a_sentence(model_dir, kind, said)
         assert said in refusal
         assert kind in refusal
         assert len(refusal) < 350
+
+
+def test_attention_to_later_tokens_is_refused(model_dir):
+    CONFIG_MAPPING["gemma3_text"](use_bidirectional_attention=True).save_pretrained(model_dir)
+    assert all("also looks at the tokens behind one" in refusal for refusal in refusals(model_dir))

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SENSES = {"vision": "images", "image": "images", "visual": "images", "audio": "audio", "speech": "audio"}
 """Words in the names of nested configurations."""
+FILLERS = ("xlnet",)
+"""Made to fill gaps in a text, beside those that transformers lists as such."""
 LOAD = "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16'"
 SAVE = ".save_pretrained(NEW, save_original_format=False)"
 WRITES = {
@@ -76,7 +78,11 @@ def _methods(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _require_language_model(config: PretrainedConfig, key: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
 
     what = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if getattr(config, "is_encoder_decoder", False):
@@ -95,3 +101,9 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
     own = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         raise ConfigError(f"{key}: {config.model_type} ({what}) is no causal language model of transformers")
+    filler = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in FILLERS
+    if filler or getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise ConfigError(
+            f"{key}: {config.model_type} ({what}) also looks at the tokens behind one, which are not there when it is "
+            "sampled: give a causal language model"
+        )

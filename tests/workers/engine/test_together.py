@@ -201,3 +201,10 @@ def test_a_probe_computes_with_one_thread_and_gives_the_others_back(fails):
         assert (seen, torch.get_num_threads()) == ([1], 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_model_that_changes_its_parameters_while_it_computes_is_refused():
+    config = CONFIG_MAPPING["rwkv"](vocab_size=264, hidden_size=64, num_hidden_layers=12, context_length=256)
+    found = find_way(config, build, None, furthest=Way.ROWS)
+    assert found.way is Way.NONE
+    assert "RwkvForCausalLM changes its parameters while it computes" in found.why

@@ -179,6 +179,7 @@ class Probe:
         self._trouble = ""
         """What the model said where it could not be computed."""
         self._regimes = Regimes(ours)
+        self._weights = [parameter.clone() for parameter in ours.parameters()]
         self.sequences = [torch.randint(1, VOCABULARY - 1, (length,)) for length in LENGTHS]
         # The shortest come first: what models remember of the length of earlier calls does not change these.
         self._right = [original(input_ids=ids[None], use_cache=False).logits[0].float() for ids in self.sequences]
@@ -207,6 +208,8 @@ class Probe:
         name = type(self.model).__name__
         if self._differs(in_rows, [(index,) for index in range(len(LENGTHS))]):
             return self._not_further(Way.NONE, f"{name} computes something else in rows of one sequence")
+        if not all(map(torch.equal, self._weights, self.model.parameters())):  # RWKV divides some for inference
+            return Finding(Way.NONE, f"{name} changes its parameters while it computes")
         if self._differs(in_rows, NEIGHBOURHOODS):
             return self._not_further(Way.ALONE, f"a sequence changes in {name} with those beside it")
         if furthest < Way.PACKED:

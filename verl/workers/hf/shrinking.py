@@ -57,6 +57,7 @@ def shrunk(config: PretrainedConfig, *, of_a_kind: int | None, narrow: int) -> P
     _shrink_what_is_seen(text)
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         _set(text, name, VOCABULARY)
+    _set(text, "rescale_every", 1)
     for part in _beside_text(other):
         _set(part, "num_hidden_layers", 1)
     _keep_tokens_inside(other)

@@ -49,6 +49,7 @@ __all__ = [
     "replace_tensors",
     "scale_all",
     "set_timeout",
+    "storage_of",
     "tensors_in",
 ]
 
@@ -107,6 +108,12 @@ def is_persistent(module: torch.nn.Module, name: str) -> bool:
     gathers what is sharded.
     """
     return name not in module._non_persistent_buffers_set
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory of `tensor`, which views share, also where that is none: `data_ptr` is 0 there."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

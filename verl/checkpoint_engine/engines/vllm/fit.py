@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ...compat.torch import TorchDispatchMode, changed_by, tensors_in
+from ...compat.torch import TorchDispatchMode, changed_by, storage_of, tensors_in
 from ...compat.vllm import know_own_experts, load_numel, own_rotary_tables
 from ...errors import ActivationError
 from .build import Weights, quantizes_online, standing_alone, without_quantization
@@ -207,12 +207,14 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
-        self._within = {_place(tensor): (tensor, {name}) for name, tensor in tensors.items()}
+        self._within = {storage_of(tensor): (tensor, {name}) for name, tensor in tensors.items()}
         """What is in a storage, kept so that no other takes its place."""
 
     def of(self, values: Any) -> set[str]:
         """Which are in the tensors among `values`."""
-        found = (self._within[_place(tensor)][1] for tensor in tensors_in(values) if _place(tensor) in self._within)
+        found = (
+            self._within[storage_of(tensor)][1] for tensor in tensors_in(values) if storage_of(tensor) in self._within
+        )
         return set().union(*found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,14 +227,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if not changed:
             for made in tensors_in(result) if given else ():
-                self._within.setdefault(_place(made), (made, given))
+                self._within.setdefault(storage_of(made), (made, given))
         return result
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Of its memory, also where that is none."""
-    place: int = tensor.untyped_storage()._cdata
-    return place
 
 
 class _Trial:

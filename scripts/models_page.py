@@ -90,6 +90,11 @@ every kind that the field trains. A cell is *right*, or names the part that refu
     * If vLLM on that CPU does not load it from disk, either, the cell has vLLM's words.
     * These results are of vLLM {vllm} on {cpu}; another CPU may have other kernels.
 
+Models *around a language model* also see. The trainer has their language model, which is compared with the whole model
+on text; what sees stays in the files, and exports have it unchanged. vLLM gets the language model alone
+(`language_model_only`) and builds it with torchvision, which the installation for CPUs lacks: gemma4 was run once with
+it, and computed with what vLLM loads from disk.
+
 `python -m verl.checkpoint_engine.certify --model DIR` tests another model, or a real one, in a minute.
 """
 

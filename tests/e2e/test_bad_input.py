@@ -1,5 +1,6 @@
 """What the user wrote wrongly is told in one message, before any process starts, with exit code 2."""
 
+import importlib.machinery
 import json
 import os
 import re
@@ -16,10 +17,14 @@ import pytest
 import ray
 
 from tests.e2e.job import QUICK, in_process
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from verl.checkpoint_engine import registry
 from verl.checkpoint_engine.errors import ConfigError
 from verl.trainer.config.cli import run_hydra
+from verl.trainer.config.loader import load_config
+from verl.trainer.ppo import requirements
 from verl.trainer.ppo.run import train
+from verl.utils import config as config_errors
 from verl.workers.reward_manager.naive import RewardError
 
 pytestmark = pytest.mark.e2e
@@ -53,7 +58,7 @@ def refuse(tmp_path, tiny_model, monkeypatch, capsys):
         output = capsys.readouterr()
         assert output.out == ""
         lines = output.err.splitlines()
-        assert all(line.startswith("error: ") for line in lines)
+        assert all(line.startswith("error: ") for line in lines), lines
         assert not (tmp_path / "out/metrics.jsonl").exists()
         return [line.removeprefix("error: ") for line in lines]
 
@@ -307,6 +312,42 @@ def test_a_model_directory_without_weights_says_so(refuse, tiny_model, tmp_path)
     shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (message,) = refuse(f"actor_rollout_ref.model.path={tmp_path / 'model'}")
     assert "has no weights" in message
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory):
+    """The directory of a model that also sees."""
+    write_checkpoint(ARCHITECTURES["mistral3"], directory := tmp_path_factory.mktemp("sees"))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actor_rollout_ref.rollout.name=vllm"], "is built by vLLM with torchvision, which is not installed"),
+        (["actor_rollout_ref.rollout.name=sglang"], "has not been tried with rollout.name=sglang"),
+        (["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=false"], "with lora.merge=false"),
+        (["algorithm.adv_estimator=gae"], "is no model for a critic"),
+    ],
+)
+def test_what_the_language_model_in_a_model_that_sees_is_not_trained_with_is_refused(
+    sees, monkeypatch, overrides, said
+):
+    torchvision = None if "torchvision" in said else importlib.machinery.ModuleSpec("torchvision", None)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: torchvision)
+    config = load_config([f"actor_rollout_ref.model.path={sees}", "algorithm.adv_estimator=grpo", *overrides])
+    with pytest.raises(config_errors.ConfigError, match=re.escape(said)) as refusal:
+        requirements.require_text_of_wrapper(config)
+    assert "mistral3, which is more than a language model" in str(refusal.value)
+
+
+def test_a_critic_is_not_made_of_a_model_that_also_sees(refuse, sees):
+    (message,) = refuse(
+        f"actor_rollout_ref.model.path={sees}",
+        "actor_rollout_ref.rollout.name=hf",
+        "algorithm.adv_estimator=gae",
+    )
+    assert "is no model for a critic: set critic.model.path to a language model" in message
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"

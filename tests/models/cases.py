@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.models.configurations import WINDOW
+from tests.models.configurations import WINDOW, WRAPPERS
 from tests.workers.engine.engine_cases import assemble, make_engine, shown_by
 from verl.checkpoint_engine.errors import PlanError
 from verl.protocol import DataProto
@@ -42,8 +42,13 @@ DECODED = ((NUM_PROMPT, NUM_RESPONSE), (2, 2 * NUM_RESPONSE), (WINDOW - 1, 4))
 """Tokens of prompts and of responses: beyond a window while they are decoded, and before."""
 ORDERS = ((0, 1, 2), (2, 1))
 """Prompts that are decoded at once."""
-EXTRA = ("mtp.",)
-"""Tensors of a file that are no part of the causal LM: kept, and not trained."""
+TOWERS = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."),
+)
+"""How tensors begin in a file that are for seeing."""
+EXTRA = ("mtp.", *TOWERS)
+"""Those of a file that are no part of the causal LM: kept, and not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +75,10 @@ def build(directory: Path, strategy: str) -> Built:
 
 
 def reference(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
-    """transformers' model of a directory, and what it says about the tensors that it did not find or use."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
-    )
+    """transformers' model of a directory, whole, and what it says about the tensors that it did not find or use."""
+    wrapped = AutoConfig.from_pretrained(directory).model_type in WRAPPERS
+    auto: Any = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    model, info = auto.from_pretrained(directory, dtype=dtype, attn_implementation="eager", output_loading_info=True)
     info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith(EXTRA)}
     return model.eval(), {key: value for key, value in info.items() if value}
 
@@ -95,9 +100,20 @@ def parameters_and_buffers(model: Any) -> Tensors:
 def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
     named = (*model.named_parameters(), *model.named_buffers(remove_duplicate=False))
     return [
-        (clean_tensor_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
+        (own, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
         for name, tensor in named
+        if (own := in_language_model(model, clean_tensor_name(name)))
     ]
+
+
+def in_language_model(model: Any, name: str) -> str | None:
+    """What the language model calls a tensor of `model` if it is alone; None for what is not in it."""
+    if model.config.model_type not in WRAPPERS or name.startswith("lm_head."):
+        return name
+    for before, after in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return None
 
 
 def sent(engine: FSDPEngine, dtype: str) -> Tensors:
@@ -171,9 +187,9 @@ def gradients(engine: FSDPEngine, data: DataProto) -> Tensors:
 
 def _gradients(model: Any) -> Tensors:
     return {
-        clean_tensor_name(name): grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        own: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
         for name, parameter in model.named_parameters()
-        if (grad := parameter.grad) is not None
+        if (grad := parameter.grad) is not None and (own := in_language_model(model, clean_tensor_name(name)))
     }
 
 

@@ -328,11 +328,49 @@ STATE_SPACE: dict[str, Config] = {
     ),
 }
 
+_SEEING: Config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SIGLIP: Config = _SEEING | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+_PIXTRAL: Config = _SEEING | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
+_QWEN: Config = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
+_LLAMA4: Config = _SEEING | {
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+_GEMMA4: Config = _SEEING | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16}
+
+
+def _around(kind: dict[str, Config], model_type: str, vision: Config, **more: Any) -> Config:
+    """A model that sees, around a language model of `kind`."""
+    return {"text_config": {"model_type": model_type, **kind[model_type]}, "vision_config": vision, **more}
+
+
+WRAPPERS: dict[str, Config] = {
+    "gemma3": _around(DENSE, "gemma3_text", _SIGLIP),
+    "gemma4": _around(DENSE, "gemma4_text", _GEMMA4),
+    "mistral3": _around(DENSE, "ministral3", _PIXTRAL, tie_word_embeddings=False),
+    "llama4": _around(EXPERTS, "llama4_text", _LLAMA4),
+    "qwen3_5": _around(STATE_SPACE, "qwen3_5_text", _QWEN),
+    "qwen3_5_moe": _around(STATE_SPACE, "qwen3_5_moe_text", _QWEN),
+}
+
 KINDS: dict[str, dict[str, Config]] = {
     "dense": DENSE,
     "gpt": GPT_LIKE,
     "experts": EXPERTS,
     "state space or hybrid": STATE_SPACE,
+    "around a language model": WRAPPERS,
 }
 
 ORIGINAL = 12

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import cases
 from tests.models.architectures import ARCHITECTURES, write_checkpoint
+from tests.models.configurations import WRAPPERS
 from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig
@@ -29,7 +30,7 @@ READ = {
     "jamba": ("mamba.dt_proj",),
 }
 """Linear layers of state-space layers, whose kernels read the weights."""
-NAMES = [name for name in ARCHITECTURES if "-" not in name and name != "gpt2"]
+NAMES = [name for name in ARCHITECTURES if "-" not in name and name != "gpt2" and name not in WRAPPERS]
 
 
 @pytest.fixture(scope="module", autouse=True)

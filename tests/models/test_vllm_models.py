@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.architectures import ARCHITECTURES
+from tests.models.configurations import WRAPPERS
 from tests.models.vllm_process import Outcome
 from tests.warm_workers import Fork, WarmWorkers
 
@@ -66,6 +67,8 @@ NOT_RUN = {
     "kimi_linear": ("--mamba-block-size can only be set with --enable-prefix-caching", "No module named 'cutlass'"),
     "qwen3_5_text": ("Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected",),
     "qwen3_5_moe_text": ("Model architectures ['Qwen3_5MoeForCausalLM'] failed to be inspected",),
+    # where torchvision is not installed
+    **dict.fromkeys(WRAPPERS, ("ForConditionalGeneration'] failed to be inspected",)),
 }
 """What vLLM 0.32 on CPU does not load from disk, either, with its reason."""
 

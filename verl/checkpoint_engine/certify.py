@@ -203,11 +203,17 @@ class HuggingFace:
 
     def __init__(self, directory: Path, dtype: str) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
 
         asked = "auto" if dtype == "auto" else getattr(torch, dtype)
-        auto: Any = AutoModelForCausalLM
         try:
+            sees = type(AutoConfig.from_pretrained(directory)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
             self._model = auto.from_pretrained(directory, dtype=asked, attn_implementation="eager").eval()
         except (OSError, ValueError, KeyError, ImportError) as exc:
             reason = " ".join(str(exc).split())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def layer_names(model: PreTrainedModel) -> set[str]:
@@ -52,6 +52,14 @@ def sort_out(model: nn.Module, *, missing: Collection[str] = (), unexpected: Col
     rules: Any = model
     rules._adjust_missing_and_unexpected_keys(info)
     return info
+
+
+def has_head_of_its_own(config: PretrainedConfig) -> bool:
+    """Whether the wrapper of `config` has the head, and not the language model in it. `config` is of a wrapper."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    wrapper: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return bool(wrapper._tied_weights_keys)
 
 
 def keep_parameters_as_they_are(model: PreTrainedModel) -> None:

@@ -95,16 +95,15 @@ def _fully_sharded(config: Any, job: Job) -> tuple[Layout, list[ShardTable]]:
 def _converted(config: Any) -> tuple[Any, Conversion]:
     """The model without memory, and its checkpoint as transformers would write and read it."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    from verl.utils.language_model import auto_class
     from verl.workers.hf.conversion import conversion_of, first_names
     from verl.workers.hf.rearranged import Rearranged
 
-    auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=torch.float32)
+            model = auto_class(config).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError, AttributeError, TypeError) as exc:
         why = str(exc).strip().splitlines()[0]  # names of all other classes follow
         raise ConfigError(f"transformers cannot build a causal language model of {config.model_type}: {why}") from exc

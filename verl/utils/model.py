@@ -113,7 +113,7 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as exc:
         raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {exc}") from exc
-    _override(config, model.override_config, f"{MODEL_KEY}.override_config")
+    override(config, model.override_config, f"{MODEL_KEY}.override_config")
     return config
 
 
@@ -152,7 +152,8 @@ def require_vocabulary(
         )
 
 
-def _override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
+def override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
+    """Set `fields`, which `key` names, of `config` and of the configurations in it. Raises ConfigError for others."""
     known = config.to_dict()
     for name, value in fields.items():
         if name == ATTENTION:
@@ -161,7 +162,7 @@ def _override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> 
             raise ConfigError(f"{key}.{name} is not a field of {type(config).__name__}.{did_you_mean(name, known)}")
         nested = getattr(config, name)
         if isinstance(value, Mapping) and hasattr(nested, "to_dict"):
-            _override(nested, value, f"{key}.{name}")
+            override(nested, value, f"{key}.{name}")
         else:
             setattr(config, name, value)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
+from verl.utils.language_model import language_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,6 +85,7 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
         MODEL_FOR_MASKED_LM_MAPPING,
     )
 
+    config = language_config(config)
     what = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(

@@ -180,7 +180,7 @@ LONGEST = "stretches positions as the largest one in a call asks"
 REFUSED = {
     **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"), STATES),
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"), STATES),
-    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "zamba2"), STATES),
+    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "zamba2", "qwen3_5", "qwen3_5_moe"), STATES),
     **dict.fromkeys(("bloom", "codegen", "falcon-alibi", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"), EAGER),
     **dict.fromkeys(("vaultgemma", "xglm"), EAGER),
     **dict.fromkeys(("biogpt", "falcon", "stablelm"), OWN),
@@ -188,7 +188,7 @@ REFUSED = {
     **dict.fromkeys(("phi3-longrope", "llama-dynamic"), LONGEST),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of another kind than attention over all heads: conv"),
     "minimax": "layers of another kind than attention over all heads: linear_attention",
-    "llama4_text": "scales queries by their place in the row",
+    **dict.fromkeys(("llama4", "llama4_text"), "scales queries by their place in the row"),
     "doge": "a sequence changes in DogeForCausalLM with those beside it",
     "nemotron": "is not told which sequences are in a row",
 }

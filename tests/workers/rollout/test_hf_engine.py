@@ -81,7 +81,7 @@ def test_weights_that_do_not_fit_are_all_named_and_nothing_is_written(model):
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
     tensors["model.new"] = torch.zeros(1)
     with pytest.raises(ActivationError, match="3 tensors") as failure:
-        load_weights(model, tensors)
+        load_weights(model, model.config, tensors)
     for text in ("unexpected model.new", "missing lm_head.weight", "model.norm.weight: (64,) in the model"):
         assert text in str(failure.value)
     for name, tensor in model.state_dict().items():
@@ -92,7 +92,7 @@ def test_a_tied_weight_is_there_under_any_of_its_names(tmp_path):
     directory = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(directory)
     tensors = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    load_weights(model, tensors)
+    load_weights(model, model.config, tensors)
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
 
 
@@ -100,11 +100,11 @@ def test_a_head_of_its_own_is_refused_where_the_model_has_the_embedding(tmp_path
     directory = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(directory)
     tensors = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    load_weights(model, tensors)
+    load_weights(model, model.config, tensors)
     before = tensors["model.embed_tokens.weight"].clone()
     other = {name: tensor + 1 for name, tensor in tensors.items()} | {"lm_head.weight": before + 2}
     with pytest.raises(ActivationError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        load_weights(model, other)
+        load_weights(model, model.config, other)
     assert torch.equal(model.lm_head.weight, before)
 
 
@@ -112,13 +112,13 @@ def test_stacked_experts_are_loaded_one_by_one(tmp_path):
     directories = [make_tiny_model(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in range(2)]
     model, other = (AutoModelForCausalLM.from_pretrained(directory) for directory in directories)
     tensors = load_file(directories[1] / "model.safetensors")
-    load_weights(model, tensors)
+    load_weights(model, model.config, tensors)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     with pytest.raises(
         ActivationError, match=r"1 tensors .*missing model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"
     ):
-        load_weights(model, tensors)
+        load_weights(model, model.config, tensors)
 
 
 def chosen_by(path, tokens):

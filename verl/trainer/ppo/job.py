@@ -29,6 +29,7 @@ from verl.trainer.ppo.requirements import (
     require_of_this_host,
     require_policy_engines,
     require_positions,
+    require_text_of_wrapper,
     require_writable,
     require_writable_files,
     shapes_of_adapters,
@@ -98,6 +99,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_model(config.actor_rollout_ref.model, model_path)
     require_positions(config)
     require_heads(config)
+    require_text_of_wrapper(config)
     require_experts(config)
     adapters = shapes_of_adapters(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)

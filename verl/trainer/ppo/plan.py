@@ -22,6 +22,7 @@ from verl.trainer.ppo.requirements import (
     require_model,
     require_policy_engines,
     require_positions,
+    require_text_of_wrapper,
     shapes_of_adapters,
 )
 from verl.trainer.ppo.settled import settled, total_steps
@@ -95,6 +96,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: require_model(model, path))
     attempt(lambda: require_positions(config), stands_in=stands_in)
     attempt(lambda: require_heads(config), stands_in=stands_in)
+    attempt(lambda: require_text_of_wrapper(config), stands_in=stands_in)
     attempt(lambda: require_experts(config), stands_in=stands_in)
     attempt(lambda: shapes_of_adapters(config, path), stands_in=stands_in)
     attempt(lambda: require_policy_engines(config, local, device), stands_in=stands_in)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
-from verl.trainer.ppo.experience import needs_reference
+from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.utils.config import ConfigError
+from verl.utils.language_model import is_wrapper
 from verl.utils.model import (
     MODEL_KEY,
     expert_count,
@@ -68,7 +70,7 @@ def require_engine(
 def require_positions(config: PPOConfig) -> None:
     """The model has a position for every token of the longest sequence, unless its RoPE is stretched beyond them."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    model = load_hf_config(config.actor_rollout_ref.model)
+    model = load_hf_config(config.actor_rollout_ref.model).get_text_config()
     limit = getattr(model, "max_position_embeddings", None)
     stretched = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     needed = data.max_prompt_length + data.max_response_length
@@ -87,11 +89,33 @@ def require_positions(config: PPOConfig) -> None:
 def require_heads(config: PPOConfig) -> None:
     """Every rank of a replica gets whole attention heads."""
     policy = config.actor_rollout_ref
-    heads = getattr(load_hf_config(policy.model), "num_attention_heads", None)
+    heads = getattr(load_hf_config(policy.model).get_text_config(), "num_attention_heads", None)
     if heads is not None and heads % policy.rollout.tensor_model_parallel_size:
         raise ConfigError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} does "
             f"not divide the {heads} attention heads of {policy.model.path}"
+        )
+
+
+def require_text_of_wrapper(config: PPOConfig) -> None:
+    """What is known not to work, or has not been tried, with a policy that also sees; others pass."""
+    policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
+    if not is_wrapper(model):
+        return
+    what = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}, which is more than a language model,"
+    if policy.rollout.name not in ("vllm", "hf"):
+        raise ConfigError(f"{what} has not been tried with rollout.name={policy.rollout.name}: set it to vllm or hf")
+    if policy.rollout.name == "vllm" and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{what} is built by vLLM with torchvision, which is not installed: add the build for this torch (on CPUs: "
+            "pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or set rollout.name=hf"
+        )
+    if policy.model.sends_adapters:
+        raise ConfigError(f"{what} has not been tried with lora.merge=false: set {MODEL_KEY}.lora.merge=true")
+    if needs_critic(config) and config.critic.model.path is None:
+        raise ConfigError(
+            f"{what} is no model for a critic: set critic.model.path to a language model, or an estimator without a "
+            "critic, such as algorithm.adv_estimator=grpo"
         )
 
 

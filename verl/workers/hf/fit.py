@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
+from verl.utils.language_model import auto_class
 from verl.utils.trainable import require_trainable
 from verl.workers.hf.conversion import Conversion, Shapes, conversion_of
 
@@ -44,10 +45,9 @@ def require_fit(config: PretrainedConfig, shapes: Shapes, key: str, *, remote: b
 
 
 def _on_meta(config: PretrainedConfig, key: str, *, remote: bool) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = auto.from_config(config, trust_remote_code=remote)
+            model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=remote)
     except Exception as exc:
         why = " ".join(str(exc).split())
         raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {why}") from exc

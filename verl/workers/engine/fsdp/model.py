@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.model import ATTENTION
+from verl.utils.config import ConfigError
+from verl.utils.language_model import is_wrapper, language_config
+from verl.utils.model import ATTENTION, override
 from verl.utils.trainable import require_trainable
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.adapters import add_adapters, base_tensors, initialize, is_adapter
@@ -34,7 +35,7 @@ from verl.workers.engine.tensors import as_in_checkpoint
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
-from verl.workers.hf.conversion import Conversion, conversion_of
+from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.dropout import drop_nothing, random_fields_of, set_fields, silence
 from verl.workers.hf.packing import attend_sequences_apart
 from verl.workers.hf.precision import (
@@ -45,6 +46,7 @@ from verl.workers.hf.precision import (
 from verl.workers.hf.probing import Finding, Way, find_way
 from verl.workers.hf.splitting import attend_by_heads
 from verl.workers.hf.values import register_value_head
+from verl.workers.hf.wrapped import conversion_between
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +115,17 @@ def build_model(
     Raises ConfigError for a directory or configuration that cannot be used, PlanError when the tensors of the model and
     of its checkpoint differ, and when the model that was built is not what the checkpoint says.
     """
-    hf_config = _config_under(head, model_config)
+    whole_config = load_hf_config(model_config)
+    hf_config = _under(head, whole_config, model_config)
     dtype = DTYPES[fsdp_config.model_dtype]
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
         with parameters_on_meta():
             model = _make(head, hf_config, model_config, dtype)
         if not trainable:  # what the class itself freezes stays as it is
             model.requires_grad_(False)
-        conversion = conversion_of(model, checkpoint.shapes, may_lack=head.new)
+        conversion = conversion_between(model, whole_config, checkpoint.shapes, may_lack=head.new)
         nowhere = (*conversion.unexpected, *conversion.aside)
-        require_trainable(hf_config, f"model.path={model_config.path}", beside_model=nowhere)
+        require_trainable(whole_config, f"model.path={model_config.path}", beside_model=nowhere)
         conversion.require_whole()
         require_precision(conversion.shapes, checkpoint, dtype)
         _tell_aside(conversion, head)
@@ -235,11 +238,17 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
 
 def make_model(head: Head, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """With random weights, on whatever device the caller has made the default one. Raises ConfigError."""
-    return _make(head, _config_under(head, model_config), model_config, dtype)
+    return _make(head, _under(head, load_hf_config(model_config), model_config), model_config, dtype)
 
 
-def _config_under(head: Head, model_config: HFModelConfig) -> PretrainedConfig:
-    hf_config = load_hf_config(model_config)
+def _under(head: Head, whole: PretrainedConfig, model_config: HFModelConfig) -> PretrainedConfig:
+    """Of the language model with `head` in a model of `whole`, which is changed unless that is a wrapper's."""
+    if head.config_fields and is_wrapper(whole):
+        raise ConfigError(
+            f"model.path={model_config.path}: {whole.model_type} has a language model inside of a larger one, and a "
+            "critic is only made of a language model's own directory: give one, or an estimator without a critic"
+        )
+    hf_config = language_config(whole)
     for name, value in head.config_fields.items():
         setattr(hf_config, name, value)
     head.prepare(hf_config)
@@ -271,7 +280,7 @@ def adapter_shapes(model_config: HFModelConfig) -> dict[str, tuple[int, ...]]:
 
     Raises what `build_model` would raise about LoRA.
     """
-    hf_config = load_hf_config(model_config)
+    hf_config = language_config(load_hf_config(model_config))
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
@@ -290,11 +299,6 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
     hf_config: PretrainedConfig = AutoConfig.from_pretrained(
         model_config.path, trust_remote_code=model_config.trust_remote_code
     )
-    for key, value in model_config.override_config.items():
-        if key == ATTENTION:
-            continue
-        if not hasattr(hf_config, key):
-            raise ConfigError(f"model.override_config.{key}: unknown field.{did_you_mean(key, hf_config.to_dict())}")
-        setattr(hf_config, key, value)
+    override(hf_config, model_config.override_config, "model.override_config")
     require_trainable(hf_config, f"model.path={model_config.path}")
     return hf_config

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,9 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
-from verl.utils.model import ATTENTION
+from verl.utils.language_model import is_wrapper, language_config
+from verl.utils.model import ATTENTION, override
 from verl.workers.hf.attention import attention_implementation
+from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.probing import Build
+from verl.workers.hf.wrapped import conversion_between
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch, Decoding
@@ -113,8 +117,9 @@ class HFEngine:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model, trust = self._spec.model, self._spec.model.trust_remote_code
         dtype = getattr(torch, self._spec.config.dtype)
-        changed = {key: value for key, value in model.override_config.items() if key != ATTENTION}
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=trust, **changed)
+        self._whole: PretrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=trust)
+        override(self._whole, model.override_config, "model.override_config")
+        config = language_config(self._whole)
         factory: Any = AutoModelForCausalLM
         implementation = attention_implementation(config, model.override_config.get(ATTENTION))
 
@@ -126,7 +131,13 @@ class HFEngine:
             return built
 
         self._way = self._find_way(config, partial(from_config, dtype=torch.float32), implementation)
-        if self._spec.config.load_format == "auto":
+        if self._spec.config.load_format == "auto" and is_wrapper(self._whole):
+            built: Any = from_config(config, implementation, dtype)
+            with HFCheckpoint(Path(model.path)) as checkpoint:
+                aside = conversion_between(built, self._whole, checkpoint.shapes).aside
+                names = checkpoint.names.difference(aside)
+                load_weights(built, self._whole, {name: checkpoint.read(name) for name in names})
+        elif self._spec.config.load_format == "auto":
             asked = {ATTENTION: implementation} if implementation else {}
             built = factory.from_pretrained(model.path, config=config, dtype=dtype, trust_remote_code=trust, **asked)
         else:
@@ -190,7 +201,7 @@ class HFEngine:
 
     def _load(self, arena_path: str, version: int) -> None:
         with open_to_activate(arena_path, version) as (_, view):
-            load_weights(self._model, dict(view.tensors()))
+            load_weights(self._model, self._whole, dict(view.tensors()))
 
     async def clear_cache(self) -> None:
         async with self._changed:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint_engine.errors import ActivationError
-from verl.workers.hf.conversion import conversion_of
+from verl.workers.hf.wrapped import conversion_between
 
 
-def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_weights(model: PreTrainedModel, config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor, under its checkpoint's name, into the parameters or buffers that it is a part of.
+
+    `config` is that of the checkpoint, which may be a wrapper's: `model` takes what belongs to its language model.
 
     Raises ActivationError, before anything is written, that lists every tensor that is missing, unexpected, or of
     another shape. A tied weight is present if any of its names is; under two of them it has to be the same.
     """
-    conversion = conversion_of(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    conversion = conversion_between(model, config, shapes)
     problems = [f"unexpected {name}" for name in (*conversion.unexpected, *conversion.aside)]
     problems += [f"missing {name}" for name in conversion.missing]
     problems += conversion.misshapen

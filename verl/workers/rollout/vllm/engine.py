@@ -27,6 +27,8 @@ from verl.checkpoint_engine.engines.vllm.reports import take_reports, take_worke
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
+from verl.utils.language_model import is_wrapper
+from verl.utils.model import load_hf_config
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -151,6 +153,8 @@ class VLLMEngine:
             "weight_transfer_config": WeightTransferConfig(backend=ENGINE_NAME),
             "disable_log_stats": True,
         }
+        if is_wrapper(load_hf_config(spec.model)):
+            arguments["language_model_only"] = True  # the trainer has and sends no more
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
             if config.replica_ranks == 1:

@@ -1,6 +1,9 @@
-"""The calls of tools that verl's hermes format finds in texts: a JSON list comes in, the number in each goes out.
+"""The calls of tools that are found in texts.
 
-Run as a file with PyPI's verl in front.
+JSON with `tokenizer`, a directory, and `texts`, pairs of a format and a text, comes in; for each text a list of
+names and arguments goes out.
+
+Run as a file, with PyPI's verl or ours in front.
 """
 
 import asyncio
@@ -8,21 +11,41 @@ import json
 import sys
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": ""},
+                "b": {"type": "string", "description": ""},
+            },
+            "required": ["a"],
+        },
+    },
+}
 
 
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return "".join(map(chr, token_ids))
-
-
-async def found(texts: list[str]) -> list[int]:
-    tokenizer: Any = Characters()
-    parser = ToolParser.get_tool_parser("hermes", tokenizer)
-    return [len((await parser.extract_tool_calls([*map(ord, text)], []))[1]) for text in texts]
+async def found(tokenizer: Any, texts: list[list[str]]) -> list[list[Any]]:
+    tools = [OpenAIFunctionToolSchema.model_validate(TOOL)]
+    calls = []
+    for name, text in texts:
+        parser = ToolParser.get_tool_parser(name, tokenizer)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        _, own = await parser.extract_tool_calls(ids, tools)
+        calls.append([[one.name, json.loads(one.arguments)] for one in own])
+    return calls
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(asyncio.run(found(json.load(sys.stdin)))))
+    given = json.load(sys.stdin)
+    sys.stdout.write(
+        "\n" + json.dumps(asyncio.run(found(AutoTokenizer.from_pretrained(given["tokenizer"]), given["texts"])))
+    )

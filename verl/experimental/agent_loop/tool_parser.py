@@ -23,6 +23,8 @@ from verl.utils.config import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+OF_VERL = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "seed": "seed_oss"}
+"""Formats that verl calls otherwise than vLLM does."""
 FORMAT_KEY = "actor_rollout_ref.rollout.multi_turn.format"
 P = TypeVar("P", bound="type[ToolParser]")
 
@@ -161,7 +163,8 @@ def vllm_formats() -> list[str]:
 
 
 def parser_of_vllm(name: str) -> type[ToolParser] | None:
-    """None for a format that vLLM does not know."""
+    """None for a format that vLLM does not know, also under verl's name."""
+    name = OF_VERL.get(name, name)
     if name not in vllm_formats():
         return None
     return type(f"VLLMToolParser_{name}", (VLLMToolParser,), {"format": name})

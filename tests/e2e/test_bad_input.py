@@ -342,12 +342,11 @@ def test_what_the_language_model_in_a_model_that_sees_is_not_trained_with_is_ref
 
 
 def test_a_critic_is_not_made_of_a_model_that_also_sees(refuse, sees):
-    (message,) = refuse(
-        f"actor_rollout_ref.model.path={sees}",
-        "actor_rollout_ref.rollout.name=hf",
-        "algorithm.adv_estimator=gae",
-    )
+    gae = ["actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=gae"]
+    (message,) = refuse(f"actor_rollout_ref.model.path={sees}", *gae)
     assert "is no model for a critic: set critic.model.path to a language model" in message
+    (message,) = refuse(f"critic.model.path={sees}", *gae)
+    assert "mistral3 is more than a language model, and no model for a critic" in message
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"

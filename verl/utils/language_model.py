@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Architectures (`model_type`) around a causal language model that transformers can also build by itself. From text it
-then computes the same: `tests/models/test_wrappers.py` compares them."""
+then computes the same: each has a row in `tests/models/configurations.py`, whose tests compare the two."""
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:

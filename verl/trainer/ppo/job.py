@@ -39,6 +39,7 @@ from verl.trainer.ppo.settled import scheduled, total_steps
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
+from verl.utils.language_model import is_wrapper
 from verl.utils.model import (
     MODEL_KEY,
     load_hf_config,
@@ -153,6 +154,11 @@ def local_critic(
         shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
+        if is_wrapper(hf_config):
+            raise ConfigError(
+                f"critic.model.path={path}: {hf_config.model_type} is more than a language model, and no model for a "
+                "critic: give a language model"
+            )
         require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code, needs_head=False)
         critic = replace(critic, model=replace(model, path=str(path)))
     require_engine(config, critic.strategy, critic.fsdp, critic.hf_model(str(policy)), device, labels=1)

@@ -18,7 +18,7 @@ def conversion_between(
     """`conversion_of`, where the checkpoint of `shapes` has `config`, which may be that of a wrapper around `model`.
 
     transformers then says what is whose in the whole model, of which `model` has a part under shorter names. The rest
-    is left aside, and need not be there.
+    is left aside, and need not be there. `may_lack` is for checkpoints of `model` alone.
 
     Raises PlanError for a wrapper in which `model` is not found.
     """

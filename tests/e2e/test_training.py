@@ -159,10 +159,9 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
         "starting Ray",
         "starting 2 trainer ranks on cpu",
         "starting 1 vllm rollout engine",
-        "replica-0: free_cache_engine has no effect on cpu",
         "loading version 0 of the weights into the rollout engines",
         re.search(r"the training state of the last step is kept in memory: [\d.]+ MiB on [\d.]+", job.stderr)[0],
-        re.search(r"3 steps in \d+ s", job.stderr)[0],
+        re.search(r"3 steps in \d+ s; to look at them: verl-sync report ", job.stderr)[0] + str(run.out),
     ]
     lines = job.stdout.splitlines()
     steps = [re.match(r"step (\d)/3 \| (reward|held-out builtin/arithmetic) \d", line).groups() for line in lines[:6]]
@@ -170,6 +169,8 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     assert [step for step, what in steps if what != "reward"] == ["0", "2", "3"]
     assert max(map(len, lines[:6])) <= 80
     assert "held-out reward" in job.stdout
+    assert (run.out / "config.yaml").is_file()
+    assert len((run.out / "runs.jsonl").read_text().splitlines()) == 1
     for name in ("metrics.jsonl", "sync_reports.jsonl", "tensorboard", "global_step_3"):
         assert str(run.out / name) in job.stdout
         assert (run.out / name).exists()

@@ -86,10 +86,13 @@ def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_
     default that of hybrid mode. `task_runner_class` is verl's, for scripts that have one to be told what to write.
     """
     from verl.checkpoint_engine.support.console import log_to_console
+    from verl.trainer.config.record import composed_as
     from verl.trainer.ppo.verl_names import refuse_replaced, refuse_runner
+    from verl.workers.config import PPOConfig
 
     refuse_replaced()
     refuse_runner(task_runner_class)
+    composed = None if isinstance(config, PPOConfig) else config
     config = _typed(config)
     log_to_console()
     logger.info(
@@ -102,7 +105,8 @@ def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.run import train
 
-        train(config, trainer_class or RayPPOTrainer)
+        with composed_as(composed):
+            train(config, trainer_class or RayPPOTrainer)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}") from None
 

@@ -18,6 +18,7 @@ from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.help import print_help
 from verl.trainer.config.loader import DEFAULT_NAME, Resolved, compose_tree, load_config, resolve_config
+from verl.trainer.config.record import CONFIG_NAME, composed_as, has_record
 from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
@@ -50,11 +51,11 @@ def run_hydra(
     `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports --help [SECTION ...],
     --version and --check, for which `check` looks at the model and data of a configuration and starts nothing; and as
     Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and
-    `config_name` are their defaults, and files of the user's own can begin with those of `config_path`. Leaves no
-    output directory behind.
+    `config_name` are their defaults, and files of the user's own can begin with those of `config_path`. With
+    --config-path alone, the output directory of a run is run again. Leaves no output directory behind.
     """
     parser = _parser()
-    parser.set_defaults(config_path=config_path, config_name=config_name)
+    parser.set_defaults(config_path=config_path)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.version:
         sys.stdout.write(f"verl-sync {__version__}\n")
@@ -65,7 +66,7 @@ def run_hydra(
             return
         where = {
             "config_path": arguments.config_path,
-            "config_name": arguments.config_name,
+            "config_name": arguments.config_name or (CONFIG_NAME if has_record(arguments.config_path) else config_name),
             "config_dir": arguments.config_dir,
             "mode_dir": config_path,
         }
@@ -76,7 +77,10 @@ def run_hydra(
         if arguments.check:
             _check(arguments.overrides, where, adapt, check)
             return
-        main(_usable(arguments.overrides, where, adapt))
+        resolved = resolve_config(arguments.overrides, **where)
+        config = usable(resolved, adapt)
+        with composed_as(resolved.composed):
+            main(config)
     except (ConfigError, BackendUnavailable) as exc:
         _fail(str(exc))
     except UserCodeError as exc:
@@ -103,13 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     return parser
-
-
-def _usable(
-    overrides: Sequence[str], where: Mapping[str, Any], adapt: Callable[[PPOConfig], PPOConfig] | None
-) -> PPOConfig:
-    """As `usable`."""
-    return usable(resolve_config(overrides, **where), adapt)
 
 
 def usable(resolved: Resolved, adapt: Callable[[PPOConfig], PPOConfig] | None = None) -> PPOConfig:

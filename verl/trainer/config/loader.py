@@ -39,6 +39,8 @@ class Resolved:
     notes: list[Note]
     problems: list[str]
     """A line for everything that is wrong; empty: the configuration can be used."""
+    composed: DictConfig | None = None
+    """What Hydra composed it from."""
 
 
 def load_config(
@@ -79,7 +81,8 @@ def resolved_tree(composed: DictConfig, explicit: Collection[str] = (), problems
         key = f"{exc.full_key}: " if exc.full_key else ""
         raise ConfigError("\n".join([*problems, key + _one_line(exc)])) from exc
     resolved = build_config(values, explicit)
-    return replace(resolved, config=_with_backend(resolved.config), problems=[*problems, *resolved.problems])
+    config = _with_backend(resolved.config)
+    return replace(resolved, config=config, problems=[*problems, *resolved.problems], composed=composed)
 
 
 def compose_tree(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support.files import keep_private
+from verl.trainer.config.record import record_run
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.reward_models import AwakeForScoring
 from verl.trainer.output_lock import only_run_in
@@ -41,11 +43,12 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
     and before any weights are loaded, where it takes the Ray cluster to tell."""
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
+    given = config
     job = checked_job(settled(trainer_class.adapted(config)), trainer_class)
     for line in in_force(job.config, job.device):
         logger.info("%s", line)
     with (
-        only_run_in(job.output_dir),
+        _own_directory(job, given),
         _metrics_server(job) as server,
         sync_spans() as spans,
         _tracking(job, server) as tracking,
@@ -73,6 +76,14 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         result = trainer.fit(job.resume_from)
     _summarise(result, job.output_dir, time.perf_counter() - began)
     return result
+
+
+@contextmanager
+def _own_directory(job: Job, given: PPOConfig) -> Iterator[None]:
+    """No other run writes to it meanwhile; it says what this one is."""
+    with only_run_in(job.output_dir):
+        record_run(job.output_dir, given, job.resume_from)
+        yield
 
 
 def _scoring(job: Job) -> RewardManager:
@@ -129,4 +140,6 @@ def _summarise(result: TrainingResult, output_dir: Path, seconds: float) -> None
     names = ("metrics.jsonl", "sync_reports.jsonl", "tensorboard", f"global_step_{result.step}")
     artefacts = {name: output_dir / name for name in names if (output_dir / name).exists()}
     print_summary(result.rewards_before, result.rewards_after, artefacts)
-    logger.info("%d steps in %.0f s", result.step, seconds)
+    logger.info(
+        "%d steps in %.0f s; to look at them: verl-sync report %s", result.step, seconds, quote(str(output_dir))
+    )

@@ -218,8 +218,6 @@ class RolloutReplica(ABC):
             local_count=self.placement.local_count,
             can_sleep=self.can_sleep,
         )
-        if self.mode is RolloutMode.HYBRID and self.config.free_cache_engine and not self.can_sleep:
-            logger.info("%s: free_cache_engine has no effect on %s", self.name, self.device)
         actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
         self._handle = actor.options(**self._actor_options()).remote(spec)
         try:

@@ -18,9 +18,10 @@ def batch(
     lengths: Sequence[int] = RAGGED,
     holes: Sequence[tuple[int, int]] = (),
     scores: Sequence[float] | None = None,
+    spread: float = 0.4,
 ) -> Batch:
-    """All that a formula takes, [6, 9], as lists: `index` has a letter for each response's group, `holes` are tokens
-    (row, column) of a tool. A score stands on the last token."""
+    """All that a formula takes, [B, 9], as lists: `index` has a letter for each response's group, `holes` are tokens
+    (row, column) of a tool. A score stands on the last token. `spread` is the deviation of log-ratios."""
     draw = torch.Generator().manual_seed(seed)
     rows, columns = len(lengths), 9
 
@@ -36,7 +37,7 @@ def batch(
     others = torch.rand(rows, columns, generator=draw)  # of what the token leaves, how much is on one other
     tensors = {
         "old_log_prob": old,
-        "log_prob": (old + normal(rows, columns) * 0.4).clamp(max=-0.01),
+        "log_prob": (old + normal(rows, columns) * spread).clamp(max=-0.01),
         "response_mask": mask,
         "rewards": last * given.unsqueeze(-1),
         "values": normal(rows, columns),

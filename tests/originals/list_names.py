@@ -1,7 +1,11 @@
 """What PyPI's verl has registered under names that a configuration may say: nothing comes in, lists by kind go out."""
 
+import ast
+import contextlib
+import inspect
 import json
 import sys
+from pathlib import Path
 
 from verl.trainer.distillation.losses import DISTILLATION_LOSS_REGISTRY
 
@@ -9,6 +13,7 @@ from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.utils import reward_score
 from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -22,6 +27,26 @@ REGISTRIES = {
     "rollouts": RolloutReplicaRegistry._registry,
 }
 
+
+def sources() -> list[str]:
+    """The data sources that verl has a rule for, among all words of the module: it says of others that it has none."""
+    tree = ast.parse(Path(inspect.getfile(reward_score)).read_text())
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return [word for word in words if len(word.split()) == 1 and has_rule(word)]
+
+
+def has_rule(source: str) -> bool:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            reward_score.default_compute_score(source, "3", "3")
+    except NotImplementedError:
+        return False
+    except Exception:  # noqa: BLE001 - a rule that lacks a package, or its own kind of truth
+        return True
+    return True
+
+
 if __name__ == "__main__":
     json.load(sys.stdin)
-    sys.stdout.write("\n" + json.dumps({kind: sorted(map(str, names)) for kind, names in REGISTRIES.items()}))
+    names = {**REGISTRIES, "data sources": sources()}
+    sys.stdout.write("\n" + json.dumps({kind: sorted(map(str, found)) for kind, found in names.items()}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.originals.original import VERL, computed
 from verl.experimental.agent_loop.registry import known_loops
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.trainer.config.loader import load_config
+from verl.trainer.ppo.data import require_rewards
 from verl.utils.config import ConfigError
 from verl.workers.config.distillation import ESTIMATORS, FORWARD_KL_TOPK
 from verl.workers.reward_manager.registry import get_reward_manager_cls
@@ -29,6 +31,11 @@ def set_to(key: str, *others: str) -> Callable[[str], Any]:
     return lambda name: load_config([f"{key}={name}", *others])
 
 
+def rewarded(source: str) -> None:
+    """As the driver looks at data before anything starts."""
+    require_rewards(SimpleNamespace(sources={source: SimpleNamespace(count=1, first="row 0", without_truth=0)}), "key")
+
+
 TAKES: dict[str, Callable[[str], Any]] = {
     "estimators": set_to("algorithm.adv_estimator"),
     "losses": set_to(
@@ -39,8 +46,13 @@ TAKES: dict[str, Callable[[str], Any]] = {
     "agent loops": one_of(*known_loops()),
     "formats of tool calls": ToolParser.parser_class,
     "rollouts": one_of(*RolloutReplicaRegistry.names()),
+    "data sources": rewarded,
 }
+OF_SEARCH = [f"searchR1_{name}" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "musique", "bamboogle")]
 REFUSED = {
+    **{("data sources", name): "custom_reward_function" for name in ("codecontests", "apps", "codeforces", "taco")},
+    **{("data sources", name): "for search tools" for name in [*OF_SEARCH, "searchR1_2wikimultihopqa"]},
+    ("data sources", "hiyouga/geometry3k"): "models read text here",
     ("losses", "bypass_mode"): "algorithm.rollout_correction.bypass_mode=true",
     ("reward managers", "batch"): "Let the function take one sample",
     ("reward managers", "rate_limited"): "let the function itself wait",

@@ -47,7 +47,7 @@ def rule_for(data_source: str) -> Rule | None:
 
 def no_rule(what: str, data_source: str) -> str:
     """Why there is no rule for `data_source`, and what to do; `what` is how the message calls it."""
-    reason = next((why for prefix, why in REFUSED.items() if data_source.startswith(prefix)), None)
+    reason = REFUSED.get(SEARCH if data_source.startswith(SEARCH) else data_source)
     known = reason or f"there is for {', '.join(known_sources())}"
     return f"there is no built-in reward for {what} ({known}): {REMEDY}"
 
@@ -67,14 +67,14 @@ def same_value(solution: str, ground_truth: str) -> float:
 
 
 AIME = "aime"
+SEARCH = "searchR1_"
 _CODE = "it is a source of code, whose rule runs what the response says in a sandbox; there is none here"
-_SEARCH = "it is a source for search tools, and those have no rule here"
 REFUSED = {
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
-    "searchR1_": _SEARCH,
+    SEARCH: "it is a source for search tools, and those have no rule here",
     "hiyouga/geometry3k": "it is a source of pictures, and models read text here",
 }
-"""What a data source of verl's begins with -> why it has no rule."""
+"""A data source of verl's, or what it begins with -> why it has no rule."""
 
 RULES: dict[str, Rule] = {
     "builtin/arithmetic": exact_match,

@@ -1,4 +1,4 @@
-"""The causal language model in a checkpoint, where that is of a model which also sees or hears."""
+"""What is trained of a checkpoint that is more than a language model: that alone, or the whole model, which sees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 WRAPPERS = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Architectures (`model_type`) around a causal language model that transformers can also build by itself. From text it
 then computes the same: each has a row in `tests/models/configurations.py`, whose tests compare the two."""
+
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Architectures that are trained whole, with their vision tower, and see the pictures of prompts."""
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Whether the model of `config` is trained with pictures."""
+    return config.model_type in SEEING
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:
@@ -34,4 +42,4 @@ def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that builds the whole model of a checkpoint."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if is_wrapper(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_wrapper(config) or sees(config) else AutoModelForCausalLM

@@ -33,11 +33,11 @@ BAD = [
     ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, r"content\[0\].text is null"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        r"content\[0\] is of type 'image': models read text",
+        r"content\[0\] is of type 'image': the model reads text alone",
     ),
     ({"prompt": [{"role": "user", "content": [{"text": "1+1="}]}]}, r"content\[0\] is of type null"),
     ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}]}, "of type 'video'"),
-    ({"images": ["x.png"]}, "images is not empty: models read text here"),
+    ({"images": ["x.png"]}, "images is not empty: the model reads text alone"),
     ({"images": '["x.png"]'}, "images is not empty"),
     ({"videos": [{"video": "x.mp4"}]}, "videos is not empty"),
     ({"audios": "x.wav"}, "audios is not empty"),

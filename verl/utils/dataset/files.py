@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,10 @@ BUILTIN_SPLITS = {"train": "train", "val": "test"}
 PARQUET = b"PAR1"
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 SHOWN_FILES = 3
+ROWS_AT_ONCE = 64
+"""Of a column with pictures, which may have megabytes each."""
+Lighten = tuple[str, Callable[[Any], Any]]
+"""A column, and what makes something smaller of each of its values."""
 
 
 def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list[Path]:
@@ -56,17 +60,24 @@ class Rows:
     A file keeps its own types: a column may be text in one and a number in the next.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
-        """Raises ConfigError for a file without one of `columns`, or that cannot be read."""
+    def __init__(self, files: Sequence[Path], columns: Sequence[str], lighten: Lighten | None = None) -> None:
+        """`lighten` is done as the files are read, a few rows at a time.
+
+        Raises ConfigError for a file without one of `columns`, or that cannot be read."""
         self._parts: list[tuple[Path, _Part]] = []
         for path in files:
-            part = _read(path)
+            part = _read(path, lighten)
             for column in columns:
                 if column not in part.columns:
                     raise ConfigError(f"{path} has no column {column!r}.{did_you_mean(column, part.columns)}")
             self._parts.append((path, part))
         self._chosen: Sequence[int] = range(sum(len(part) for _, part in self._parts))
         self._columns = list(dict.fromkeys(name for _, part in self._parts for name in part.columns))
+
+    @property
+    def columns(self) -> list[str]:
+        """Of all files."""
+        return list(self._columns)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -109,9 +120,11 @@ class Rows:
 
 
 class _Parquet:
-    def __init__(self, table: pyarrow.Table) -> None:
+    def __init__(self, table: pyarrow.Table, apart: Mapping[str, Sequence[Any]] | None = None) -> None:
+        """`apart` are columns that are not in `table`."""
         self._table = table
-        self.columns: list[str] = table.column_names
+        self._apart = dict(apart or {})
+        self.columns: list[str] = [*table.column_names, *self._apart]
 
     def __len__(self) -> int:
         rows: int = self._table.num_rows
@@ -119,6 +132,9 @@ class _Parquet:
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._table.slice(start, stop - start).to_pylist()
+        for name, values in self._apart.items():
+            for row, value in zip(rows, values[start:stop], strict=True):
+                row[name] = value
         return rows
 
     def place(self, row: int) -> str:
@@ -144,7 +160,7 @@ class _JsonLines:
 _Part = _Parquet | _JsonLines
 
 
-def _read(path: Path) -> _Part:
+def _read(path: Path, lighten: Lighten | None) -> _Part:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -160,9 +176,9 @@ def _read(path: Path) -> _Part:
     if beginning.startswith(PARQUET):
         if end != PARQUET or size < 3 * len(PARQUET):
             raise ConfigError(f"{path} is truncated: it begins as a parquet file of which the end is missing")
-        part: _Part = _read_parquet(path)
+        part: _Part = _read_parquet(path, lighten)
     elif beginning.startswith(b"{"):
-        part = _read_json_lines(path)
+        part = _read_json_lines(path, lighten)
     else:
         remedy = ""
         if beginning.startswith(b"["):
@@ -173,17 +189,27 @@ def _read(path: Path) -> _Part:
     return part
 
 
-def _read_parquet(path: Path) -> _Parquet:
+def _read_parquet(path: Path, lighten: Lighten | None) -> _Parquet:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return _Parquet(pq.ParquetFile(path).read())
+        file = pq.ParquetFile(path)
+        columns = file.schema_arrow.names
+        if lighten is None or lighten[0] not in columns:
+            return _Parquet(file.read())
+        name, make = lighten
+        light = [
+            make(value)
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[name])
+            for value in batch.column(0).to_pylist()
+        ]
+        return _Parquet(file.read(columns=[each for each in columns if each != name]), {name: light})
     except (pa.ArrowException, OSError) as exc:
         raise ConfigError(f"{path} cannot be read as parquet, it may be truncated or damaged: {exc}") from exc
 
 
-def _read_json_lines(path: Path) -> _JsonLines:
+def _read_json_lines(path: Path, lighten: Lighten | None) -> _JsonLines:
     rows: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -196,5 +222,7 @@ def _read_json_lines(path: Path) -> _JsonLines:
                 raise ConfigError(f"line {number} of {path} is not JSON: {exc}{cut}") from exc
             if not isinstance(row, dict):
                 raise ConfigError(f"line {number} of {path} is no JSON object: {str(row)[:80]!r}")
+            if lighten is not None and lighten[0] in row:
+                row[lighten[0]] = lighten[1](row[lighten[0]])
             rows.append((number, row))
     return _JsonLines(rows)

@@ -16,7 +16,9 @@ from verl.utils.config import ConfigError
 from verl.utils.dataset.dataloader import collate_fn
 from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
+from verl.utils.dataset.seen import in_files, with_pictures
 from verl.utils.dataset.settings import DataSettings
+from verl.utils.pictures import Picture, PictureError, PictureProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,8 +68,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     `maybe_filter_out_long_prompts`, `_build_messages` and `__getitem__`, as verl's.
 
     Raises ConfigError for a missing column, a row that is no sample (`schema.sample`), a tokenizer whose chat template
-    is missing, raises or leaves messages out, no prompt left, and, with `truncation=error`, prompts longer than
-    `max_prompt_length`.
+    is missing, raises or leaves messages out, a picture that cannot be used (with `filter_overlong_prompts` its sample
+    is dropped, as in verl), marks and pictures that are not equally many, no prompt left, and, with `truncation=error`,
+    prompts longer than `max_prompt_length`.
     """
 
     _split = "train"
@@ -78,14 +81,15 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         config: DataSettings,
-        processor: Any = None,
+        processor: PictureProcessor | None = None,
         max_samples: int | None = None,
         *,
         split: str | None = None,
         shown_tools: ShownTools | None = None,
     ) -> None:
         """`max_samples` rows, with `data.shuffle` drawn by `data.seed`, else the first; -1: all; null: as `data` says
-        for this split. `shown_tools` is asked once per agent; without it no agent shows tools."""
+        for this split. `shown_tools` is asked once per agent; without it no agent shows tools. `processor`: of a model
+        that sees; None: pictures are refused."""
         self._split = split or self._split
         self._shown_tools = shown_tools or self._shown_tools
         if max_samples is None:
@@ -112,10 +116,16 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.partners: dict[str | None, Partners] = defaultdict(Partners)
         """Of every agent; None is that of samples that name none."""
         self._prompts: list[list[dict[str, Any]]] = []
+        self._pictures: list[list[Picture]] = []
+        self._picture_tokens: list[list[int]] = []
+        """Of each row: how many tokens its pictures become."""
+        self._unusable: dict[int, str] = {}
+        """By row: what is wrong with a picture of it, where such rows are dropped."""
         self._agents: list[str | None] = []
         self._check_rows()
+        self._sees = any(self._pictures)
         self._ids = self._tokenize(tokenizer)
-        self._rows = self._fit(range(len(self._ids)))
+        self._rows = self._fit(self._usable())
         if not self._rows:
             raise ConfigError(
                 f"no {self._split} samples are left of {len(self._table)} in {', '.join(self.data_files)}"
@@ -134,6 +144,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         row = self._rows[position]
         item = self._sample(self._table[row])
         del item[self.prompt_key]
+        if self._sees:
+            item.pop(self.config.image_key, None)
+            item["multi_modal_data"] = {"images": list(self._pictures[row])}
         index = item["extra_info"].get("index")
         return {
             **item,
@@ -146,7 +159,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _read_files_and_tokenize(self) -> None:
         """Set `dataframe` to the rows of `data_files`: something with a length, items that are dicts, and `select`."""
         columns = (self.config.prompt_key, self.config.reward_fn_key, "reward_model")
-        self.dataframe = self.maybe_filter_out_long_prompts(Rows([Path(path) for path in self.data_files], columns))
+        lighten = (self.config.image_key, in_files) if self.processor is not None else None
+        rows = Rows([Path(path) for path in self.data_files], columns, lighten)
+        self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
         """verl's name: the rows to use. The prompts that are too long are dropped later, as they are tokenized."""
@@ -170,7 +185,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.dataframe if isinstance(self.dataframe, Rows) else _OwnRows(self.dataframe, type(self).__name__)
 
     def _sample(self, row: dict[str, Any]) -> dict[str, Any]:
-        return sample({**row, self.prompt_key: self._build_messages({**row}, self.prompt_key)}, self.config)
+        messages = self._build_messages({**row}, self.prompt_key)
+        return sample({**row, self.prompt_key: messages}, self.config, seen=self.processor is not None)
 
     def _check_rows(self) -> None:
         """Read every row once: prompts and agents are kept, sources and partners counted."""
@@ -179,16 +195,38 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for row, read in enumerate(self._table.read(start, start + TOKENIZE_ROWS), start):
                 try:
                     item = self._sample(read)
+                    self._look(item, row)
                 except RowError as exc:
                     wrong.append((row, exc))
                     continue
-                self._prompts.append(item[self.config.prompt_key])
                 self._agents.append(item.get("agent_name") or None)
                 self._count(item, row)
         if wrong:
             row, error = wrong[0]
             more = f" ({len(wrong)} of {len(self._table)} rows are no samples)" if len(wrong) > 1 else ""
             raise ConfigError(f"{self._place(row)}: {error}{more}") from error
+
+    def _look(self, item: dict[str, Any], row: int) -> None:
+        """Keep the prompt of a row, and find and open its pictures. Raises RowError."""
+        prompt = item[self.prompt_key]
+        pictures: list[Picture] = []
+        counts: list[int] = []
+        if self.processor is not None:
+            key = self.config.image_key
+            prompt, pictures = with_pictures(
+                prompt, item.get(key), prompt_key=self.prompt_key, image_key=key, has_column=key in item
+            )
+            for number, picture in enumerate(pictures):
+                try:
+                    counts.append(self.processor.num_tokens(picture))
+                except PictureError as exc:
+                    if not self.filter_overlong_prompts:
+                        raise RowError(f"picture {number} {exc}") from exc
+                    self._unusable[row] = f"picture {number} {exc}"
+                    counts.append(1)
+        self._prompts.append(prompt)
+        self._pictures.append(pictures)
+        self._picture_tokens.append(counts)
 
     def _count(self, item: dict[str, Any], row: int) -> None:
         source = self.sources[item[self.config.reward_fn_key]]
@@ -221,7 +259,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for start in range(0, len(rows), TOKENIZE_ROWS):
                 chosen = rows[start : start + TOKENIZE_ROWS]
                 for row, found in zip(chosen, self._token_ids(tokenizer, chosen, tools), strict=True):
-                    ids[row] = found
+                    ids[row] = self._expanded(row, found)
         return ids
 
     def _tools(self, agent: str | None, row: int) -> list[Any]:
@@ -254,6 +292,15 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 ) from exc
         return [self._token_ids(tokenizer, [row], tools)[0] for row in rows]
 
+    def _expanded(self, row: int, token_ids: list[int]) -> list[int]:
+        """With as many tokens as the model makes of the pictures."""
+        if self.processor is None:
+            return token_ids
+        try:
+            return self.processor.expanded(token_ids, self._picture_tokens[row])
+        except PictureError as exc:
+            raise ConfigError(f"{self._place(row)}: {exc}") from exc
+
     def _require_shown_roles(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template leaves out messages of a role, as some do with unknown ones."""
         first: dict[str, int] = {}
@@ -277,7 +324,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         first: dict[str, int] = {}
         for row, prompt in enumerate(self._prompts):
             for message in prompt:
-                if isinstance(message.get("content"), list):
+                if isinstance(message.get("content"), list) and any(
+                    part["type"] == "text" for part in message["content"]
+                ):
                     first.setdefault(message["role"], row)
         for role, row in first.items():
             before = [] if role in ("user", "system") else [{"role": "user", "content": "x"}]
@@ -302,6 +351,21 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             return None
         return written
 
+    def _usable(self) -> Sequence[int]:
+        rows = range(len(self._ids))
+        if not self._unusable:
+            return rows
+        first, why = next(iter(self._unusable.items()))
+        logger.warning(
+            "%d of %d %s samples have pictures that cannot be used (first in %s: %s); they are dropped",
+            len(self._unusable),
+            len(rows),
+            self._split,
+            self._table.place(first),
+            why,
+        )
+        return [row for row in rows if row not in self._unusable]
+
     def _fit(self, rows: Sequence[int]) -> Sequence[int]:
         """The rows that stay, after what is too long was dropped or cut as configured."""
         limit = self.config.max_prompt_length
@@ -321,6 +385,11 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ConfigError(
                 f"{found}. Raise the limit, or set data.filter_overlong_prompts=true, or "
                 "data.truncation=left|right|middle"
+            )
+        if cut := [row for row in overlong if self._pictures[row]]:
+            raise ConfigError(
+                f"{found}, and {len(cut)} of them have pictures, which cannot be cut (first in "
+                f"{self._table.place(cut[0])}). Raise the limit, or set data.filter_overlong_prompts=true"
             )
         logger.warning("%s; they are cut (data.truncation=%s)", found, self.config.truncation)
         for row in overlong:

@@ -10,6 +10,7 @@ from verl.utils.dataset.settings import DataSettings
 
 SHOWN_CHARACTERS = 80
 NO_MEDIA = "models read text here; leave it out of the data, with what refers to it"
+UNSEEN = "the model reads text alone; give one that sees, or leave it out of the data, with what refers to it"
 NO_CHAT = "no list of chat messages {role, content}"
 
 
@@ -17,18 +18,19 @@ class RowError(ValueError):
     """The row is no sample; the message names the key. Whoever reads the file adds its name and the row."""
 
 
-def sample(row: Mapping[str, Any], config: DataSettings) -> dict[str, Any]:
+def sample(row: Mapping[str, Any], config: DataSettings, *, seen: bool = False) -> dict[str, Any]:
     """The row as it is used; raises RowError for one that cannot be.
 
     The prompt column holds chat messages without the nulls that parquet puts into fields which only other rows have,
-    `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed.
+    `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed. `seen`: the model sees pictures,
+    which are left as they are.
     """
     for name in (config.image_key, config.video_key, config.audio_key):
-        if not _is_empty(row.get(name)):
-            raise RowError(f"{name} is not empty: {NO_MEDIA}")
+        if not is_empty(row.get(name)) and not (seen and name == config.image_key):
+            raise RowError(f"{name} is not empty: {UNSEEN if name == config.image_key else NO_MEDIA}")
     return {
         **row,
-        config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key),
+        config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key, seen),
         config.reward_fn_key: _name(row.get(config.reward_fn_key), config.reward_fn_key),
         "reward_model": _mapping(row.get("reward_model"), "reward_model", "{style, ground_truth}"),
         "extra_info": _extra_info(row.get("extra_info")),
@@ -50,18 +52,18 @@ def is_empty_truth(truth: Any) -> bool:
     return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
 
 
-def _messages(prompt: Any, key: str) -> list[dict[str, Any]]:
-    messages = without_nulls(_parsed(prompt))
+def _messages(prompt: Any, key: str, seen: bool) -> list[dict[str, Any]]:
+    messages = without_nulls(parsed(prompt))
     if not isinstance(messages, list) or not messages:
         raise RowError(f"{key} is {NO_CHAT}: {_shown(prompt)}")
     for index, message in enumerate(messages):
-        _check_message(message, f"{key}[{index}]")
+        _check_message(message, f"{key}[{index}]", seen)
     if not any(_says_something(message) for message in messages):
         raise RowError(f"{key} is blank: no message has any text")
     return messages
 
 
-def _check_message(message: Any, key: str) -> None:
+def _check_message(message: Any, key: str, seen: bool) -> None:
     if not isinstance(message, dict):
         raise RowError(f"{key} is {_shown(message)}, no chat message {{role, content}}")
     if "role" not in message and "from" in message:
@@ -82,13 +84,14 @@ def _check_message(message: Any, key: str) -> None:
                 if not isinstance(part.get("text"), str):
                     raise RowError(f"{key}.content[{number}].text is {_shown(part.get('text'))}, not text")
                 _check_text(part["text"], f"{key}.content[{number}].text")
-            else:
-                raise RowError(f"{key}.content[{number}] is of type {_shown(part.get('type'))}: {NO_MEDIA}")
+            elif not (seen and part.get("type") == "image"):
+                why = UNSEEN if part.get("type") == "image" else NO_MEDIA
+                raise RowError(f"{key}.content[{number}] is of type {_shown(part.get('type'))}: {why}")
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Whether a column that holds a list, or one thing, holds nothing."""
-    given = _parsed(value)
+    given = parsed(value)
     return given is None or (isinstance(given, Sized) and not len(given))
 
 
@@ -102,7 +105,7 @@ def _check_text(text: str, key: str) -> None:
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     if isinstance(content, list):
-        return any(part["text"].strip() for part in content)
+        return any(part["type"] != "text" or part["text"].strip() for part in content)
     return bool(message.get("tool_calls")) or bool(str(content).strip())
 
 
@@ -128,15 +131,15 @@ def _extra_info(value: Any) -> dict[str, Any]:
 
 def _mapping(value: Any, key: str, expected: str) -> dict[str, Any]:
     """A dict of one's own; null is an empty one."""
-    parsed = _parsed(value)
-    if parsed is None:
+    found = parsed(value)
+    if found is None:
         return {}
-    if not isinstance(parsed, dict):
+    if not isinstance(found, dict):
         raise RowError(f"{key} is {_shown(value)}, not {expected}")
-    return dict(parsed)
+    return dict(found)
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """What JSON text says; anything else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value

@@ -1,0 +1,105 @@
+"""What a model is given of pictures: their patches, and as many tokens in the prompt as it makes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.config import ConfigError
+from verl.utils.language_model import sees
+from verl.utils.pictures.picture import Picture, PictureError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+MOST_CACHED_NBYTES = 2**28
+
+
+class PictureProcessor:
+    """The image processor of transformers that a model's directory names. May be used from several threads.
+
+    A picture is computed once, and remembered by its digest as long as there is room.
+    """
+
+    def __init__(self, image_processor: Any, config: PretrainedConfig) -> None:
+        """`config` is the whole model's."""
+        self._processor = image_processor
+        self.token_id = int(config.image_token_id)
+        """In a prompt, once for each token that is made of a picture."""
+        self._merged = int(config.vision_config.spatial_merge_size) ** 2
+        self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cached_nbytes = 0
+        self._lock = threading.Lock()
+
+    def num_tokens(self, picture: Picture) -> int:
+        """Of the model. Decodes the picture; raises PictureError for one that is damaged, or has no size for it."""
+        image = picture.open()
+        try:
+            patches = int(self._processor.get_number_of_image_patches(image.height, image.width, {}))
+        except ValueError as exc:
+            raise PictureError(f"has {image.width} x {image.height} pixels: {exc}") from exc
+        return patches // self._merged
+
+    def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """A prompt as the model reads it, from the one that the chat template writes, which has one token a picture.
+
+        Raises PictureError where that has more or fewer than `counts`.
+        """
+        written = sum(token == self.token_id for token in token_ids)
+        if written != len(counts):
+            raise PictureError(f"the chat template writes {written} tokens for pictures where there are {len(counts)}")
+        rest = iter(counts)
+        ids: list[int] = []
+        for token in token_ids:
+            ids += [token] * next(rest) if token == self.token_id else [token]
+        return ids
+
+    def inputs(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+        """Of at least one: `pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3].
+
+        Raises PictureError for a file that is gone or has changed.
+        """
+        import torch
+
+        each = [self._of(picture) for picture in pictures]
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+    def _of(self, picture: Picture) -> dict[str, torch.Tensor]:
+        with self._lock:
+            if (found := self._cache.get(picture.digest)) is not None:
+                self._cache.move_to_end(picture.digest)
+                return found
+        given = self._processor(images=[picture.open()], return_tensors="pt")
+        made = {name: given[name] for name in ("pixel_values", "image_grid_thw")}
+        with self._lock:
+            if picture.digest not in self._cache:
+                self._cache[picture.digest] = made
+                self._cached_nbytes += _nbytes(made)
+            while self._cached_nbytes > MOST_CACHED_NBYTES and len(self._cache) > 1:
+                self._cached_nbytes -= _nbytes(self._cache.popitem(last=False)[1])
+        return made
+
+
+def load_processor(directory: str | Path, config: PretrainedConfig) -> PictureProcessor | None:
+    """Of the model of `config` in `directory`; None for one that sees nothing. No code of the directory is run.
+
+    Raises ConfigError for one that cannot be loaded.
+    """
+    if not sees(config):
+        return None
+    from transformers import AutoImageProcessor
+
+    auto: Any = AutoImageProcessor
+    try:
+        return PictureProcessor(auto.from_pretrained(directory, trust_remote_code=False), config)
+    except (OSError, ValueError, ImportError, KeyError) as exc:
+        why = str(exc).strip().splitlines()[0]
+        raise ConfigError(f"the image processor in {directory} cannot be loaded: {why}") from exc
+
+
+def _nbytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

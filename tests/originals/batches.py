@@ -71,3 +71,4 @@ WITH_EMPTY = {
     "empty responses with a score": batch(6, "aaabbb", lengths=EMPTY, scores=[1.0, 1.0, 0.5, 0.2, -1.0, 0.3]),
 }
 ON_A_HOLE = {"a score on a hole": batch(10, "aaabbb", lengths=(9, 6, 4, 7, 5, 8), holes=[(0, 8), (4, 4)])}
+ROUNDED = {"equal scores whose mean is rounded": batch(12, "aaabbb", scores=[0.04710861295461655] * 6)}

@@ -7,10 +7,13 @@ trainers, and those that a script can make itself, which have `old ` before thei
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from importlib import util
 from typing import Any
 
@@ -22,6 +25,7 @@ from verl.protocol import DataProto
 
 OF_VERL = util.find_spec("verl.experimental.reward_loop.reward_loop") is not None
 PROMPT, WIDTH = 3, 8
+EXPERIMENT = "a name"
 
 
 def number(**given: Any) -> Any:
@@ -68,23 +72,30 @@ def chosen(**given: Any) -> Any:
     return FUNCTIONS[given["data_source"]](**given)
 
 
+NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def in_order(*given: Any) -> Any:
+    """As the manager `prime` calls it."""
+    return chosen(**dict(zip(NAMES, given, strict=True)))
+
+
 def several(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[Any]:
     """As the manager `batch` calls it: with all samples at once."""
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
-    names = "data_source", "solution_str", "ground_truth", "extra_info"
-    return [chosen(**dict(zip(names, row, strict=True))) for row in rows]
+    return [in_order(*row) for row in rows]
 
 
-def made(rows: list[Any], function: str) -> DataProto:
+def made(rows: list[Any], function: str, padding: int) -> DataProto:
     ids = [row[0] for row in rows]
     tensors = {
         "prompts": torch.ones(len(ids), PROMPT, dtype=torch.long),
-        "responses": torch.tensor([row + [0] * (WIDTH - len(row)) for row in ids]),
+        "responses": torch.tensor([row + [padding] * (WIDTH - len(row)) for row in ids]),
         "attention_mask": torch.tensor([[0] + [1] * (PROMPT - 1 + len(row)) + [0] * (WIDTH - len(row)) for row in ids]),
     }
     columns: dict[str, list[Any]] = {"data_source": [function] * len(rows), "reward_model": [row[1] for row in rows]}
     for name in dict.fromkeys(name for row in rows for name in row[2]):
-        columns[name] = [row[2].get(name) for row in rows]
+        columns[name] = [deepcopy(row[2].get(name)) for row in rows]  # gdpo writes into them
     if not OF_VERL and (fields := columns.pop("tool_extra_fields", None)):
         scores = columns.pop("reward_scores")
         columns["__extra_fields__"] = [{**one, "reward_scores": of} for one, of in zip(fields, scores, strict=True)]
@@ -110,7 +121,13 @@ class Loop:
 
         registered = importlib.import_module("verl.experimental.reward_loop.reward_manager").__dict__
         kwargs = {"max_resp_len": WIDTH, "overlong_buffer_cfg": buffer}
-        config = OmegaConf.create({"reward": {"reward_kwargs": kwargs}, "data": {"reward_fn_key": "data_source"}})
+        config = OmegaConf.create(
+            {
+                "reward": {"reward_kwargs": kwargs},
+                "data": {"reward_fn_key": "data_source"},
+                "trainer": {"experiment_name": EXPERIMENT},
+            }
+        )
         self._class = registered["get_reward_manager_cls"](name)
         self._class.init_class(config, tokenizer)
         asyncio.set_event_loop(asyncio.new_event_loop())  # the manager keeps it
@@ -134,14 +151,17 @@ class Old:
 
         made: Any = importlib.import_module("verl.workers.reward_manager").__dict__["get_reward_manager_cls"](name)
         more = {"max_resp_len": WIDTH, "overlong_buffer_cfg": OmegaConf.create(buffer)} if name == "dapo" else {}
-        self._manager = made(tokenizer, 0, compute_score=several if name == "batch" else chosen, **more)
+        calls = {"batch": several, "prime": in_order}
+        if name == "prime":
+            prime: Any = importlib.import_module("verl.workers.reward_manager.prime")
+            prime.ProcessPoolExecutor = lambda max_workers: ProcessPoolExecutor(1)  # of 64, at each call
+        self._manager = made(tokenizer, 0, compute_score=calls.get(name, chosen), **more)
 
     def __call__(self, data: DataProto) -> Any:
-        result = self._manager(data, return_dict=True)
-        return {
-            "rewards": result["reward_tensor"].tolist(),
-            "infos": by_sample(result["reward_extra_info"], len(data)),
-        }
+        with contextlib.redirect_stdout(sys.stderr):
+            result = self._manager(data, return_dict=True)
+        infos = by_sample(result.get("reward_extra_info", {}), len(data))
+        return {"rewards": result["reward_tensor"].tolist(), "infos": infos}
 
 
 class Ours:
@@ -149,11 +169,12 @@ class Ours:
         from verl.workers.config.algorithm import OverlongBufferConfig, RewardKwargsConfig, RewardModelConfig
         from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, overlong_penalty
 
-        made: Any = get_reward_manager_cls(name)
+        made: Any = get_reward_manager_cls("naive" if name == "batch" else name)  # which is what to do instead
         assert made is NaiveRewardManager
         kwargs = RewardKwargsConfig(overlong_buffer_cfg=OverlongBufferConfig(**buffer))
         penalty = overlong_penalty(RewardModelConfig(reward_manager=name, reward_kwargs=kwargs), WIDTH)
-        self._manager = made(tokenizer, chosen, penalty=penalty)
+        told = {"experiment_name": EXPERIMENT} if name == "gdpo" else {}
+        self._manager = made(tokenizer, chosen, penalty=penalty, told=told)
 
     def __call__(self, data: DataProto) -> Any:
         result = self._manager(data)
@@ -185,7 +206,7 @@ if __name__ == "__main__":
     for batch, name, buffer, function in given["cases"]:
         one = managers.setdefault(json.dumps([name, buffer]), None) or manager(name, buffer, tokenizer)
         managers[json.dumps([name, buffer])] = one
-        results.append(found(one, made(given["batches"][batch], function)))
+        results.append(found(one, made(given["batches"][batch], function, tokenizer.pad_token_id)))
     for one in managers.values():
         if isinstance(one, Ours):
             one.close()

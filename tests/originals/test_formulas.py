@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.originals.batches import ON_A_HOLE, WHOLE, WITH_EMPTY
+from tests.originals.batches import ON_A_HOLE, ROUNDED, WHOLE, WITH_EMPTY
 from tests.originals.draws import batches, formula_cases
 from tests.originals.original import OURS, VERL, computed, differences
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
@@ -35,6 +35,8 @@ DIVERGENCES = [name + plus for name in ("kl", "k1", "abs", "mse", "k2", "low_var
 
 
 def cases() -> Iterator[Case]:
+    for batch in ROUNDED:
+        yield from (("estimator", batch, name, {}) for name in ESTIMATORS)
     for batch in BATCHES:
         yield from (("estimator", batch, name, {}) for name in ESTIMATORS)
         yield from (("estimator", batch, name, {}, True) for name in BY_ENERGY)
@@ -104,7 +106,7 @@ def corrections() -> Iterator[dict[str, Any]]:
 def both() -> Compared:
     """(case, verl's, ours) of every case."""
     every = [*cases(), *DRAWN_CASES, NAMES, *SCHEDULES, ("schedule", "two groups", 2, 6, 0.1, True)]
-    given = {"batches": BATCHES | DRAWN | DRAWN_WITH_EMPTY, "cases": every}
+    given = {"batches": BATCHES | ROUNDED | DRAWN | DRAWN_WITH_EMPTY, "cases": every}
     verls, ours = (computed("score_formulas.py", given, folder) for folder in (VERL, OURS))
     return list(zip(every, verls, ours, strict=True))
 
@@ -219,6 +221,7 @@ def test_an_empty_response_moves_no_estimator_without_means_of_groups(both: Comp
     [
         ("baselines beside empty responses", "estimator", WITH_EMPTY, OF_GROUPS),
         ("KL in the reward beside empty responses", "kl in reward", WITH_EMPTY, {"adaptive", "fixed"}),
+        ("advantages of equal scores", "estimator", ROUNDED, {"grpo", "grpo_vectorized"}),
         ("a score on a token that the policy did not write", "estimator", ON_A_HOLE, TO_GO),
     ],
 )

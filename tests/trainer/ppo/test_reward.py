@@ -54,6 +54,20 @@ def test_arguments_of_the_manager_go_before_those_of_the_configuration(config):
         load_reward_manager(config, TOKENIZER, max_resp_length=8)
 
 
+@pytest.mark.parametrize(("name", "known"), [("gdpo", ["of today"]), ("naive", [])])
+def test_the_manager_gdpo_tells_the_function_the_name_of_the_run(tmp_path, name, known):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    run = extra_info.get('experiment_name')\n"
+        "    return {'score': 1.0, **({'run': run} if run else {})}"
+    )
+    options = ["trainer.device=cpu", f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+    options += [f"reward_model.reward_manager={name}", "trainer.experiment_name=of today"]
+    with load_reward_manager(load_config(options), TOKENIZER) as manager:
+        _, extra = compute_reward(make_batch(["7"]), manager)
+    assert extra.get("run", []) == known
+
+
 def test_a_manager_that_is_written_as_verls_is_called_as_verl_calls_it():
     rewards = torch.ones(1, 2)
 

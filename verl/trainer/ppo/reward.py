@@ -56,6 +56,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *
         end_token_ids=_end_token_ids(config, tokenizer),
         penalty=overlong_penalty(settings, config.data.max_response_length),
         shows_prompts=settings.enable,
+        told={"experiment_name": config.trainer.experiment_name} if settings.reward_manager == "gdpo" else None,
     )
 
 

@@ -149,9 +149,10 @@ class NaiveRewardManager:
         end_token_ids: Collection[int] = (),
         penalty: OverlongPenalty | None = None,
         shows_prompts: bool = False,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
-        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. With `shows_prompts`,
-        `extra_info` has the messages of the prompt as `raw_prompt`.
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. `extra_info` has what is in
+        `told`, and with `shows_prompts` the messages of the prompt as `raw_prompt`.
 
         Raises ConfigError for a function that no process can have.
         """
@@ -161,6 +162,7 @@ class NaiveRewardManager:
         self._keep_special_tokens = keep_special_tokens
         self._penalty = penalty
         self._shows_prompts = shows_prompts
+        self._told = dict(told or {})
         self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_token_ids}
 
     def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
@@ -227,6 +229,7 @@ class NaiveRewardManager:
                 extra_info={
                     **(extra_info or {}),
                     **_of_the_loop(turns, fields),
+                    **self._told,
                     **({"raw_prompt": messages} if self._shows_prompts else {}),
                 },
                 known_score=known_score,

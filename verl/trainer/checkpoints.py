@@ -72,6 +72,13 @@ class CheckpointDirectory:
         self.last: Path | None = None
         """The one that was published last, by this object."""
 
+    def would_resume_from(self) -> Path | None:
+        """What `find` returns if that is whole. Looks into no checkpoint, and changes nothing on disk."""
+        pointer, mode = self.root / LATEST, self._config.resume_mode
+        if mode == "resume_path":
+            return Path(str(self._config.resume_from_path)).absolute()
+        return self.root / self._pointed_to(pointer) if mode != "disable" and pointer.is_file() else None
+
     def find(self) -> Path | None:
         """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
 

@@ -32,7 +32,7 @@ def recorded(directory: Path, *overrides: str) -> PPOConfig:
     seen: list[PPOConfig] = []
 
     def main(config: PPOConfig) -> None:
-        record_run(directory, config, None)
+        record_run(directory, config)
         seen.append(config)
 
     run_hydra(main, overrides)
@@ -66,16 +66,16 @@ def test_a_launch_of_verls_is_the_same_from_its_record(tmp_path: Path, launch):
 
 def test_a_configuration_that_no_command_line_gave_is_written_whole(tmp_path: Path):
     config = load_config(["trainer.seed=7"])
-    record_run(tmp_path, config, None)
+    record_run(tmp_path, config)
     assert load_config(config_path=tmp_path, config_name="config") == config
 
 
 def test_each_start_says_when_where_and_with_what(tmp_path: Path):
     config = load_config()
-    record_run(tmp_path, config, None)
-    record_run(tmp_path, config, tmp_path / "global_step_2")
+    record_run(tmp_path, config)
+    record_run(tmp_path, config, resumed_from=tmp_path / "global_step_2")
     first, second = (json.loads(line) for line in (tmp_path / RUNS_FILE).read_text().splitlines())
-    assert first["resumed_from"] is None
+    assert "resumed_from" not in first
     assert second["resumed_from"] == str(tmp_path / "global_step_2")
     assert shlex.split(first["command"])
     assert first["directory"] == str(Path.cwd())
@@ -99,7 +99,7 @@ def test_secrets_of_the_environment_are_left_out_and_asked_for_again(tmp_path: P
 
 def test_a_full_disk_is_logged_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / CONFIG_FILE).mkdir()
-    record_run(tmp_path, load_config(), None)
+    record_run(tmp_path, load_config())
     assert CONFIG_FILE in caplog.text
     assert (tmp_path / RUNS_FILE).is_file()
 

@@ -62,13 +62,13 @@ def has_record(directory: str | Path | None) -> bool:
     return (path / CONFIG_FILE).is_file() and (path / RUNS_FILE).is_file()
 
 
-def record_run(directory: Path, config: PPOConfig, resume_from: Path | None) -> None:
+def record_run(directory: Path, config: PPOConfig, **about: Any) -> None:
     """Write the configuration into `directory`, and add this start to those of the run. Called once, on the driver.
 
     `config.yaml` is what Hydra composed, or all of `config` where a script made it otherwise; values of environment
     variables that are secrets by their names are left out. `runs.jsonl` has an object for each start: when, where, the
-    command, the versions of packages, the commits of this package and of the working directory. A full disk is no
-    reason to end a run: what is not written is logged.
+    command, the versions of packages, the commits of this package and of the working directory, and what `about` says.
+    A full disk is no reason to end a run: what is not written is logged.
     """
     tree = _composed.get()
     values = to_mapping(config) if tree is None else OmegaConf.to_container(tree, resolve=False)
@@ -83,9 +83,9 @@ def record_run(directory: Path, config: PPOConfig, resume_from: Path | None) -> 
         "command": command(sys.orig_argv),
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
-        "resumed_from": None if resume_from is None else str(resume_from),
         "versions": versions(),
         "commits": commits(Path(verl.__file__).parent, Path.cwd()),
+        **about,
     }
     records.append(directory / RUNS_FILE, [records.encoded(start)], "this start is")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl.trainer.fleet.placement import num_replicas
 from verl.trainer.fleet.reward_models import num_engines
@@ -11,19 +12,24 @@ from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.workers.config import PPOConfig, RolloutConfig
 
 
-def lines(config: PPOConfig, device: str, steps: int | None) -> Iterator[str]:
-    """The run in a few lines."""
+def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path | None = None) -> Iterator[str]:
+    """The run in a few lines, each with a name before its colon. Of a run whose length is known, `steps`."""
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    yield f"model: {policy.model.path}; data: {data.train_files}"
+    yield f"model: {policy.model.path}; data: {_listed(data.train_files)}; held out: {_listed(data.val_files)}"
     yield (
         f"trainer: {trainer.world_size} ranks ({trainer.nnodes} x {trainer.n_gpus_per_node}) on {device}, "
         f"{policy.actor.strategy}{_cuts(config)}; reference policy: {_yes(needs_reference(config))}; "
         f"critic: {config.critic.strategy if needs_critic(config) else 'no'}"
     )
+    yield f"learning: {_learning(config)}"
     yield from in_force(config, device)
     yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
     length = trainer.total_training_steps or steps
-    yield f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}; output: {trainer.output_dir}"
+    begins = f", from {resume_from}" if resume_from else ""
+    yield (
+        f"length: {f'{length} steps' if length else f'{trainer.total_epochs} epochs'}{begins}; "
+        f"output: {trainer.output_dir}"
+    )
 
 
 def in_force(config: PPOConfig, device: str) -> Iterator[str]:
@@ -113,6 +119,25 @@ def _dealt(rollout: RolloutConfig) -> str:
 def _tools(config: PPOConfig) -> str:
     turns = config.actor_rollout_ref.rollout.multi_turn
     return f", several turns, tools: {turns.tool_config_path or 'none'}" if turns.enable else ""
+
+
+def _learning(config: PPOConfig) -> str:
+    """Rate, schedule, what is trained, and in which precision."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    optim, warm_up = actor.optim, ""
+    if optim.lr_warmup_steps > 0:
+        warm_up = f" after {optim.lr_warmup_steps} steps of warm-up"
+    elif optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0:
+        warm_up = f" after a warm-up of {optim.lr_warmup_steps_ratio:g} of all steps"
+    trained = f"LoRA of rank {model.lora_rank}" if model.lora_rank else "all weights"
+    kept = actor.megatron.model_dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype
+    return f"lr {optim.peak_lr:g}, {optim.lr_scheduler_type}{warm_up}; {trained}, kept in {kept}"
+
+
+def _listed(files: str | list[str]) -> str:
+    """Of many, the first three."""
+    names = [files] if isinstance(files, str) else files
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
 def _yes(value: bool) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.replicas import make_replicas
 from verl.trainer.fleet.reward_models import reward_function
@@ -25,7 +26,7 @@ from verl.trainer.ppo.requirements import (
     require_text_of_wrapper,
     shapes_of_adapters,
 )
-from verl.trainer.ppo.settled import settled, total_steps
+from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.utils import builtin
 from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
@@ -52,11 +53,11 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     device = resolve_device(config.trainer.device)
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
-    if path is not None:
-        _look_at_model(config, path, device, attempt)
+    steps = _look_at_model(config, path, device, attempt) if path is not None else None
     checked.lacking.extend(missing_packages(config.trainer.logger))
+    resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
     if not checked.problems:
-        checked.plan.extend(lines(config, device, None))
+        checked.plan.extend(lines(scheduled(config, steps or -1), device, steps, resume_from))
     return checked
 
 
@@ -89,7 +90,8 @@ class _Attempt:
             return None
 
 
-def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> None:
+def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> int | None:
+    """The number of steps, if it is known."""
     model = config.actor_rollout_ref.model
     local = model.at(path)
     stands_in = builtin.is_builtin(model.path)
@@ -103,13 +105,13 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: make_replicas(config, model_path=path, device=device))
     tokenizer = attempt(lambda: load_tokenizer(model))
     if tokenizer is None:
-        return
+        return None
     attempt(lambda: require_embeddings(tokenizer, load_hf_config(model), f"{MODEL_KEY}.path={path}"))
     if config.distillation.enabled:
         _look_at_teachers(config, tokenizer, device, attempt)
     critic_stands_in = builtin.is_builtin(config.critic.model.path or model.path)
     attempt(lambda: local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
-    _look_at_data(config, tokenizer, attempt)
+    return _look_at_data(config, tokenizer, attempt)
 
 
 def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str, attempt: _Attempt) -> None:
@@ -128,15 +130,17 @@ def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, dev
     attempt(lambda: require_teachers(config, tokenizer, device), stands_in=stands_in)
 
 
-def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> None:
+def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> int | None:
+    """The number of steps, if it is known."""
     files = config.data.train_files
     stands_in = isinstance(files, str) and builtin.is_builtin(files)
     manager_class = attempt(lambda: load_agent_loop_manager(config))
     if manager_class is None:
-        return
+        return None
     loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
-    if loaders is not None and config.distillation.enabled:
+    if loaders is None:
+        return None
+    if config.distillation.enabled:
         attempt(lambda: require_routes(config, loaders["train"]), stands_in=stands_in)
-    if loaders is not None:
-        attempt.warns(attempt(lambda: unheard_interactions(config, loaders, manager_class), stands_in=stands_in))
-        attempt(lambda: total_steps(config, len(loaders["train"])))
+    attempt.warns(attempt(lambda: unheard_interactions(config, loaders, manager_class), stands_in=stands_in))
+    return attempt(lambda: total_steps(config, len(loaders["train"])))

@@ -19,7 +19,7 @@ from verl.trainer.output_lock import only_run_in
 from verl.trainer.ppo.experience import needs_reference
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.job import Job, checked_job
-from verl.trainer.ppo.overview import in_force
+from verl.trainer.ppo.overview import in_force, lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.settled import settled
 from verl.trainer.ppo.validation import Validator
@@ -82,7 +82,13 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
 def _own_directory(job: Job, given: PPOConfig) -> Iterator[None]:
     """No other run writes to it meanwhile; it says what this one is."""
     with only_run_in(job.output_dir):
-        record_run(job.output_dir, given, job.resume_from)
+        record_run(
+            job.output_dir,
+            given,
+            overview=list(lines(job.config, job.device, job.total_steps, job.resume_from)),
+            resumed_from=job.resume_from,
+            tokenizer=job.config.actor_rollout_ref.model.tokenizer_path or job.model_path,
+        )
         yield
 
 

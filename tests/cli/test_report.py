@@ -21,8 +21,10 @@ from verl.checkpoint_engine.plan.member_report import MemberTime, PhaseReport
 from verl.cli.incidents import incidents
 from verl.cli.main import cli
 from verl.cli.report import page
-from verl.cli.report_data import report_data
+from verl.cli.report_data import comparison_data, report_data
 from verl.cli.run_files import RunFiles, read_run
+from verl.trainer.config.loader import load_config
+from verl.trainer.config.record import record_run
 from verl.utils.builtin import make_tiny_model
 
 WIDE, NARROW = 1360, 400
@@ -133,7 +135,7 @@ def test_a_token_s_version_is_shown_where_it_was_recorded(run: Path):
     assert pieces[0]["text"].split() == ["5", "6"]
 
 
-def test_tokens_are_text_with_the_tokenizer_of_the_newest_checkpoint(run: Path, tmp_path: Path):
+def test_tokens_are_text_with_the_tokenizer_of_the_model_or_of_the_newest_checkpoint(run: Path, tmp_path: Path):
     model = make_tiny_model(tmp_path / "model", "qwen3", seed=1)
     place = run / "global_step_12" / "actor" / "huggingface"
     place.mkdir(parents=True)
@@ -143,6 +145,54 @@ def test_tokens_are_text_with_the_tokenizer_of_the_newest_checkpoint(run: Path, 
     assert data_of(run / "report.html")["decoded"]
     assert not any(text.split() == ["5", "6"] for text in texts)
     assert report(run, "--tokenizer", run).exit_code == 1
+    shutil.rmtree(run / "global_step_12")
+    record_run(run, load_config(), tokenizer=model)
+    report(run)
+    assert texts == [piece["text"] for piece in data_of(run / "report.html")["samples"][0]["pieces"]]
+
+
+def test_what_was_run_and_what_it_came_to_are_first(run: Path):
+    config = load_config(["actor_rollout_ref.actor.optim.lr=3e-6"])
+    record_run(run, config, overview=["model: /models/a", "learning: lr 3e-06, constant"])
+    metrics = [{"step": step, "val-core/gsm8k/acc/mean@1": score} for step, score in ((0, 0.25), (5, None), (10, 0.5))]
+    data = report_data(replace(read_run(run), metrics=metrics), [])
+    about = dict(data["about"])
+    assert list(about)[:2] == ["model", "learning"]
+    assert about["learning"] == "lr 3e-06, constant"
+    assert "verl-sync " in about["versions"]
+    assert about["command"]
+    assert data["tiles"][0] == ("0.25 → 0.5", "held-out gsm8k", None)
+    assert data["metrics"]["large"] == ["val-core/gsm8k/acc/mean@1"]
+
+
+def test_runs_side_by_side_show_in_what_they_differ_and_what_they_answered(run: Path, tmp_path: Path):
+    other = write_run(tmp_path / "project" / "other", steps=14)
+    write_samples(other / "rollouts", 14)
+    for directory, rate in ((run, "1e-6"), (other, "2e-6")):
+        record_run(directory, load_config([f"actor_rollout_ref.actor.optim.lr={rate}"]), overview=["model: a"])
+    done = report(run, other)
+    assert done.output == (f"{run / 'comparison.html'}: 13 steps, 14 syncs, 6 samples; 15 steps, 16 syncs, 3 samples\n")
+    data = data_of(run / "comparison.html")
+    assert data["settings"] == [["actor_rollout_ref.actor.optim.lr", ["1e-06", "2e-06"]]]
+    assert ["model", ["a", "a"]] in data["about"]
+    assert data["metrics"]["steps"] == list(range(15))
+    first, second = (each["series"]["critic/score/mean"] for each in data["runs"])
+    assert first[1:13] == second[1:13]
+    assert (first[13:], second[13:]) == ([None, None], [0.82, 0.86])
+    assert {answer["run"] for answer in data["samples"][0]["answers"]} == {"project/experiment", "project/other"}
+    assert report(run, other, "--samples", run / "rollouts").exit_code == 2
+
+
+def test_two_runs_of_one_name_are_told_apart(run: Path):
+    assert [each["name"] for each in comparison_data([read_run(run)] * 2, [[], []])["runs"]] == [
+        "project/experiment (1)",
+        "project/experiment (2)",
+    ]
+
+
+def test_a_configuration_that_is_no_yaml_is_named(run: Path):
+    (run / "config.yaml").write_text("a: [")
+    assert "config.yaml is no YAML" in report(run).output
 
 
 def test_the_newest_files_and_their_first_samples_are_shown(run: Path):
@@ -211,6 +261,7 @@ const use = () => {
   const row = document.querySelector("tr.row");
   row.click();
   told.details = row.nextElementSibling.textContent;
+  told.constants = document.querySelector("#constants").textContent;
   const before = [view.from, view.to];
   row.nextElementSibling.querySelector("button").click();
   told.zoomed = (view.to - view.from) / (before[1] - before[0]);
@@ -269,6 +320,21 @@ def test_a_browser_shows_every_part_and_nothing_sticks_out(told: Callable[[int],
 
 
 @needs_chromium
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_a_browser_shows_runs_side_by_side(run: Path, tmp_path: Path, width: int):
+    other = write_run(tmp_path / "project" / "other", steps=14)
+    write_samples(other / "rollouts", 14)
+    record_run(other, load_config())
+    report(run, other)
+    dom = browse(run / "comparison.html", tmp_path / f"profile-{width}", "--dump-dom", width=width)
+    shown = re.findall(r'<section id="(\w+)"', dom)
+    assert shown == ["settings", "about", "metrics", "samples"]
+    assert 'data-ready="true"' in dom
+    assert "data-error" not in dom
+    assert dom.count('class="curve"') >= 2 * 6
+
+
+@needs_chromium
 def test_a_sync_opens_zooms_the_timeline_and_is_told_in_words(told: Callable[[int], dict[str, Any]]):
     seen = told(WIDE)
     assert "stage 1 s" in seen["details"]
@@ -276,7 +342,8 @@ def test_a_sync_opens_zooms_the_timeline_and_is_told_in_words(told: Callable[[in
     assert 0 < seen["zoomed"] < 0.1
     assert "version 12" in seen["tip"]
     assert "stage" in seen["tip"]
-    assert seen["more"] == 24
+    assert "checkpoint_engine/retries" in seen["constants"]
+    assert seen["more"] == 5  # metrics that are not among the first, and that change
 
 
 @needs_chromium

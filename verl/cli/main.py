@@ -76,7 +76,7 @@ MODULES = {
 }
 """Subcommands that take all of what follows them as it is, `--help` too."""
 COMMANDS = {
-    "report": ("verl.cli.report", "One HTML file of a run: metrics, timeline, syncs, failures, samples."),
+    "report": ("verl.cli.report", "One HTML file of a run, or of several side by side."),
     "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),
 }
 """Subcommands that are a `click.Command` called `command` in their module. What is said of them here is their help's

@@ -11,7 +11,7 @@ import click
 
 from verl.checkpoint_engine.support import records
 from verl.cli.look import SETTINGS, Command
-from verl.cli.report_data import report_data
+from verl.cli.report_data import comparison_data, report_data
 from verl.cli.run_files import read_run, write_beside
 from verl.cli.samples import decoder, read_samples, sample_directories
 
@@ -20,7 +20,7 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
-@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=DIRECTORY)
 @click.option(
     "-o",
     "--output",
@@ -42,24 +42,41 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
     "--tokenizer",
     metavar="DIR",
     type=DIRECTORY,
-    help="Where a tokenizer.json is, to show tokens as text; default: that of the newest checkpoint in DIR.",
+    help="Where a tokenizer.json is, to show tokens as text; default: that of the run's model, or of its newest "
+    "checkpoint.",
 )
 def command(
-    directory: Path, output: Path | None, samples: tuple[Path, ...], steps: int, per_step: int, tokenizer: Path | None
+    directories: tuple[Path, ...],
+    output: Path | None,
+    samples: tuple[Path, ...],
+    steps: int,
+    per_step: int,
+    tokenizer: Path | None,
 ) -> None:
-    """One HTML file of a run: metrics, timeline, syncs, failures, samples.
+    """One HTML file of a run, or of several side by side.
 
-    DIR is the output directory of a run, which may still go on. The page shows reward and metrics, where the time of
-    a step goes, what every member did when, what failed and what came after it, every sync, and samples with the
-    version of the weights behind each token. It needs a browser, and no network.
+    DIR is the output directory of a run, which may still go on. The page shows what was run, reward and metrics, where
+    the time of a step goes, what every member did when, what failed and what came after it, every sync, and samples
+    with the version of the weights behind each token. Of several runs it shows in which settings they differ, their
+    curves over each other, and what they answered to the same prompts. It needs a browser, and no network.
     """
-    run = read_run(directory)
-    output = output or directory / "report.html"
-    decode = decoder(tokenizer, directory)
-    shown = read_samples(samples or sample_directories(directory), steps=steps, per_step=per_step, decode=decode)
-    data = report_data(run, shown) | {"decoded": decode is not None}
-    write_beside(run, output, page(data))
-    click.echo(f"{output}: {len(run.metrics)} steps, {len(run.reports)} syncs, {len(shown)} samples")
+    runs = [read_run(directory) for directory in directories]
+    several = len(runs) > 1
+    output = output or directories[0] / ("comparison.html" if several else "report.html")
+    if several and samples:
+        raise click.UsageError("--samples is for one run; of several, those below each DIR are shown")
+    decoders = [decoder(tokenizer, run) for run in runs]
+    shown = [
+        read_samples(samples or sample_directories(run.directory), steps=steps, per_step=per_step, decode=decode)
+        for run, decode in zip(runs, decoders, strict=True)
+    ]
+    data = comparison_data(runs, shown) if several else report_data(runs[0], shown[0])
+    write_beside(runs[0], output, page(data | {"decoded": decoders[0] is not None}))
+    counted = [
+        f"{len(run.metrics)} steps, {len(run.reports)} syncs, {len(own)} samples"
+        for run, own in zip(runs, shown, strict=True)
+    ]
+    click.echo(f"{output}: {'; '.join(counted)}")
 
 
 def page(data: dict[str, Any]) -> str:

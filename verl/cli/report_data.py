@@ -11,15 +11,20 @@ from typing import Any
 from verl import __version__
 from verl.checkpoint_engine.plan.member_report import PhaseReport
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.support import records
 from verl.checkpoint_engine.sync.outliers import slowest_of
 from verl.cli.incidents import Incident, incidents
 from verl.cli.run_files import RunFiles
 from verl.cli.tracks import GROUPS, Timeline, Track, timeline
+from verl.utils.console import HELD_OUT, validation_rewards
 
+SCORE = "critic/score/mean"
 FIRST = (
-    "critic/score/mean",
-    "val-core/",
+    "critic/rewards/mean",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
     "response_length/mean",
+    "response_length/clip_ratio",
     "actor/entropy",
     "actor/grad_norm",
     "actor/pg_loss",
@@ -58,11 +63,16 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
         "name": run.name,
         "began_s": drawn.began_s,
         "took_s": stop_ns / 1e9,
+        "about": list(_about(run)),
+        "held_out": _held_out(run.metrics),
         "tiles": list(_tiles(run, found)),
         "metrics": {
             "steps": [_step(record) for record in run.metrics],
+            "seconds": _seconds_of_steps(run, drawn.began_s),
+            "saved": [_step(record) for record in run.metrics if "timing_s/save_checkpoint" in record],
             "series": series,
-            "first": [name for begin in FIRST for name in series if name == begin or _is_below(name, begin)],
+            "first": _first(series),
+            "large": _large(series),
         },
         "memory": _memory(series),
         "breakdown": _breakdown(run.metrics),
@@ -71,6 +81,113 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
         "syncs": [_sync(report, drawn.began_s) for report in run.reports],
         "samples": list(samples),
     }
+
+
+def comparison_data(runs: Sequence[RunFiles], samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Of several runs, `samples` of each: what differs in their settings, their curves, answers to the same prompts."""
+    names = _distinct([run.name for run in runs])
+    series = [_series(run.metrics) for run in runs]
+    steps = sorted({_step(record) for run in runs for record in run.metrics})
+    together = {name: None for each in series for name in each}
+    return {
+        "program": __version__,
+        "name": " and ".join(names),
+        "runs": [
+            {"name": name, "series": _on_steps(steps, run.metrics, own), "held_out": _held_out(run.metrics)}
+            for name, run, own in zip(names, runs, series, strict=True)
+        ],
+        "about": _side_by_side(
+            ({key: value for key, value in _about(run) if key != "command"} for run in runs), only_differing=False
+        ),
+        "settings": _side_by_side((run.settings for run in runs), only_differing=True),
+        "metrics": {"steps": steps, "series": {}, "saved": [], "first": _first(together), "large": _large(together)},
+        "samples": _same_prompts(names, samples),
+    }
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    return [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names, start=1)]
+
+
+def _on_steps(
+    steps: Sequence[int], metrics: Sequence[Mapping[str, Any]], series: Mapping[str, Sequence[float | None]]
+) -> dict[str, list[float | None]]:
+    own = {_step(record): index for index, record in enumerate(metrics)}
+    return {name: [None if step not in own else values[own[step]] for step in steps] for name, values in series.items()}
+
+
+def _side_by_side(values: Iterable[Mapping[str, Any]], *, only_differing: bool) -> list[tuple[str, list[str]]]:
+    """(key, the value in each run); what a run does not say is empty."""
+    of_runs = list(values)
+    keys = dict.fromkeys(key for each in of_runs for key in each)
+    rows = [(key, [_written(each[key]) if key in each else "" for each in of_runs]) for key in keys]
+    return [(key, row) for key, row in rows if not only_differing or len(set(row)) > 1]
+
+
+def _written(value: Any) -> str:
+    """As it stands in the configuration."""
+    return value if isinstance(value, str) else records.encoded({"": value}).decode()[5:-1]
+
+
+def _same_prompts(names: Sequence[str], samples: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Of prompts that more than one run answered, the last answer of each."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, own in zip(names, samples, strict=True):
+        for sample in own:
+            found.setdefault(sample["prompt"], {})[name] = sample
+    return [
+        {
+            "prompt": prompt,
+            "truth": next(iter(answers.values()))["truth"],
+            "answers": [
+                {"run": name, "step": one["step"], "response": one["response"], "score": one["score"]}
+                for name, one in answers.items()
+            ],
+        }
+        for prompt, answers in found.items()
+        if len(answers) > 1
+    ]
+
+
+def _first(series: Iterable[str]) -> list[str]:
+    names = list(series)
+    chosen = [name for begin in FIRST for name in names if name == begin or _is_below(name, begin)]
+    return [name for name in chosen if name not in _large(names)]
+
+
+def _large(series: Iterable[str]) -> list[str]:
+    """What people look for first, on one chart: the score in training, and the held-out one of each data source."""
+    return [name for name in series if name == SCORE or HELD_OUT.fullmatch(name)]
+
+
+def _held_out(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float, int]]:
+    """(data source, first, last, step of the last) of the held-out score."""
+    told = [(_step(record), validation_rewards(record)) for record in metrics]
+    sources = dict.fromkeys(source for _, rewards in told for source in rewards)
+    of = {source: [(step, rewards[source]) for step, rewards in told if source in rewards] for source in sources}
+    return [(source, values[0][1], values[-1][1], values[-1][0]) for source, values in of.items()]
+
+
+def _about(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """What was run, by the record of its last start."""
+    if not run.starts:
+        return
+    last = run.starts[-1]
+    for line in last.get("overview") or ():
+        name, _, text = str(line).partition(": ")
+        yield name, text
+    times = f", the last of {len(run.starts)} starts" if len(run.starts) > 1 else ""
+    yield "began", f"{last.get('began')} on {last.get('host')}{times}"
+    yield "versions", ", ".join(f"{name} {version}" for name, version in (last.get("versions") or {}).items())
+    if commits := last.get("commits"):
+        yield "commit", ", ".join(f"{commit} of {directory}" for directory, commit in commits.items())
+    yield "command", str(last.get("command"))
+
+
+def _seconds_of_steps(run: RunFiles, began_s: float) -> list[float | None]:
+    """When each step was over, in s since the run began; empty if that is not known."""
+    ends = {span.version: span.stop_s - began_s for span in run.spans if (span.role, span.name) == ("trainer", "step")}
+    return [0.0 if _step(record) == 0 else ends.get(_step(record)) for record in run.metrics] if ends else []
 
 
 def _is_below(name: str, begin: str) -> bool:
@@ -107,6 +224,8 @@ def _memory(series: Iterable[str]) -> list[dict[str, Any]]:
 
 def _tiles(run: RunFiles, found: Sequence[Incident]) -> Iterator[tuple[Any, str, str | None]]:
     """Value, what it is, and `bad` or `warning` where somebody should look."""
+    for source, before, after, _ in _held_out(run.metrics):
+        yield f"{before:.3g} → {after:.3g}", f"held-out {source}", None
     if run.metrics:
         yield _step(run.metrics[-1]), "steps", None
     rewards = [score for record in run.metrics if (score := _finite(record.get("critic/score/mean"))) is not None]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+import yaml
 
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support import records
+from verl.trainer.config.record import CONFIG_FILE, RUNS_FILE
 from verl.utils.timing import TIMELINE_FILE, Span
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,6 +32,10 @@ class RunFiles:
     """One mapping per step, with its `step`."""
     reports: Sequence[SyncReport]
     spans: Sequence[Span]
+    starts: Sequence[Mapping[str, Any]] = ()
+    """One mapping for each time that the run was started."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Its configuration: values by dotted key."""
 
     @property
     def name(self) -> str:
@@ -42,6 +48,8 @@ def read_run(directory: Path) -> RunFiles:
         metrics = _read(directory / METRICS_FILE)
         reports = [msgspec.convert(record, SyncReport) for record in _read(directory / REPORTS_FILE)]
         spans = msgspec.convert(_read(directory / TIMELINE_FILE), list[Span])
+        starts = _read(directory / RUNS_FILE)
+        settings = dict(_flat(_configuration(directory / CONFIG_FILE)))
         _require_moments(directory, spans, reports)
     except (OSError, ValueError) as exc:  # msgspec's errors are of the second kind
         raise click.ClickException(str(exc)) from exc
@@ -49,7 +57,9 @@ def read_run(directory: Path) -> RunFiles:
         raise click.ClickException(
             f"{directory} has no run: there is neither {METRICS_FILE} nor {REPORTS_FILE} nor {TIMELINE_FILE}"
         )
-    return RunFiles(directory=directory, metrics=metrics, reports=reports, spans=spans)
+    return RunFiles(
+        directory=directory, metrics=metrics, reports=reports, spans=spans, starts=starts, settings=settings
+    )
 
 
 def _require_moments(directory: Path, spans: Sequence[Span], reports: Sequence[SyncReport]) -> None:
@@ -60,6 +70,23 @@ def _require_moments(directory: Path, spans: Sequence[Span], reports: Sequence[S
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return records.read(path)[0] if path.exists() else []
+
+
+def _configuration(path: Path) -> Any:
+    """Raises ValueError for a file that is no YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except yaml.YAMLError as exc:
+        raise ValueError(f"{path} is no YAML: {str(exc).splitlines()[0]}") from exc
+
+
+def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is no section; an empty section is a value."""
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from _flat(value, f"{key}.{name}" if key else str(name))
+    elif key:
+        yield key, values
 
 
 def write_beside(run: RunFiles, output: Path, text: str) -> None:

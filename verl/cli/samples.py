@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from verl.checkpoint_engine.support import records
+from verl.cli.run_files import RunFiles
 
 Decode = Callable[[Sequence[int]], str]
 MOST_TOKENS = 2000
@@ -45,12 +46,15 @@ def _files(directory: Path) -> list[Path]:
     return sorted((path for path in directory.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
 
 
-def decoder(given: Path | None, run: Path) -> Decode | None:
-    """Token ids to text by `tokenizer.json` in `given`, or else in the run's newest checkpoint that has one."""
+def decoder(given: Path | None, run: RunFiles) -> Decode | None:
+    """Token ids to text by `tokenizer.json` in `given`, or else in what the run's start or its newest checkpoint
+    names."""
     if given is not None and not (given / "tokenizer.json").is_file():
         raise click.ClickException(f"--tokenizer {given}: there is no tokenizer.json")
-    saved = sorted(run.glob("global_step_*/**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
-    path = given / "tokenizer.json" if given is not None else saved[-1] if saved else None
+    saved = sorted(run.directory.glob("global_step_*/**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    recorded = [Path(str(start["tokenizer"])) / "tokenizer.json" for start in run.starts if start.get("tokenizer")]
+    known = [path for path in (*recorded, *saved) if path.is_file()]
+    path = given / "tokenizer.json" if given is not None else known[-1] if known else None
     if path is None:
         return None
     from tokenizers import Tokenizer

@@ -2,29 +2,70 @@
 const HEIGHT = 150;
 const PAD = { left: 46, right: 10, top: 10, bottom: 20 };
 
-function curveCard(name, values) {
-  const last = values.findLast((value) => value !== null);
-  return curvesCard(name, `last ${brief(last)}`, [{ name, values, fill: "--c1" }]);
+// What all curves are drawn with: steps, or the hours since the run began, and the mean of so many values.
+const axis = { hours: false, smooth: 1 };
+
+// Of one metric, a line for every run that has it.
+function linesOf(name) {
+  const runs = RUN.runs || [{ name, series: RUN.metrics.series }];
+  return runs.map((run, index) => ({ name: run.name, values: run.series[name], fill: `--c${(index % 8) + 1}` })).filter(({ values }) => values);
+}
+
+function curveCard(name) {
+  const lines = linesOf(name);
+  const last = lines.map(({ values }) => brief(values.findLast((value) => value !== null))).join(", ");
+  return curvesCard(name, `last ${last}`, lines);
+}
+
+// One chart as wide as the page: the score in training, and the held-out ones.
+function largeCard(names) {
+  const lines = names.flatMap((name) => linesOf(name).map((line) => ({ ...line, name: RUN.runs ? `${line.name}: ${name}` : name })));
+  return curvesCard("Score", "", lines.map((line, index) => ({ ...line, fill: `--c${(index % 8) + 1}` })), 280);
+}
+
+function smoothed(values, count) {
+  if (count < 2) return values;
+  return values.map((value, index) => {
+    const near = values.slice(Math.max(0, index - count + 1), index + 1).filter((each) => each !== null);
+    return value === null ? null : near.reduce((sum, each) => sum + each, 0) / near.length;
+  });
 }
 
 // `lines` are `{ name, values, fill }`, of which more than one get a legend.
-function curvesCard(title, beside, lines) {
+function curvesCard(title, beside, lines, height = HEIGHT) {
   const holder = el("div", {});
-  onWidth(holder, (width) => holder.replaceChildren(curves(title, RUN.metrics.steps, lines, width)));
+  let drawn = 0;
+  const draw = (width) => {
+    drawn = width;
+    const hours = axis.hours ? RUN.metrics.seconds.map((value) => (value === null ? null : value / 3600)) : null;
+    const own = lines.map((line) => ({ ...line, values: smoothed(line.values, axis.smooth) }));
+    holder.replaceChildren(curves(title, RUN.metrics.steps, own, width, height, hours));
+  };
+  onWidth(holder, draw);
+  redraw.push(() => { if (drawn && holder.isConnected) draw(drawn); });
   const head = el("div", { class: "chart-head" }, el("h3", {}, title.replace(/([/_])/g, "$1\u200b")), el("span", {}, beside));
   return el("div", { class: "card" }, head, holder, lines.length > 1 ? legend(lines.map(({ name, fill }) => [name, fill])) : null);
 }
 
-function curves(title, steps, lines, width) {
+const redraw = [];
+
+function curves(title, numbers, lines, width, height, hours) {
+  const steps = hours || numbers;
+  if (hours) lines = lines.map((line) => ({ ...line, values: line.values.map((value, index) => (hours[index] === null ? null : value)) }));
   const known = lines.flatMap(({ values }) => values.filter((value) => value !== null));
   let low = known.reduce((least, value) => Math.min(least, value), Infinity);
   let high = known.reduce((most, value) => Math.max(most, value), -Infinity);
   if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
-  const [first, last] = [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
+  const constant = known.every((value) => value === known[0]);
+  const [first, last] = [steps[0], Math.max(steps[steps.length - 1], steps[0] + (hours ? 1e-6 : 1))];
   const x = (step) => PAD.left + ((step - first) / (last - first)) * (width - PAD.left - PAD.right);
-  const y = (value) => PAD.top + ((high - value) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": `${title} per step` });
-  drawAxes(picture, x, y, [first, last], [low, high], width);
+  const y = (value) => PAD.top + ((high - value) / (high - low)) * (height - PAD.top - PAD.bottom);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title} per ${hours ? "hour" : "step"}` });
+  drawAxes(picture, x, y, { range: [first, last], values: constant ? [known[0]] : ticks(low, high, height > HEIGHT ? 6 : 3), width, height, hours });
+  for (const step of RUN.metrics.saved) {
+    const at = steps[numbers.indexOf(step)];
+    if (at !== undefined && at !== null) picture.append(svg("path", { class: "saved", d: `M${x(at).toFixed(1)},${height - PAD.bottom} l-4,-7 h8 z` }, svg("title", {}, `checkpoint of step ${step}`)));
+  }
   for (const { values, fill } of lines) {
     for (const part of unbroken(steps, values)) {
       const line = part.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)},${y(value).toFixed(1)}`).join("");
@@ -32,7 +73,7 @@ function curves(title, steps, lines, width) {
       if (part.length === 1) picture.append(svg("circle", { cx: x(part[0][0]), cy: y(part[0][1]), r: 2.5, style: `fill: var(${fill})` }));
     }
   }
-  const cursor = svg("line", { class: "cursor", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" });
+  const cursor = svg("line", { class: "cursor", y1: PAD.top, y2: height - PAD.bottom, visibility: "hidden" });
   picture.append(cursor);
   const measured = steps.map((step, index) => [step, index]).filter(([, index]) => lines.some(({ values }) => values[index] !== null));
   picture.addEventListener("pointermove", (event) => {
@@ -40,7 +81,7 @@ function curves(title, steps, lines, width) {
     const [step, index] = measured.reduce((best, each) => (Math.abs(each[0] - wanted) < Math.abs(best[0] - wanted) ? each : best));
     cursor.setAttribute("visibility", "visible");
     cursor.setAttribute("transform", `translate(${x(step)},0)`);
-    showTip(event, title, [`step ${step}`, ...lines.map(({ name, values }) => `${lines.length > 1 ? `${name}: ` : ""}${brief(values[index])}`)]);
+    showTip(event, title, [`step ${numbers[index]}${hours ? `, ${seconds(step * 3600)}` : ""}`, ...lines.map(({ name, values }) => `${lines.length > 1 ? `${name}: ` : ""}${brief(values[index])}`)]);
   });
   picture.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); hideTip(); });
   return picture;
@@ -57,45 +98,72 @@ function unbroken(steps, values) {
   return parts.filter((part) => part.length);
 }
 
-function drawAxes(picture, x, y, [first, last], [low, high], width) {
-  const marks = ticks(low, high, 3);
-  for (const value of marks) {
+function drawAxes(picture, x, y, { range: [first, last], values, width, height, hours }) {
+  for (const value of values) {
     picture.append(svg("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(value), y2: y(value) }));
-    picture.append(svg("text", { x: PAD.left - 6, y: y(value) + 4, "text-anchor": "end" }, markText(value, marks)));
+    picture.append(svg("text", { x: PAD.left - 6, y: y(value) + 4, "text-anchor": "end" }, markText(value, values)));
   }
-  for (const step of ticks(first, last, clamped(width / 90, 2, 10)).filter(Number.isInteger)) {
-    picture.append(svg("text", { x: x(step), y: HEIGHT - 5, "text-anchor": "middle" }, String(step)));
+  const marks = ticks(first, last, clamped(width / 90, 2, 10)).filter((each) => hours || Number.isInteger(each));
+  for (const each of marks) {
+    picture.append(svg("text", { x: x(each), y: height - 5, "text-anchor": "middle" }, hours ? seconds(each * 3600) : String(each)));
   }
-  picture.append(svg("line", { class: "axis", x1: PAD.left, x2: width - PAD.right, y1: HEIGHT - PAD.bottom, y2: HEIGHT - PAD.bottom }));
+  picture.append(svg("line", { class: "axis", x1: PAD.left, x2: width - PAD.right, y1: height - PAD.bottom, y2: height - PAD.bottom }));
 }
 
 // With as many digits as tell one mark from the next.
 function markText(value, marks) {
-  const stride = marks.length > 1 ? marks[1] - marks[0] : Math.abs(value);
+  if (marks.length < 2) return brief(value);
+  const stride = marks[1] - marks[0];
   const digits = Math.max(0, -Math.floor(Math.log10(stride || 1) + 1e-9));
-  return Math.abs(value) >= 1e4 || digits > 4 ? brief(value) : value.toFixed(marks.length > 1 ? digits : Math.max(digits, 1)).replace(/\.0$/, "");
+  return Math.abs(value) >= 1e4 || digits > 4 ? brief(value) : value.toFixed(digits);
 }
 
 function metricsSection() {
-  const series = RUN.metrics.series;
-  const names = Object.keys(series);
+  const names = [...new Set((RUN.runs || [RUN.metrics]).flatMap(({ series }) => Object.keys(series)))];
   if (!names.length) return;
-  const node = section("metrics", "Reward and metrics");
-  node.append(el("div", { class: "charts" }, RUN.metrics.first.map((name) => curveCard(name, series[name]))));
-  const others = names.filter((name) => !RUN.metrics.first.includes(name)).sort();
+  const { large, first } = RUN.metrics;
+  const node = section("metrics", "Reward and metrics", RUN.metrics.saved.length ? "Triangles on an axis are checkpoints." : null);
+  node.append(axisBar());
+  if (large.length) node.append(largeCard(large));
+  node.append(el("div", { class: "charts", style: "margin-top: .75rem" }, first.map(curveCard)));
+  const isConstant = (name) => new Set(linesOf(name).flatMap(({ values }) => values.filter((value) => value !== null))).size < 2;
+  const rest = names.filter((name) => !first.includes(name) && !large.includes(name)).sort();
+  const constants = rest.filter(isConstant);
+  const others = rest.filter((name) => !constants.includes(name));
+  if (others.length) node.append(otherMetrics(others));
+  if (constants.length) {
+    const rows = constants.flatMap((name) => [el("dt", {}, name), el("dd", {}, brief(linesOf(name)[0].values.find((value) => value !== null)))]);
+    node.append(el("details", { style: "margin-top: .75rem", id: "constants" }, el("summary", {}, `${constants.length} metrics that never change`), el("dl", {}, rows)));
+  }
+}
+
+function axisBar() {
+  const change = () => redraw.forEach((each) => each());
+  const smooth = el("select", { "aria-label": "smoothing" }, [1, 5, 20, 100].map((count) => el("option", { value: count }, count === 1 ? "as measured" : `mean of ${count} steps`)));
+  smooth.addEventListener("change", () => { axis.smooth = Number(smooth.value); change(); });
+  const along = el("select", { "aria-label": "axis" }, el("option", { value: "steps" }, "over steps"), el("option", { value: "hours" }, "over time"));
+  along.addEventListener("change", () => { axis.hours = along.value === "hours"; change(); });
+  return el("div", { class: "bar" }, smooth, (RUN.metrics.seconds || []).length ? along : null);
+}
+
+// Behind a summary, by the first part of their names, and searched by a part of them.
+function otherMetrics(others) {
   const found = el("div", { class: "charts" });
+  const groups = [...new Set(others.map((name) => name.split("/")[0]))];
+  const group = el("select", { "aria-label": "which metrics" }, el("option", { value: "" }, "all groups"), groups.map((each) => el("option", {}, each)));
   const search = el("input", { type: "search", placeholder: "part of a name", "aria-label": "part of a metric's name" });
   const count = el("span", { class: "hint" });
   const look = () => {
-    const matching = others.filter((name) => name.includes(search.value.trim()));
-    found.replaceChildren(...matching.slice(0, 24).map((name) => curveCard(name, series[name])));
+    const matching = others.filter((name) => name.includes(search.value.trim()) && (!group.value || name.split("/")[0] === group.value));
+    found.replaceChildren(...matching.slice(0, 24).map(curveCard));
     drawAll();
     count.textContent = matching.length > 24 ? `the first 24 of ${matching.length}` : plural(matching.length, "metric");
   };
   search.addEventListener("input", look);
-  const more = el("details", { style: "margin-top: .75rem" }, el("summary", {}, `${others.length} more metrics`), el("div", { class: "bar", style: "margin-top: .6rem" }, search, count), found);
+  group.addEventListener("change", look);
+  const more = el("details", { style: "margin-top: .75rem" }, el("summary", {}, `${others.length} more metrics`), el("div", { class: "bar", style: "margin-top: .6rem" }, group, search, count), found);
   more.addEventListener("toggle", () => { if (more.open && !found.childElementCount) look(); });
-  if (others.length) node.append(more);
+  return more;
 }
 
 function legend(parts, title) {

@@ -2,10 +2,49 @@
 function head() {
   document.getElementById("name").textContent = RUN.name;
   document.getElementById("when").textContent = [
-    RUN.began_s ? new Date(RUN.began_s * 1000).toLocaleString() : null, RUN.took_s ? seconds(RUN.took_s) : null, `read by verl-sync ${RUN.program}`,
+    RUN.began_s ? iso(RUN.began_s) : null, RUN.took_s ? seconds(RUN.took_s) : null, `read by verl-sync ${RUN.program}`,
   ].filter((each) => each).join(" · ");
+}
+
+function tiles() {
   document.getElementById("main").append(el("div", { class: "tiles" }, RUN.tiles.map(([value, what, level]) =>
     el("div", { class: "card tile" }, el("b", { class: level || null }, typeof value === "number" ? brief(value) : value), el("span", {}, what)))));
+}
+
+const iso = (began_s) => new Date(began_s * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC";
+
+// What was run: names and texts; of several runs a column each.
+function aboutSection() {
+  if (RUN.runs) {
+    table("settings", "Settings that differ", RUN.settings, "The configuration of the runs is the same, or is not recorded.");
+    table("about", "What was run", RUN.about.concat(RUN.runs.some(({ held_out }) => held_out.length) ? heldOutRows() : []));
+    return;
+  }
+  if (!RUN.about.length) return;
+  const rows = RUN.about.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, name === "command" ? el("code", {}, text) : text)]);
+  section("about", "What was run").append(el("dl", { class: "card about" }, rows));
+}
+
+function heldOutRows() {
+  const sources = [...new Set(RUN.runs.flatMap(({ held_out }) => held_out.map(([source]) => source)))];
+  const of = (run, source) => run.held_out.find(([own]) => own === source);
+  return sources.map((source) => [`held-out ${source}`, RUN.runs.map((run) => (of(run, source) ? `${brief(of(run, source)[1])} → ${brief(of(run, source)[2])}` : ""))]);
+}
+
+function table(id, title, rows, empty) {
+  const node = section(id, title);
+  if (!rows.length) { node.append(el("p", { class: "card" }, empty)); return; }
+  const heads = ["", ...RUN.runs.map(({ name }) => name)].map((name) => el("th", { class: "left", scope: "col" }, name));
+  const body = rows.map(([name, values]) => el("tr", {}, el("td", { class: "left" }, name), values.map((value) => el("td", { class: "left wrap" }, value))));
+  node.append(el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, body))));
+}
+
+function answersSection() {
+  if (!RUN.samples.length) return;
+  const node = section("samples", "Answers to the same prompts", "The last that each run has kept.");
+  node.append(el("div", { class: "answers" }, RUN.samples.map(({ prompt, truth, answers }) => el("article", { class: "card samples" },
+    el("pre", { class: "quiet" }, prompt), truth ? el("div", { class: "facts" }, el("span", {}, "truth ", el("b", {}, String(truth)))) : null,
+    answers.map(({ run, step, response, score }) => el("div", {}, el("div", { class: "facts" }, el("b", {}, run), el("span", {}, `step ${step}, score ${brief(score)}`)), el("pre", {}, response)))))));
 }
 
 function memorySection() {
@@ -16,12 +55,21 @@ function memorySection() {
 }
 
 head();
-metricsSection();
-breakdownSection();
-const view = timelineSection();
-incidentsSection();
-memorySection();
-syncsSection(view);
-samplesSection();
+let view = null;
+if (RUN.runs) {
+  aboutSection();
+  metricsSection();
+  answersSection();
+} else {
+  aboutSection();
+  tiles();
+  metricsSection();
+  breakdownSection();
+  view = timelineSection();
+  incidentsSection();
+  memorySection();
+  syncsSection(view);
+  samplesSection();
+}
 drawAll();
 document.documentElement.dataset.ready = "true";

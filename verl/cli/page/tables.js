@@ -14,7 +14,7 @@ const COLUMNS = [
   ["trainer blocked", (sync) => sync.trainer_blocked_s, (sync) => seconds(sync.trainer_blocked_s)],
   ["paused", (sync) => sync.paused_s, (sync) => seconds(sync.paused_s)],
   ["retries", (sync) => sync.retries, (sync) => String(sync.retries)],
-].filter(([name]) => name !== "slowest" || RUN.syncs.some((sync) => sync.slowest));
+].filter(([name]) => name !== "slowest" || (RUN.syncs || []).some((sync) => sync.slowest));
 const LEFT = ["outcome", "phases", "slowest"];
 
 function phaseBar(sync) {
@@ -66,7 +66,7 @@ function syncRow(sync, view) {
 
 function syncDetails(sync, view) {
   const facts = [
-    ["began", new Date(sync.began_s * 1000).toLocaleString()],
+    ["began", iso(sync.began_s)],
     ["phases", Object.entries(sync.phase_s).filter(([, value]) => value > 0).map(([name, value]) => `${name} ${seconds(value)}`).join(", ")],
     ["backend", sync.backend],
     ["needed, moved", `${bytes(sync.nbytes_needed)}, ${bytes(sync.nbytes_moved)}`],

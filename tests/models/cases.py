@@ -289,9 +289,12 @@ async def _answers(engine: HFEngine, prompts: list[list[int]], order: Sequence[i
 
 @torch.no_grad()
 def foretold(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Log-probs of the response, from the logits of the whole sequence."""
+    """Log-probs of the response, from the logits of the whole sequence.
+
+    By a new model: some remember how long the sequences of earlier calls were.
+    """
     ids = torch.tensor([*prompt, *response])
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logits = copy.deepcopy(model)(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])[:, 0]
 
 

@@ -222,6 +222,7 @@ def test_a_family_of_models_is_what_transformers_computes_when_ranks_share_seque
 SEEN_IN_PART_REFUSED = {
     "deepseek_v32 with ties": INDEXED,
     "longrope with scales": LONGEST,
+    "by kinds of layers": LONGEST,
     "doge": "a sequence changes in DogeForCausalLM with its place in a row",
 }
 

@@ -7,6 +7,7 @@ sequence of a call. The sequences are longer than all that.
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,9 +18,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.models import cases
 from tests.models.architectures import ARCHITECTURES, Architecture, write_checkpoint
-from tests.models.configurations import stretched
+from tests.models.configurations import ORIGINAL, stretched
 from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
+from verl.workers.config import FSDPConfig, HFModelConfig
+from verl.workers.engine.fsdp.checks import check_job
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.probing import Finding, Probe, Way, answered, find_way
@@ -39,6 +42,14 @@ VARIANTS = {
     "doge": variant("doge", keep_window_size=4),
     "llama4 without tuning": variant("llama4_text", attention_chunk_size=8, attn_temperature_tuning=False),
     "longrope with scales": variant("phimoe", **stretched("longrope", short_mscale=1.1, long_mscale=1.4)),
+    "by kinds of layers": variant(
+        "gemma3_text",
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={
+            "full_attention": stretched("longrope")["rope_parameters"],
+            "sliding_attention": stretched("dynamic")["rope_parameters"],
+        },
+    ),
 }
 MODELS = {
     **{name: ARCHITECTURES[name] for name in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")},
@@ -56,6 +67,7 @@ WAYS = {
     "llama4 without tuning": Way.ROWS,
     "longrope": Way.PACKED,
     "longrope with scales": Way.PACKED,
+    "by kinds of layers": Way.PACKED,
     "dynamic": Way.PACKED,
 }
 """How far sequences may go together: what is safe, and no slower."""
@@ -172,6 +184,27 @@ def test_a_model_that_no_probe_can_build_has_one_sequence_at_a_time_and_says_why
     found = find_way(MODELS["dynamic"].make_config(), fails, "sdpa", furthest=Way.ROWS)
     assert found.way is Way.ALONE
     assert "no such layer" in found.why
+
+
+@pytest.mark.parametrize("labels", [0, 1], ids=["policy", "critic"])
+def test_a_model_that_computes_nothing_as_it_is_configured_is_refused_on_the_driver(tmp_path, labels):
+    write_checkpoint(ARCHITECTURES["deepseek_v2"], tmp_path)
+    none = HFModelConfig(path=str(tmp_path), override_config={"num_experts_per_tok": None})
+    check_job(FSDPConfig(), replace(none, override_config={}), 1, "cpu", labels)
+    with pytest.raises(ConfigError) as refused:
+        check_job(FSDPConfig(), none, 1, "cpu", labels)
+    assert re.fullmatch(
+        rf"model.path={tmp_path}: DeepseekV2\w+ cannot be computed as config.json, with overrides, says: "
+        r"TypeError: topk\(\): .*NoneType",
+        str(refused.value),
+    )
+
+
+def test_who_insists_on_packing_is_refused_on_the_driver(tmp_path):
+    write_checkpoint(ARCHITECTURES["deepseek_v32"], tmp_path)
+    asked = HFModelConfig(path=str(tmp_path), use_remove_padding=True, require_remove_padding=True)
+    with pytest.raises(ConfigError, match="require_remove_padding=true, and .* its place in a row"):
+        check_job(FSDPConfig(), asked, 1, "cpu", 0)
 
 
 def test_a_probe_takes_no_random_numbers_of_anybody_else():

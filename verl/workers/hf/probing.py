@@ -66,6 +66,10 @@ class NoProbe(Exception):
     """No small model can be asked; says why, in words."""
 
 
+class NotComputed(NoProbe):
+    """Small models can be built, and none of them computes anything: no fault of their size."""
+
+
 _FOUND: dict[str, Any] = {}
 """By digests of what was asked."""
 
@@ -89,6 +93,8 @@ def find_way(
     def find() -> Finding:
         try:
             return Probe.of(config, build, implementation).find(furthest, shared)
+        except NotComputed as exc:
+            return Finding(Way.NONE, str(exc), sure=False)
         except NoProbe as exc:
             return Finding(Way.ALONE, str(exc), sure=False)
 
@@ -181,22 +187,35 @@ class Probe:
         self._regimes = Regimes(ours)
         self._weights = [parameter.clone() for parameter in ours.parameters()]
         self.sequences = [torch.randint(1, VOCABULARY - 1, (length,)) for length in LENGTHS]
-        # The shortest come first: what models remember of the length of earlier calls does not change these.
-        self._right = [original(input_ids=ids[None], use_cache=False).logits[0].float() for ids in self.sequences]
+        self._right = [self.alone(ids) for ids in self.sequences]
 
     @classmethod
     def of(cls, config: PretrainedConfig, build: Build, implementation: str | None) -> Probe:
         """Raises NoProbe."""
         asked = implementation if implementation in (None, "eager") else "sdpa"
-        problem = ""
+        unbuilt = uncomputed = ""
         for of_a_kind, narrow in SHRINKINGS:
+            pair = None
             try:
-                small = shrunk(config, of_a_kind=of_a_kind, narrow=narrow)
-                return cls(*_pair(small, build, asked))
+                pair = _pair(shrunk(config, of_a_kind=of_a_kind, narrow=narrow), build, asked)
+                return cls(*pair)
             except Exception as exc:  # a class of models may raise anything about a configuration
-                problem = f"no small model of its configuration can be computed ({type(exc).__name__}: {exc})"
+                why = " ".join(f"{type(exc).__name__}: {exc}".split())
                 logger.debug("no probe of %s", type(config).__name__, exc_info=True)
-        raise NoProbe(problem)
+                if pair is None:
+                    unbuilt = why
+                else:
+                    name = type(pair[0]).__name__
+                    uncomputed = f"{name} cannot be computed as config.json, with overrides, says: {why}"
+        if uncomputed:
+            raise NotComputed(uncomputed)
+        raise NoProbe(f"no small model of its configuration can be computed ({unbuilt})")
+
+    def alone(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [length, vocabulary] of the sequence [length], by the original, which remembers no earlier call."""
+        Regimes(self.original).forget()
+        found: torch.Tensor = self.original(input_ids=ids[None], use_cache=False).logits[0].float()
+        return found
 
     def is_right(self, index: int, values: torch.Tensor, position: int | None = None) -> bool:
         """Whether `values` are the logits of the sequence of this index: of all its tokens, or of one."""

@@ -41,7 +41,10 @@ class _Stretched:
 
     def forget(self) -> None:
         if self.kind == LONGROPE:
-            return  # each call chooses anew
+            # Each call chooses anew. Where kinds of layers differ, transformers takes what it keeps of the first long
+            # call for a sign that it need not compute it, and has nothing in its place.
+            vars(self.module).pop(f"{self.prefix}long_inv_freq", None)
+            return
         names = (f"{self.prefix}{name}" for name in ("max_seq_len_cached", "inv_freq", "original_inv_freq"))
         cached, used, first = names
         setattr(self.module, cached, self.original)

@@ -1,21 +1,22 @@
-"""Whether a model can be computed as `fsdp_config` says. The driver asks before any process starts."""
+"""Whether a model can be computed, and as `fsdp_config` says. The driver asks before any process starts."""
 
 from __future__ import annotations
 
 import torch
 
 from verl.workers.config import FSDPConfig, HFModelConfig
-from verl.workers.engine.fsdp.model import CAUSAL_LM, TOKEN_VALUES, make_model
+from verl.workers.engine.fsdp.model import CAUSAL_LM, TOKEN_VALUES, make_model, require_way, way_through
 from verl.workers.hf.splitting import attend_by_heads
 
 
 def check_job(config: FSDPConfig, model_config: HFModelConfig, world: int, device: str, labels: int) -> None:
-    """`model_config.path` is a local directory. Ranks that do not share sequences take every model.
+    """`model_config.path` is a local directory. Ranks that do not share sequences take every model that is computed.
 
     Raises ConfigError.
     """
-    size = config.ulysses_sequence_parallel_size
+    size, head = config.ulysses_sequence_parallel_size, TOKEN_VALUES if labels else CAUSAL_LM
     if size > 1:
         with torch.device("meta"):
-            model = make_model(TOKEN_VALUES if labels else CAUSAL_LM, model_config, torch.float32)
+            model = make_model(head, model_config, torch.float32)
         attend_by_heads(model, size)
+    require_way(way_through(model_config, config, head), model_config)

@@ -131,10 +131,11 @@ def build_model(
         _tell_aside(conversion, head)
         wide = names_kept_wide(conversion.shapes, checkpoint)
         wide |= names_kept_by_transformers(model, conversion)
-        if fsdp_config.ulysses_sequence_parallel_size > 1:
+        shared = fsdp_config.ulysses_sequence_parallel_size > 1
+        if shared:
             attend_by_heads(model, fsdp_config.ulysses_sequence_parallel_size)
-        together = _ask(head, hf_config, model_config, fsdp_config)
-        if fsdp_config.ulysses_sequence_parallel_size == 1 and together.way is Way.PACKED:
+        together = _agreed(way_through(model_config, fsdp_config, head), model_config, shared=shared)
+        if together.way is Way.PACKED and not shared:
             attend_sequences_apart(model)
         adapted = trainable and model_config.lora_rank > 0
         if adapted:
@@ -169,11 +170,9 @@ def build_model(
     )
 
 
-def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, fsdp_config: FSDPConfig) -> Finding:
-    """How sequences may go through the model, the same on every rank. Says what it is, where more was asked for.
-
-    Raises ConfigError for a model that computes something else however its sequences are given. A collective.
-    """
+def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head = CAUSAL_LM) -> Finding:
+    """How sequences may go through the model in a local directory, as a small one of its configuration tells."""
+    hf_config = _under(head, load_hf_config(model_config), model_config)
 
     def build(config: PretrainedConfig, implementation: str | None) -> PreTrainedModel:
         model: PreTrainedModel = head.auto.from_config(
@@ -185,7 +184,7 @@ def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, f
         return model
 
     shared = fsdp_config.ulysses_sequence_parallel_size > 1
-    together = find_way(
+    return find_way(
         hf_config,
         build,
         attention_implementation(hf_config, model_config.override_config.get(ATTENTION)),
@@ -193,13 +192,23 @@ def _ask(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, f
         shared=shared,
         lasts=model_config.is_of_transformers,
     )
-    way = torch.tensor(int(together.way))
-    dist.all_reduce(way, op=dist.ReduceOp.MIN)
-    together = replace(together, way=Way(int(way)))
+
+
+def require_way(together: Finding, model_config: HFModelConfig) -> None:
+    """Raises ConfigError for a model that computes nothing, or something else however its sequences are given, and
+    where they must share a row and cannot."""
     if together.way is Way.NONE:
         raise ConfigError(f"model.path={model_config.path}: {together.why}")
     if together.way is not Way.PACKED:
         require_packing_is_not_asked(model_config, together.why)
+
+
+def _agreed(together: Finding, model_config: HFModelConfig, *, shared: bool) -> Finding:
+    """The same on every rank, see `require_way`. Says what it is, where more was asked for. A collective."""
+    way = torch.tensor(int(together.way))
+    dist.all_reduce(way, op=dist.ReduceOp.MIN)
+    together = replace(together, way=Way(int(way)))
+    require_way(together, model_config)
     if together.why and not shared and dist.get_rank() == 0:
         how = "one sequence at a time" if together.way is Way.ALONE else "each sequence in a row of its own"
         logger.warning("%s is computed with %s: %s", model_config.path, how, together.why)

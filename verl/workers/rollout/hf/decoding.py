@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from verl.workers.hf.probing import LENGTHS, NEIGHBOURHOODS, TOLERANCE, Build, NoProbe, Probe, answered
+from verl.workers.hf.probing import LENGTHS, NEIGHBOURHOODS, TOLERANCE, Build, NoProbe, NotComputed, Probe, answered
 from verl.workers.hf.regimes import Regimes
 from verl.workers.rollout.hf.batch import DecodeBatch, Decoding, cache_name
 
@@ -42,6 +42,8 @@ def find_decoding(config: PretrainedConfig, build: Build, implementation: str | 
     def find() -> Found:
         try:
             return _Decoded(Probe.of(config, build, implementation)).find()
+        except NotComputed as exc:
+            return Found(None, str(exc), sure=False)
         except NoProbe as exc:
             return Found(Decoding.ALONE, str(exc), sure=False)
 
@@ -103,9 +105,7 @@ class _Decoded:
         if self._probe.is_right(index, logits, length - 1):
             return True
         if (index, length) not in self._grown:
-            ids = self._probe.sequences[index][None, :length]
-            Regimes(self._probe.original).forget()
-            self._grown[index, length] = self._probe.original(input_ids=ids, use_cache=False).logits[0, -1].float()
+            self._grown[index, length] = self._probe.alone(self._probe.sequences[index][:length])[-1]
         expected = self._grown[index, length]
         right = bool((logits.float() - expected).abs().max() <= TOLERANCE * expected.std())
         self._changes_later |= right

@@ -33,9 +33,10 @@ FAMILIES = {
     "phi": {"embd_pdrop": 0.3, "resid_pdrop": 0.3, "attention_dropout": 0.3},
     "mixtral": {"attention_dropout": 0.3, "router_jitter_noise": 0.3},
     "phimoe": {"attention_dropout": 0.3, "input_jitter_noise": 0.3},
+    "gemma3n_text": {"altup_coef_clip": 0.05},
     "dbrx": {"resid_pdrop": 0.3, "attn_config": {"attn_pdrop": 0.3}, "ffn_config": {"moe_jitter_eps": 0.3}},
 }
-"""Fields of each configuration that are not 0 here. `phimoe` draws experts whatever its fields say."""
+"""Fields of each configuration that are not 0 here, or clip. `phimoe` draws experts whatever its fields say."""
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 
 

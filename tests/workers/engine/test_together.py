@@ -26,6 +26,7 @@ from verl.workers.engine.fsdp.checks import check_job
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.probing import Finding, Probe, Way, answered, find_way
+from verl.workers.rollout.hf.decoding import Found, find_decoding
 
 TIES = {"index_n_heads": 1}
 """Scores of keys are 0 where no head likes them. Which of those are chosen depends on how long a row is."""
@@ -149,7 +150,9 @@ def test_who_insists_on_packing_gets_it_where_it_changes_nothing(tmp_path):
     assert make_engine(tmp_path, model={"use_remove_padding": True, "require_remove_padding": True})._packs
 
 
-@pytest.mark.parametrize("model_type", ["falcon_h1", "zamba", "zamba2", "codegen", "bamba", "deepseek_v3", "hrm_text"])
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", "zamba", "zamba2", "codegen", "bamba", "deepseek_v3", "hrm_text", "xlstm"]
+)
 @torch.no_grad()
 def test_models_that_probes_ask_are_small(model_type):
     small = Probe.of(CONFIG_MAPPING[model_type](), build, None).model
@@ -237,7 +240,8 @@ def test_a_probe_computes_with_one_thread_and_gives_the_others_back(fails):
 
 
 def test_a_model_that_changes_its_parameters_while_it_computes_is_refused():
-    config = CONFIG_MAPPING["rwkv"](vocab_size=264, hidden_size=64, num_hidden_layers=12, context_length=256)
+    config = CONFIG_MAPPING["rwkv"]()  # as published, of 7 billion parameters
     found = find_way(config, build, None, furthest=Way.ROWS)
     assert found.way is Way.NONE
     assert "RwkvForCausalLM changes its parameters while it computes" in found.why
+    assert find_decoding(config, build, None) == Found(None, found.why)

@@ -18,6 +18,9 @@ from verl.utils.dropout import Path, is_random, none_of, random_fields
 
 SAMPLING_ROUTERS = {"PhimoeTopKRouter": "router_jitter_noise"}
 """Classes that draw the experts of a token in training mode, and the field that they read in evaluation mode, too."""
+CLIPPING = ("Gemma3nTextAltUp",)
+"""Classes that clip their weights in training mode (`altup_coef_clip`): some for the call, some in what was gathered of
+shards, which engines are not sent."""
 
 
 def random_fields_of(config: PretrainedConfig) -> Iterator[tuple[Path, Any]]:
@@ -58,9 +61,9 @@ def silence(model: nn.Module) -> None:
 
 
 def train(model: nn.Module, *, drops: bool) -> None:
-    """Put `model` in training mode; unless it `drops`, without the parts that draw at random there."""
+    """Put `model` in training mode; unless it `drops`, without the parts that compute something else there."""
     model.train()
     if not drops:
         for module in model.modules():
-            if type(module).__name__ in SAMPLING_ROUTERS:
+            if type(module).__name__ in (*SAMPLING_ROUTERS, *CLIPPING):
                 module.training = False

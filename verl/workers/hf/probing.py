@@ -223,12 +223,18 @@ class Probe:
         expected = right if position is None else right[position]
         return bool((values.float() - expected).abs().max() <= TOLERANCE * right.std())
 
+    def changes_parameters(self) -> str:
+        """In words, after a computation; empty if it has not. RWKV divides some for inference."""
+        if all(map(torch.equal, self._weights, self.model.parameters())):
+            return ""
+        return f"{type(self.model).__name__} changes its parameters while it computes"
+
     def find(self, furthest: Way, shared: bool) -> Finding:
         name = type(self.model).__name__
         if self._differs(in_rows, [(index,) for index in range(len(LENGTHS))]):
             return self._not_further(Way.NONE, f"{name} computes something else in rows of one sequence")
-        if not all(map(torch.equal, self._weights, self.model.parameters())):  # RWKV divides some for inference
-            return Finding(Way.NONE, f"{name} changes its parameters while it computes")
+        if self.changes_parameters():
+            return Finding(Way.NONE, self.changes_parameters())
         if self._differs(in_rows, NEIGHBOURHOODS):
             return self._not_further(Way.ALONE, f"a sequence changes in {name} with those beside it")
         if furthest < Way.PACKED:

@@ -154,6 +154,7 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
     if isinstance(dense, int):
         config.first_k_dense_replace = sum(layer < dense for layer in kept)
     config.num_hidden_layers = len(kept)
+    _set(config, "num_blocks", len(kept))
     _set(config, "num_kv_shared_layers", 0)
 
 
@@ -201,8 +202,9 @@ def _narrow_attention(config: PretrainedConfig, *, apart: bool) -> None:
 
 def _narrow_states(config: PretrainedConfig) -> None:
     """Heads of states are as many as fill what a layer widens its input to."""
-    if _get(config, "num_attention_heads") is None and isinstance(_get(config, "expand"), int):
-        config.hidden_size = min(config.hidden_size, 2 * WIDTH)
+    if _get(config, "num_attention_heads") is None:
+        for name in ("hidden_size", "attention_hidden_size", "embedding_dim"):
+            _set(config, name, 2 * WIDTH)
     for heads, width, widened in _STATES:
         if all(isinstance(_get(config, name), int) for name in (heads, width, widened)):
             inner = _get(config, widened) * config.hidden_size

@@ -65,6 +65,8 @@ class _Decoded:
         why = ""
         for decoding in sorted(Decoding, reverse=True):
             problem = self._what_differs(decoding)
+            if changed := self._probe.changes_parameters():
+                return Found(None, changed)
             if problem is None:
                 return Found(decoding, why, self._changes_later, self._sure)
             why = why or f"{self._name}: {problem}"

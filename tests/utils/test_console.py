@@ -95,6 +95,15 @@ def test_the_kl_of_the_loss_goes_before_the_kl_of_the_clip():
     assert "kl 0.2000" in step_line(METRICS | {"actor/kl_loss": 0.2}, 1, 2, width=150)
 
 
+def test_health_follows_where_there_is_room():
+    health = {"actor/pg_clipfrac": 0.125, "response_length/clip_ratio": 0.5, "critic/frac_reward_zero_std": 0.75}
+    assert (
+        step_line(METRICS | health, 12, 60, width=200)
+        .splitlines()[0]
+        .endswith("grad 0.83 | clipped 0.125 | cut off 0.50 | no signal 0.75")
+    )
+
+
 def test_validation_rewards_are_found_by_data_source():
     assert validation_rewards(METRICS | {"val-aux/x/acc/mean@1": 1.0, "val-core/y/acc/best@2/mean": 1.0}) == {
         "arithmetic": 0.62

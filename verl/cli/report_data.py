@@ -23,6 +23,7 @@ FIRST = (
     "critic/rewards/mean",
     "actor/ppo_kl",
     "actor/pg_clipfrac",
+    "critic/frac_reward_zero_std",
     "response_length/mean",
     "response_length/clip_ratio",
     "actor/entropy",

@@ -26,9 +26,12 @@ LINE_FIELDS: tuple[tuple[str, tuple[str, ...], int, str], ...] = (
     ("update ", ("timing_s/update_actor",), 1, " s"),
     ("sync ", ("timing_s/update_weights",), 2, " s"),
     ("", ("tokens_per_second",), 0, " tok/s"),
-    ("kl ", ("actor/kl_loss", "actor/reward_kl_penalty"), 4, ""),
+    ("kl ", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4, ""),
     ("entropy ", ("actor/entropy",), 3, ""),
     ("grad ", ("actor/grad_norm",), 2, ""),
+    ("clipped ", ("actor/pg_clipfrac",), 3, ""),
+    ("cut off ", ("response_length/clip_ratio",), 2, ""),
+    ("no signal ", ("critic/frac_reward_zero_std",), 2, ""),
 )
 """Label, metrics of which the first that is there is shown, decimals, unit; the most needed first."""
 NEEDED = tuple(label for label, *_ in LINE_FIELDS[:7])

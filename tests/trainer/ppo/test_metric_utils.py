@@ -68,6 +68,26 @@ def test_a_batch_is_described_by_hand_computed_numbers(batch):
     )
 
 
+def test_groups_without_a_difference_are_counted(batch):
+    rows = {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.7, 0.7, 0.7], "d": [2.0]}
+    scores = [score for group in rows.values() for score in group]
+    alone = torch.zeros(len(scores), 1)
+    batch = DataProto.from_dict(
+        {
+            "prompts": alone,
+            "responses": alone,
+            "attention_mask": torch.ones(len(scores), 2),
+            "response_mask": torch.ones(len(scores), 1),
+            "token_level_scores": torch.tensor(scores)[:, None],
+        },
+        non_tensors={"uid": np.array([uid for uid, group in rows.items() for _ in group], dtype=object)},
+    )
+    metrics = compute_data_metrics(batch)
+    assert metrics["critic/frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert metrics["critic/reward_std"] == pytest.approx(0.5**0.5 / 3)
+    assert "critic/reward_std" not in compute_data_metrics(batch[6:])
+
+
 def test_a_batch_in_which_everything_was_aborted_has_lengths_only(batch):
     metrics = compute_data_metrics(batch[2:])
     assert metrics["response/aborted_ratio"] == 1.0

@@ -41,6 +41,9 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     for key, name in (("token_level_scores", "score"), ("token_level_rewards", "rewards")):
         if key in tensors:
             metrics |= _spread(f"critic/{name}", tensors[key].sum(-1)[answered])
+    if "token_level_scores" in tensors and "uid" in batch.non_tensor_batch:
+        scores = tensors["token_level_scores"].sum(-1)[answered]
+        metrics |= _spread_in_groups(scores, batch.non_tensor_batch["uid"][answered.numpy()])
     for key in ("advantages", "returns", "values"):
         if key in tensors:
             metrics |= _spread(f"critic/{key}", tensors[key][generated])
@@ -61,6 +64,21 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
         turns = torch.from_numpy(batch.non_tensor_batch["__num_turns__"].astype(np.float32))
         metrics |= _spread("num_turns", turns)
     return metrics
+
+
+def _spread_in_groups(scores: torch.Tensor, uids: np.ndarray) -> dict[str, float]:
+    """How much the scores (responses) of one prompt differ, under TRL's names: a group in which all are equal teaches
+    an estimator that compares them nothing. Prompts with one response are no groups."""
+    groups: dict[Any, list[float]] = defaultdict(list)
+    for uid, score in zip(uids.tolist(), scores.tolist(), strict=True):
+        groups[uid].append(score)
+    several = [group for group in groups.values() if len(group) > 1]
+    if not several:
+        return {}
+    return {
+        "critic/frac_reward_zero_std": float(np.mean([max(group) == min(group) for group in several])),
+        "critic/reward_std": float(np.mean([np.std(group, ddof=1) for group in several])),
+    }
 
 
 def compute_staleness_metrics(batch: DataProto, *, trainer_version: int) -> dict[str, float]:

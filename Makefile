@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run models soak sglang check test test-all lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang mutants check test test-all lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,14 @@ sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CP
 	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --no-compile --target .venv/sglang \
 	        --requirement requirements/sglang-cpu.txt && touch .venv/sglang/installed; } || \
 	    echo "SGLang cannot be installed; what it said is above. Its tests are skipped."
+
+# Beside the environment as well, and without what Cosmic Ray itself needs for running tests.
+mutants: install ## which tests find which faults of a package, in 10 minutes: PACKAGE=verl/checkpoint_engine/plan; ARGS="--sample 50 --seed 1"
+	@test requirements/mutants.txt -ot .venv/mutants/installed || { \
+	    rm -rf .venv/mutants && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/mutants \
+	        --requirement requirements/mutants.txt && touch .venv/mutants/installed; }
+	@$(BIN)/python scripts/mutants.py $(PACKAGE) $(ARGS)
 
 check: style types imports ## what needs no engine, no Ray and no several processes: style, types, contracts, quick tests; 4 to 8 minutes
 	@$(PYTEST) -m "not job" $(ARGS)

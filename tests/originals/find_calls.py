@@ -1,7 +1,7 @@
 """The calls of tools that are found in texts.
 
-JSON with `tokenizer`, a directory, and `texts`, pairs of a format and a text, comes in; for each text a list of
-names and arguments goes out.
+JSON with `tokenizer`, a directory, `texts`, pairs of a format and a text, and `formats`, null for all, comes in; for
+each text a list of names and arguments goes out, and for each format why there is none of this name, or null.
 
 Run as a file, with PyPI's verl or ours in front.
 """
@@ -44,8 +44,17 @@ async def found(tokenizer: Any, texts: list[list[str]]) -> list[list[Any]]:
     return calls
 
 
+def missing(name: str, tokenizer: Any) -> str | None:
+    try:
+        ToolParser.get_tool_parser(name, tokenizer)
+    except ValueError as exc:
+        return str(exc)
+    return None
+
+
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    sys.stdout.write(
-        "\n" + json.dumps(asyncio.run(found(AutoTokenizer.from_pretrained(given["tokenizer"]), given["texts"])))
-    )
+    tokenizer = AutoTokenizer.from_pretrained(given["tokenizer"])
+    formats = {name: missing(name, tokenizer) for name in given["formats"] or sorted(ToolParser._registry)}
+    calls = asyncio.run(found(tokenizer, given["texts"]))
+    sys.stdout.write("\n" + json.dumps({"calls": calls, "formats": formats}))

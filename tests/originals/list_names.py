@@ -10,7 +10,6 @@ from pathlib import Path
 from verl.trainer.distillation.losses import DISTILLATION_LOSS_REGISTRY
 
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.utils import reward_score
@@ -23,7 +22,6 @@ REGISTRIES = {
     "distillation losses": DISTILLATION_LOSS_REGISTRY,
     "reward managers": REWARD_MANAGER | REWARD_MANAGER_REGISTRY,
     "agent loops": _agent_loop_registry,
-    "formats of tool calls": ToolParser._registry,
     "rollouts": RolloutReplicaRegistry._registry,
 }
 

@@ -51,13 +51,29 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(tokenizer: Path) -> list[tuple[str, str, Any, Any]]:
-    """Format, text, verl's calls, ours."""
+def found(tokenizer: Path) -> tuple[list[tuple[str, str]], Any, Any]:
+    """Formats and texts, what verl finds, and we."""
     tried = [("hermes", text) for text in IN_REASONING]
     tried += [(name, text) for name, call in CALLS.items() for text in texts(call)]
     given = {"tokenizer": str(tokenizer), "texts": tried}
-    found = zip(tried, computed("find_calls.py", given, VERL), computed("find_calls.py", given, OURS), strict=True)
-    return [(name, text, verls, ours) for (name, text), verls, ours in found]
+    verls = computed("find_calls.py", {**given, "formats": None}, VERL)
+    return tried, verls, computed("find_calls.py", {**given, "formats": [*verls["formats"], "none"]}, OURS)
+
+
+@pytest.fixture(scope="module")
+def both(found: tuple[list[tuple[str, str]], Any, Any]) -> list[tuple[str, str, Any, Any]]:
+    """Format, text, verl's calls, ours."""
+    tried, verls, ours = found
+    calls = zip(tried, verls["calls"], ours["calls"], strict=True)
+    return [(name, text, *both) for (name, text), *both in calls]
+
+
+def test_every_format_that_verl_has_registered_is_taken(found: tuple[list[tuple[str, str]], Any, Any]) -> None:
+    _, verls, ours = found
+    assert verls["formats"].keys() >= CALLS.keys()
+    refused = {name: said for name, said in ours["formats"].items() if said}
+    assert refused.keys() == {"none"}
+    assert "none" in refused["none"]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.originals.original import VERL, computed
 from verl.experimental.agent_loop.registry import known_loops
-from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.trainer.config.loader import load_config
 from verl.trainer.ppo.data import require_rewards
 from verl.utils.config import ConfigError
@@ -44,7 +43,6 @@ TAKES: dict[str, Callable[[str], Any]] = {
     "distillation losses": one_of(*ESTIMATORS, FORWARD_KL_TOPK),
     "reward managers": get_reward_manager_cls,
     "agent loops": one_of(*known_loops()),
-    "formats of tool calls": ToolParser.parser_class,
     "rollouts": one_of(*RolloutReplicaRegistry.names()),
     "data sources": rewarded,
 }

@@ -83,6 +83,12 @@ class SyncAborted(CheckpointEngineError):
     pass
 
 
+def error_named(name: str) -> type[CheckpointEngineError]:
+    """The class of the tree that another process calls so; TransportError for what is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, CheckpointEngineError) else TransportError
+
+
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """In code or data: no transport raises them, and they would only be made again."""
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from .. import errors
 from ..compat.torch import PrefixStore, Store
-from ..errors import CheckpointEngineError, TransportError, TransportTimeout
+from ..errors import CheckpointEngineError, TransportError, TransportTimeout, error_named
 from ..links.rendezvous import Deadline
 from ..plan.encoded import unpacked
 
@@ -326,8 +325,4 @@ def _text(data: bytes) -> str:
 
 def _error_of(rank: int, failure: _Failure) -> CheckpointEngineError:
     """The failure of another rank as it was there."""
-    kind = getattr(errors, failure.kind, None)
-    if not isinstance(kind, type) or not issubclass(kind, CheckpointEngineError):
-        kind = TransportError
-    error: CheckpointEngineError = kind(failure.message, member=f"rank {rank}")
-    return error
+    return error_named(failure.kind)(failure.message, member=f"rank {rank}")

@@ -23,9 +23,8 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from .. import errors
 from ..config import CheckpointEngineConfig
-from ..errors import CheckpointEngineError, TransportError
+from ..errors import CheckpointEngineError, TransportError, error_named
 from ..plan.encoded import unpacked
 from ..sync.members import NodePort, methods_of
 from .reports import CLAIM, MAKE, RELEASE, TAKE
@@ -76,10 +75,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
         return cls(number, TransportError.__name__, f"{type(error).__name__}: {error}", None, None, None)
 
     def error(self) -> CheckpointEngineError:
-        kinds = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
-        kind = kinds.get(self.kind, TransportError)
-        made = kind if issubclass(kind, CheckpointEngineError) else TransportError
-        return made(self.message, version=self.version, phase=self.phase, member=self.member)
+        kind = error_named(self.kind)
+        return kind(self.message, version=self.version, phase=self.phase, member=self.member)
 
 
 Message = Call | Cancel | Answer | Failure

@@ -24,14 +24,6 @@ def test_tensors_lie_aligned_one_after_the_other_without_overlap():
     assert layout.payload_nbytes == 160 + 32 + 0 + 2 + 160
 
 
-def test_the_tensor_at_an_offset_is_the_one_whose_bytes_lie_there():
-    layout = Layout.of(SPECS)
-    for tensor, offset in layout:
-        if tensor.nbytes:
-            assert layout.tensor_at(offset) == tensor
-            assert layout.tensor_at(offset + tensor.nbytes - 1) == tensor
-
-
 def test_encoding_keeps_everything():
     layout = Layout.of(SPECS)
     assert Layout.decode(layout.encode()) == layout

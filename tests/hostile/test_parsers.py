@@ -104,7 +104,6 @@ def layout(data: bytes, _: Path) -> None:
     found = Layout.decode(data)
     assert found.shapes.shape == found.strides.shape
     assert Layout.decode(found.encode()).digest == found.digest
-    assert found.nbytes == 0 or found.tensor_at(found.nbytes - 1)
 
 
 def shard_table(data: bytes, _: Path) -> None:

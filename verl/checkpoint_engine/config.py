@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 from .support import config as strict
 from .support.config import option, section
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,12 @@ class CheckpointEngineConfig:
     @property
     def bucket_nbytes(self) -> int:
         return self.update_weights_bucket_megabytes * 1024 * 1024
+
+    def options_of(self, backend: str, kind: type[T]) -> T:
+        """`engine_kwargs.<backend>`, which the dataclass `kind` describes. Raises `support.config.ConfigError`."""
+        return strict.from_mapping(
+            kind, self.engine_kwargs.get(backend, {}), f"checkpoint_engine.engine_kwargs.{backend}"
+        )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CheckpointEngineConfig:

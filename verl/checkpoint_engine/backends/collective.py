@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from ..checkpoint_engine import Capabilities, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig, GlooOptions, HcclOptions, NcclOptions
 from ..errors import TransportError
-from ..links.communicators import Flight, Hccl, Nccl, require_hccl, require_nccl
+from ..links.communicators import Flight, Hccl, Nccl
 from ..links.deltas import NodeDeltas, OwnerDeltas, buckets_of, fitting
 from ..links.fetch import Bucket, messages_of
 from ..links.gloo_chain import GlooChain
@@ -38,19 +39,26 @@ from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology, broadcast
 from ..plan.types import Member, Range
 from ..ports import WeightSource
-from ..support import config as strict
 
 
 class CollectiveEngine(CheckpointEngineWithCache):
     """What the three have in common, which is all but the communicator."""
 
+    capabilities = Capabilities(
+        one_sided=False,
+        same_host=False,
+        device_types=("cpu", "cuda", "npu"),
+        topologies=("broadcast",),
+        deltas=True,
+    )
     name: ClassVar[str]
     options_class: ClassVar[type[GlooOptions]]
-    communicator_class: ClassVar[type[Any]]
+    communicator_class: ClassVar[Any]
+    """Makes a `Communicator` of options."""
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
-        self._options = self._options_of(config)
+        self._options = config.options_of(self.name, self.options_class)
         communicator = self.communicator_class(self._options)
         self._groups = OwnerGroups(
             member=member, config=config, options=self._options, communicator=communicator, stop=self._stop
@@ -89,12 +97,8 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        own_address(cls._options_of(config).interface)
-
-    @classmethod
-    def _options_of(cls, config: CheckpointEngineConfig) -> GlooOptions:
-        given = config.engine_kwargs.get(cls.name, {})
-        return strict.from_mapping(cls.options_class, given, f"checkpoint_engine.engine_kwargs.{cls.name}")
+        own_address(config.options_of(cls.name, cls.options_class).interface)
+        cls.communicator_class.require()
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
@@ -231,55 +235,18 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
 
 class GlooEngine(CollectiveEngine):
-    name = "gloo"
-    options_class = GlooOptions
-    communicator_class = GlooChain
-    capabilities = Capabilities(
-        one_sided=False,
-        same_host=False,
-        device_types=("cpu", "cuda", "npu"),
-        topologies=("broadcast",),
-        deltas=True,
-    )
+    name, options_class, communicator_class = "gloo", GlooOptions, GlooChain
 
 
 class NcclEngine(CollectiveEngine):
     """Written to the same contract; it takes two CUDA devices to run it."""
 
-    name = "nccl"
-    options_class = NcclOptions
-    communicator_class = Nccl
-
-    @classmethod
-    def check_host(cls, config: CheckpointEngineConfig) -> None:
-        super().check_host(config)
-        require_nccl()
-
-    capabilities = Capabilities(
-        one_sided=False,
-        same_host=False,
-        device_types=("cuda",),
-        topologies=("broadcast",),
-        deltas=True,
-    )
+    name, options_class, communicator_class = "nccl", NcclOptions, Nccl
+    capabilities = replace(CollectiveEngine.capabilities, device_types=("cuda",))
 
 
 class HcclEngine(CollectiveEngine):
     """Written to the same contract; it takes two NPUs to run it."""
 
-    name = "hccl"
-    options_class = HcclOptions
-    communicator_class = Hccl
-
-    @classmethod
-    def check_host(cls, config: CheckpointEngineConfig) -> None:
-        super().check_host(config)
-        require_hccl()
-
-    capabilities = Capabilities(
-        one_sided=False,
-        same_host=False,
-        device_types=("npu",),
-        topologies=("broadcast",),
-        deltas=True,
-    )
+    name, options_class, communicator_class = "hccl", HcclOptions, Hccl
+    capabilities = replace(CollectiveEngine.capabilities, device_types=("npu",))

@@ -24,6 +24,7 @@ from ..links.rdma import (
     get_my_rdma_device,
     get_rdma_devices,
     list_ib_devices,
+    require_devices,
 )
 from ..links.wire import OwnerAddress, Wire
 from ..memory.host_memory import free_host_nbytes
@@ -31,7 +32,6 @@ from ..plan.encoded import parsed
 from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology, p2p_broadcast
 from ..plan.types import Member
-from ..support import config as strict
 from ..support import envs
 from .mooncake import MooncakeWire
 from .one_sided import OneSidedEngine
@@ -44,11 +44,11 @@ class KimiCkptEngine(OneSidedEngine):
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
-        self._options = _options_of(config)
+        self._options = config.options_of(NAME, KimiCkptEngineOptions)
 
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        options = _options_of(config)
+        options = config.options_of(NAME, KimiCkptEngineOptions)
         reached_at(options.host, options.interface)
         _rdma_devices(options)
 
@@ -93,11 +93,6 @@ class KimiCkptEngine(OneSidedEngine):
         return allowed
 
 
-def _options_of(config: CheckpointEngineConfig) -> KimiCkptEngineOptions:
-    given = config.engine_kwargs.get(NAME, {})
-    return strict.from_mapping(KimiCkptEngineOptions, given, f"checkpoint_engine.engine_kwargs.{NAME}")
-
-
 def _devices_of(trainers: Sequence[Member]) -> dict[str, str]:
     """The network device of each trainer rank, by the rank's name. With TCP the ranks of a host share one."""
     devices = {}
@@ -116,12 +111,7 @@ def _rdma_devices(options: KimiCkptEngineOptions, *, is_rank: bool = False, pres
         return ""
     present = list_ib_devices(present_in)
     devices = [name.strip() for name in options.rdma_devices.split(",") if name.strip()] or get_rdma_devices(present_in)
-    if (missing := [name for name in devices if name not in present]) or not present:
-        raise ConfigError(
-            f"checkpoint_engine.engine_kwargs.{NAME}: no RDMA device {', '.join(missing) or 'at all'} on "
-            f"{socket.gethostname()}; there are: {', '.join(present) or 'none'}. Use p2p_protocol=tcp without RDMA "
-            "hardware"
-        )
+    require_devices(devices, present, NAME, "p2p_protocol")
     if options.rdma_devices or not is_rank:
         return ",".join(devices)
     local_rank, local_world_size = envs.place_on_host()

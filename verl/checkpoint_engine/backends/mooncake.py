@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..config import CheckpointEngineConfig, MooncakeOptions
-from ..errors import ConfigError, TransportError
+from ..errors import TransportError
 from ..links.network import reached_at
+from ..links.rdma import INFINIBAND, list_ib_devices, require_devices
 from ..links.wire import UInt8s, Wire, within
 from ..plan.topology import Topology
-from ..support import config as strict
 from ..support.admission import OWN_USER, Admission, Doorkeeper, Unguarded
 from .one_sided import OneSidedEngine
 
@@ -23,7 +22,6 @@ from mooncake.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
-DEVICES = Path("/sys/class/infiniband")
 PORT_ATTEMPTS = 4
 DONE, FAILED, TIMED_OUT = 1, -1, -2
 """What `transfer_check_status` answers; 0 is "not yet"."""
@@ -131,35 +129,24 @@ class MooncakeWire(Wire):
 class MooncakeEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        options = _options_of(config)
+        options = config.options_of("mooncake", MooncakeOptions)
         reached_at(options.host, options.interface)
-        rdma_devices(options, DEVICES)
+        rdma_devices(options, INFINIBAND)
 
     def open_wire(self, topology: Topology | None) -> MooncakeWire:
-        options = _options_of(self.config)
+        options = self.config.options_of("mooncake", MooncakeOptions)
         return MooncakeWire(
             host=reached_at(options.host, options.interface),
             protocol=options.protocol,
-            devices=rdma_devices(options, DEVICES),
+            devices=rdma_devices(options, INFINIBAND),
             admission=self.admission_of(topology),
         )
-
-
-def _options_of(config: CheckpointEngineConfig) -> MooncakeOptions:
-    given = config.engine_kwargs.get("mooncake", {})
-    return strict.from_mapping(MooncakeOptions, given, "checkpoint_engine.engine_kwargs.mooncake")
 
 
 def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:
     """The devices to use, comma-separated; empty for all. Raises ConfigError that lists those that exist."""
     if options.protocol != "rdma":
         return ""
-    present = sorted(path.name for path in present_in.glob("*"))
     wanted = [name for name in options.rdma_devices.split(",") if name]
-    missing = [name for name in wanted if name not in present]
-    if missing or not present:
-        raise ConfigError(
-            f"checkpoint_engine.engine_kwargs.mooncake: no RDMA device {', '.join(missing) or 'at all'} on "
-            f"{socket.gethostname()}; there are: {', '.join(present) or 'none'}. Use protocol=tcp without RDMA hardware"
-        )
+    require_devices(wanted, list_ib_devices(present_in), "mooncake", "protocol")
     return ",".join(wanted)

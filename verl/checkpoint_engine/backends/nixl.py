@@ -25,7 +25,6 @@ from ..errors import ConfigError, TransportError
 from ..links import ucx
 from ..links.wire import UInt8s, Wire
 from ..plan.topology import Topology
-from ..support import config as strict
 from ..support.admission import OWN_USER, Admission, Doorkeeper
 from .one_sided import OneSidedEngine
 
@@ -175,7 +174,7 @@ class NixlEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
         """Starts UCX once where it was told what to use: it knows what there is. What it chooses itself, it has."""
-        options = _options_of(config)
+        options = config.options_of("nixl", NixlOptions)
         asked_for = ucx.asked_for(options.ucx_tls, options.ucx_net_devices)
         if not asked_for:
             return
@@ -189,7 +188,7 @@ class NixlEngine(OneSidedEngine):
             )
 
     def open_wire(self, topology: Topology | None) -> NixlWire:
-        options = _options_of(self.config)
+        options = self.config.options_of("nixl", NixlOptions)
         tls = ucx.asked_for(options.ucx_tls, options.ucx_net_devices).get(ucx.TLS)
         if tls is None and topology and all(trainer.host == self.member.host for trainer in topology.trainers):
             tls = ONE_HOST
@@ -208,12 +207,7 @@ class NixlEngine(OneSidedEngine):
         return Admission(addresses=topology.host_addresses) if topology else OWN_USER
 
     def num_readers(self, wire: Wire) -> int:
-        return _options_of(self.config).num_threads or super().num_readers(wire)
-
-
-def _options_of(config: CheckpointEngineConfig) -> NixlOptions:
-    given = config.engine_kwargs.get("nixl", {})
-    return strict.from_mapping(NixlOptions, given, "checkpoint_engine.engine_kwargs.nixl")
+        return self.config.options_of("nixl", NixlOptions).num_threads or super().num_readers(wire)
 
 
 def _error_handling(options: NixlOptions, tls: str | None) -> str:

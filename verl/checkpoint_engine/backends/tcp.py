@@ -28,7 +28,6 @@ from ..links.network import reached_at
 from ..links.wire import UInt8s, Wire
 from ..plan.encoded import parsed
 from ..plan.topology import Topology
-from ..support import config as strict
 from ..support.admission import Admission
 from .one_sided import OneSidedEngine
 
@@ -374,15 +373,10 @@ def _port(sock: socket.socket) -> int:
 class TcpEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        options = _options_of(config)
+        options = config.options_of("tcp", TcpOptions)
         reached_at(options.host, options.interface)
 
     def open_wire(self, topology: Topology | None) -> TcpWire:
-        options = _options_of(self.config)
+        options = self.config.options_of("tcp", TcpOptions)
         host = reached_at(options.host, options.interface)
         return TcpWire(host, options.num_connections, listens=topology is None)
-
-
-def _options_of(config: CheckpointEngineConfig) -> TcpOptions:
-    given = config.engine_kwargs.get("tcp", {})
-    return strict.from_mapping(TcpOptions, given, "checkpoint_engine.engine_kwargs.tcp")

@@ -39,6 +39,10 @@ class GroupMaker(Protocol):
 class Communicator(GroupMaker, Protocol):
     """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
 
+    @staticmethod
+    def require() -> Any:
+        """Raises BackendUnavailable where this process cannot have one."""
+
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
         """Begin to send `memory` (host, uint8), or to receive into it, from rank 0 of `group`. Borrowed until done."""
 
@@ -64,11 +68,15 @@ class Gloo:
     """torch's own gloo groups over TCP. For broadcasts see `gloo_chain.py`."""
 
     def __init__(self, options: GlooOptions) -> None:
-        if not dist.is_available() or not dist.is_gloo_available():
-            raise BackendUnavailable("checkpoint_engine.backend=gloo needs a torch that is built with gloo")
+        self.require()
         self._address = own_address(options.interface)
         self._doors: Doorkeeper | None = None
         self._devices: dict[int, Any] = {}
+
+    @staticmethod
+    def require() -> None:
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise BackendUnavailable("checkpoint_engine.backend=gloo needs a torch that is built with gloo")
 
     def listen_at(self, host: str, doors: Doorkeeper) -> None:
         self._address, self._doors = host, doors
@@ -154,35 +162,18 @@ class _OverDevice:
         return torch.empty(max(nbytes, self._bucket_nbytes), dtype=torch.uint8, device=self._device)
 
 
-def require_nccl() -> None:
-    """Raises BackendUnavailable where this process has no CUDA device, or a torch without NCCL."""
-    if not dist.is_nccl_available() or not torch.cuda.is_available():
-        raise BackendUnavailable(
-            "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
-            f"rollout node: {extra('cuda')}. Without a device use checkpoint_engine.backend=gloo"
-        )
-
-
-def require_hccl() -> Any:
-    """The package torch_npu. Raises BackendUnavailable where it is missing, or this process has no NPU."""
-    try:
-        import torch_npu
-    except ModuleNotFoundError as exc:
-        raise BackendUnavailable(
-            f"checkpoint_engine.backend=hccl needs the package 'torch_npu': {extra('npu')}"
-        ) from exc
-    if not torch_npu.npu.is_available():
-        raise BackendUnavailable(
-            "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
-            "without a device use checkpoint_engine.backend=gloo"
-        )
-    return torch_npu
-
-
 class Nccl(_OverDevice):
     def __init__(self, options: NcclOptions) -> None:
-        require_nccl()
+        self.require()
         super().__init__(options, "cuda")
+
+    @staticmethod
+    def require() -> None:
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise BackendUnavailable(
+                "checkpoint_engine.backend=nccl needs a CUDA device and a torch with NCCL on every trainer rank and "
+                f"rollout node: {extra('cuda')}. Without a device use checkpoint_engine.backend=gloo"
+            )
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
@@ -194,8 +185,24 @@ class Nccl(_OverDevice):
 
 class Hccl(_OverDevice):
     def __init__(self, options: HcclOptions) -> None:
-        self._group_class: Any = hccl_class(require_hccl())
+        self._group_class: Any = hccl_class(self.require())
         super().__init__(options, "npu")
+
+    @staticmethod
+    def require() -> Any:
+        """The package torch_npu."""
+        try:
+            import torch_npu
+        except ModuleNotFoundError as exc:
+            raise BackendUnavailable(
+                f"checkpoint_engine.backend=hccl needs the package 'torch_npu': {extra('npu')}"
+            ) from exc
+        if not torch_npu.npu.is_available():
+            raise BackendUnavailable(
+                "checkpoint_engine.backend=hccl needs an NPU on every trainer rank and rollout node; "
+                "without a device use checkpoint_engine.backend=gloo"
+            )
+        return torch_npu
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
         options = self._group_class.Options()

@@ -22,7 +22,6 @@ from ..memory.slot import SlotView
 from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology
 from ..plan.types import Member, Range
-from ..support import config as strict
 from .communicators import Flight
 from .fetch import BounceBuffer, Bucket, messages_of
 from .gloo_chain import GlooChain
@@ -34,9 +33,7 @@ class HostRelay:
     """Called on the thread of the sync. `stop`, set from another one, ends every wait."""
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig, stop: threading.Event) -> None:
-        options = strict.from_mapping(
-            NaiveOptions, config.engine_kwargs.get("naive", {}), "checkpoint_engine.engine_kwargs.naive"
-        )
+        options = config.options_of("naive", NaiveOptions)
         self._member = member
         self._deadlines = config.deadlines
         self._bucket_nbytes = min(config.bucket_nbytes, options.bucket_megabytes * 2**20)

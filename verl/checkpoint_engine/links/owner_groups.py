@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -44,8 +44,6 @@ from .rendezvous import (
     failures,
 )
 
-T = TypeVar("T")
-
 OWN_SHARE = 0.9
 """Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
 HEADER = struct.Struct("<qqqqq16s")
@@ -65,9 +63,7 @@ class OwnerGroups:
         options: GlooOptions,
         communicator: Communicator,
         stop: threading.Event,
-        role: str = "trainer",
     ) -> None:
-        """`role` is that of the owners: of trainer ranks, or of nodes that pass on what they have."""
         self.messages: dict[int, list[Bucket]] = {}
         """What each owner whose group this member is in broadcasts, in order."""
         self._member = member
@@ -75,7 +71,6 @@ class OwnerGroups:
         self._options = options
         self._communicator = communicator
         self._stop = stop
-        self._role = role
         self._layout_digest = b""
         self._place: MeetingPlace | None = None
         self._server: TCPStore | None = None
@@ -97,47 +92,29 @@ class OwnerGroups:
         self._layout_digest = bytes.fromhex(plan.layout.digest)
         self.messages = dict(messages)
 
-    @property
-    def is_connected(self) -> bool:
-        return self._members is not None
-
-    def connect(self, topology: Topology, timeout_s: float | None = None) -> None:
-        """Every member of `topology` calls it; they meet at the first one. Raises TransportError naming who is absent.
-
-        `timeout_s`: by default what preparing may take.
-        """
-        self._members, self._groups = self._meet(
-            topology, timeout_s, lambda members: self._make_groups(members.store, topology)
-        )
-
-    def leave_together(self, topology: Topology, timeout_s: float) -> None:
-        """Leave all groups when every member of `topology` has come here: what is on its way would be lost before."""
-        self._meet(topology, timeout_s, lambda members: None)
-        self.leave()
-
-    def _meet(self, topology: Topology, timeout_s: float | None, work: Callable[[Members], T]) -> tuple[Members, T]:
-        """Do `work` when everybody has come."""
-        deadline = Deadline(timeout_s or self._deadlines.prepare_s * OWN_SHARE)
+    def connect(self, topology: Topology) -> None:
+        """Every member of `topology` calls it; they meet at the first. Raises TransportError naming who is absent."""
+        deadline = Deadline(self._deadlines.prepare_s * OWN_SHARE)
         inside = topology.is_on_one_host and self._options.interface is None
         with failures("listening", None, "prepare"):
             self._listen(topology, inside)
         names = [member.name for member in (*topology.trainers, *topology.nodes)]
         members = Members(self._member.name, names)
 
-        def join() -> T:
+        def join() -> dict[int, Any]:
             host = topology.trainers[0]
             _, _, port = host.address.rpartition(":")
             address = f"{LOOPBACK}:{port}" if inside else host.address
             with failures(f"connecting to {host.name} at {address}", None, "prepare"):
                 members.join(self._server, address, deadline, self._stop)
-                return work(members)
+                return self._make_groups(members.store, topology)
 
         # On a thread of its own, because a store does not keep its timeouts when the process that hosts it is stopped.
         connecting = Attempt(join)
         while not connecting.done.wait(POLL_S):
             if self._stop.is_set() or deadline.passed:
                 raise members.not_connected(deadline)
-        return members, connecting.result()
+        self._members, self._groups = members, connecting.result()
 
     def _listen(self, topology: Topology, inside: bool) -> None:
         """`inside`: all members are on this host, and nobody needs to be reached from another one."""
@@ -177,31 +154,24 @@ class OwnerGroups:
         return self.name_of(owner) == self._member.name
 
     def name_of(self, owner: int) -> str:
-        return f"{self._role}-{owner}"
+        return f"trainer-{owner}"
 
     def broadcast(self, owner: int, memory: torch.Tensor) -> Flight:
         """Begin to send `memory` (host, uint8) to the owner's group, or to receive into it. Borrowed until done."""
         return self._communicator.broadcast(self._groups[owner], memory, sending=self.is_sender(owner))
 
-    def leave(self) -> None:
-        """Leave all groups. Idempotent."""
+    def release(self) -> None:
+        """Leave all groups; close the store if this member hosts it. Idempotent."""
         self._leave_all(self._groups)
         self._communicator.release()
         self._members = None
-
-    def release(self) -> None:
-        """Leave all groups; close the store if this member hosts it. Idempotent."""
-        self.leave()
-        self.close_store()
-        if self._doors is not None:
-            self._doors.close()
-            self._doors = None
-
-    def close_store(self) -> None:
         if self._place is not None:
             self._place.close()
             self._place = None
         self._server = None
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
 
     @contextmanager
     def transfer(self, version: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,6 +79,15 @@ def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str
             f"PS_P2P_STORE_RDMA_DEVICES (or NCCL_IB_HCA) to a number of devices that divides {device_count}"
         )
     return devices[local_rank // (device_count // len(devices))]
+
+
+def require_devices(wanted: Sequence[str], present: Sequence[str], backend: str, option: str) -> None:
+    """Raises ConfigError if one of `wanted` is not `present`, or nothing is. `option`: that of the protocol."""
+    if (missing := [name for name in wanted if name not in present]) or not present:
+        raise ConfigError(
+            f"checkpoint_engine.engine_kwargs.{backend}: no RDMA device {', '.join(missing) or 'at all'} on "
+            f"{socket.gethostname()}; there are: {', '.join(present) or 'none'}. Use {option}=tcp without RDMA hardware"
+        )
 
 
 def choose_wire(

@@ -13,10 +13,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from .rdma import INFINIBAND
 
 TLS, NET_DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
-DEVICES = Path("/sys/class/infiniband")
 PROBE_TIMEOUT_S = 60.0
 _PROBE = """
 import sys
@@ -45,7 +45,7 @@ def environment(tls: str | None, net_devices: str | None) -> Iterator[None]:
 def _additions(tls: str | None, net_devices: str | None, *, log_level: str) -> dict[str, str]:
     """What the environment lacks. Without EFA hardware UCX's EFA module crashes the process at exit (nixl 1.5.1)."""
     wanted = {"UCX_LOG_LEVEL": log_level, "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    if not any(path.name.startswith("efa") for path in DEVICES.glob("*")):
+    if not any(path.name.startswith("efa") for path in INFINIBAND.glob("*")):
         wanted["UCX_MODULES"] = "^efa"
     if tls is not None:
         wanted[TLS] = tls

@@ -116,11 +116,6 @@ class Layout:
     def __iter__(self) -> Iterator[tuple[TensorSpec, int]]:
         return iter(zip(self.specs, self.offsets, strict=True))
 
-    def tensor_at(self, offset: int) -> TensorSpec:
-        """The tensor that holds the byte at `offset`."""
-        position = int(np.searchsorted(np.asarray(self.offsets), offset, side="right")) - 1
-        return self.specs[position]
-
     def encode(self) -> bytes:
         return msgspec.msgpack.encode([[spec.name, spec.shape, spec.dtype] for spec in self.specs])
 

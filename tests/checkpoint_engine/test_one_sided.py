@@ -29,8 +29,9 @@ from verl.checkpoint_engine.errors import (
     TransportError,
     TransportTimeout,
 )
+from verl.checkpoint_engine.links.attempt import within
 from verl.checkpoint_engine.links.stamps import Stamp
-from verl.checkpoint_engine.links.wire import Wire, WireReader, within
+from verl.checkpoint_engine.links.wire import Wire, WireReader
 from verl.checkpoint_engine.registry import CheckpointEngineRegistry, resolve_backend
 
 TENSORS = {"w": torch.randn(1000, 700), "norm": torch.randn(33), "columns": torch.randn(40, 30)}
@@ -355,7 +356,15 @@ def test_a_call_that_does_not_return_is_given_up():
     with pytest.raises(TransportTimeout, match=r"shaking hands has not ended within 0\.1 s"):
         within(0.1, release.wait, "shaking hands")
     release.set()
-    assert within(5.0, lambda: 3, "counting") == 3
+    assert within(60.0, lambda: 3, "counting") == 3
+
+
+def test_a_call_that_fails_raises_what_was_wrong_with_it():
+    def fail() -> None:
+        raise ValueError("no such peer")
+
+    with pytest.raises(ValueError, match="no such peer"):
+        within(60.0, fail, "shaking hands")
 
 
 # --- with the libraries, between processes ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.links.rendezvous import Attempt
+from verl.checkpoint_engine.links.attempt import Attempt
 
 
 class Group:

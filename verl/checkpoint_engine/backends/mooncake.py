@@ -10,9 +10,10 @@ from typing import Any
 
 from ..config import CheckpointEngineConfig, MooncakeOptions
 from ..errors import TransportError
+from ..links.attempt import within
 from ..links.network import reached_at
 from ..links.rdma import INFINIBAND, list_ib_devices, require_devices
-from ..links.wire import UInt8s, Wire, within
+from ..links.wire import UInt8s, Wire
 from ..plan.topology import Topology
 from ..support.admission import OWN_USER, Admission, Doorkeeper, Unguarded
 from .one_sided import OneSidedEngine

@@ -24,7 +24,7 @@ import xxhash
 
 from ..config import CheckpointEngineConfig, TcpOptions
 from ..errors import TransportError
-from ..links.network import reached_at
+from ..links.network import LOOPBACK, reached_at
 from ..links.wire import UInt8s, Wire
 from ..plan.encoded import parsed
 from ..plan.topology import Topology
@@ -46,9 +46,6 @@ WATCHED_S = 1.0
 """After so long a watch is answered, changed or not: who asked may be gone."""
 HANDSHAKE_S = 10.0
 """Who has not shown the key by then is nobody of this job."""
-
-
-LOOPBACK = "127.0.0.1"
 
 
 class Endpoint(msgspec.Struct, frozen=True):

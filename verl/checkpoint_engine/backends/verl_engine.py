@@ -21,7 +21,6 @@ import inspect
 import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -33,6 +32,7 @@ import torch
 from ..checkpoint_engine import Capabilities, CheckpointEngine, CheckpointEngineWithCache
 from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
+from ..links.attempt import Attempt
 from ..links.fetch import FetchLoop, bounce_nbytes, messages_of, moved_to
 from ..links.network import own_address
 from ..links.wire import OwnerAddress, WireReader
@@ -254,22 +254,18 @@ class VerlEngine(CheckpointEngineWithCache):
 
     def _calling(self, method: str, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """`call()`, within `timeout_s` if that is given: then on a thread of its own, for it may never return."""
-        try:
-            if timeout_s is None:
-                return call()
-            pool = ThreadPoolExecutor(1, thread_name_prefix=f"weight-sync-{method}")
-            try:
-                return pool.submit(call).result(timeout_s)
-            finally:
-                pool.shutdown(wait=False)
-        except TimeoutError as exc:
+        attempt = Attempt(call) if timeout_s is not None else None
+        if attempt is not None and not attempt.done.wait(timeout_s):
             raise TransportTimeout(
                 f"{self.engine_class.__name__}.{method} has not returned within {timeout_s} s",
                 phase="prepare",
                 member=self.member.name,
-            ) from exc
+            )
+        try:
+            returned: T = attempt.result() if attempt is not None else call()
         except Exception as exc:
             raise self._failed(method, exc, None, "prepare") from exc
+        return returned
 
     def _driven(self, method: str, version: int, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` on an event loop of its own, until it ends, is interrupted, or its time is over."""

@@ -56,10 +56,12 @@ class Communicator(GroupMaker, Protocol):
         """Let go of what groups share. They keep what they have of it."""
 
 
-def post(group: Any, memory: torch.Tensor) -> dist.Work:
-    """Begin a broadcast from rank 0."""
+def post(group: Any, memory: torch.Tensor, root: int = 0, timeout: timedelta | None = None) -> dist.Work:
+    """Begin a broadcast from rank `root`. `timeout`: None for the group's."""
     options = BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+    options.rootRank, options.rootTensor = root, 0
+    if timeout is not None:
+        options.timeout = timeout
     work: dist.Work = group.broadcast([memory], options)
     return work
 

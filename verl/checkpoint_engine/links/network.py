@@ -9,6 +9,8 @@ import psutil
 
 from ..errors import BackendUnavailable, ConfigError
 
+LOOPBACK = "127.0.0.1"
+
 
 def reached_at(host: str | None, interface: str | None) -> str:
     """`host` if it is given and an address of this host, else `own_address`. Raises ConfigError, BackendUnavailable."""
@@ -30,7 +32,7 @@ def own_address(interface: str | None) -> str:
             try:
                 probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for documentation
             except OSError:
-                return "127.0.0.1"  # no route to anywhere: members can only be on this host
+                return LOOPBACK  # no route to anywhere: members can only be on this host
             return str(probe.getsockname()[0])
     address = _address_of(interface)
     if address is None:

@@ -29,15 +29,14 @@ from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology, lane_of
 from ..plan.types import Member, Range
 from ..support.admission import Admission, Doorkeeper
+from .attempt import Attempt
 from .communicators import Communicator, Flight
 from .fetch import Bucket, FetchLoop
-from .network import own_address
+from .network import LOOPBACK, own_address
 from .rendezvous import (
-    LOOPBACK,
     POLL_S,
     PULSE_S,
     QUIET_S,
-    Attempt,
     Deadline,
     MeetingPlace,
     Members,

@@ -6,57 +6,22 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 from ..compat.torch import PrefixStore, Store, TCPStore
 from ..errors import CheckpointEngineError, TransportError, TransportTimeout
 from ..support.admission import Doorkeeper, opening
+from .network import LOOPBACK
 
 POLL_S = 0.001
 """A bucket takes ten times as long, and the next one is under way meanwhile."""
 PULSE_S = 0.2
-LOOPBACK = "127.0.0.1"
 PORT_ATTEMPTS = 16
 QUIET_S = 5 * PULSE_S
 """A member that was not heard for so long is named when a deadline has passed."""
-
-
-class Attempt:
-    """Work on a daemon thread, which is left behind if it never ends.
-
-    What the work had (stores, groups) goes as soon as its error is dropped. An error keeps all that its traceback's
-    frames have, and that must not be the error again: whenever Python's collector came, a thread of the trainer would
-    then wait for a broken group's last operation.
-    """
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="weight-sync-connect", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as exc:  # noqa: BLE001 - raised by `result`, where it belongs
-            self._error = exc
-        self.done.set()
-        del self
-
-    def result(self) -> Any:
-        """Once, when it is done."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-            return self._result
-        finally:
-            del error
 
 
 class MeetingPlace:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import TransportError, TransportTimeout
+from ..errors import TransportError
 from ..plan.types import Range
 from ..support.admission import Admission
 
@@ -143,14 +142,3 @@ class WireReader:
 
     def located(self, error: TransportError, owner: int) -> TransportError:
         return TransportError(error.message, version=self.version, phase="stage", member=f"trainer-{owner}")
-
-
-def within(timeout_s: float, call: Callable[[], Any], what: str) -> Any:
-    """`call()` on a thread of its own, for library calls that may never return. Raises TransportTimeout."""
-    outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(call()), name=f"weight-sync-{what}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise TransportTimeout(f"{what} has not ended within {timeout_s:.1f} s")
-    return outcome[0]

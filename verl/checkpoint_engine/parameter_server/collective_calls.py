@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ..compat.torch import HashStore, PrefixStore, Store, TCPStore
 from ..errors import CheckpointEngineError
 from ..links.communicators import GroupMaker
-from ..links.network import own_address
-from ..links.rendezvous import LOOPBACK, Deadline
+from ..links.network import LOOPBACK, own_address
+from ..links.rendezvous import Deadline
 from ..support.admission import ANY_HOST, OWN_USER, Doorkeeper
 from .groups import Group, communicator_for, is_inside, meeting_place, open_store
 from .progress import FirstFailure

@@ -17,15 +17,15 @@ import torch
 
 from ..compat.torch import (
     AllgatherOptions,
-    BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
     TCPStore,
 )
 from ..config import GlooOptions, HcclOptions, NcclOptions
 from ..errors import ConfigError, TransportTimeout
-from ..links.communicators import Gloo, GroupMaker, Hccl, Nccl
-from ..links.rendezvous import POLL_S, Attempt, Deadline, failures, listening_store
+from ..links.attempt import Attempt
+from ..links.communicators import Gloo, GroupMaker, Hccl, Nccl, post
+from ..links.rendezvous import POLL_S, Deadline, failures, listening_store
 from ..plan.topology import Lane
 from ..support import envs
 from ..support.admission import Doorkeeper
@@ -201,9 +201,7 @@ class Group:
         where it should be; until then `memory` stays as it is.
         """
         what = f"the broadcast of rank {root}"
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = self.ranks.index(root), 0
-        options.timeout = _timeout(deadline)
+        place, timeout = self.ranks.index(root), _timeout(deadline)
         step = MESSAGE_NBYTES if memory.device.type == "cpu" else max(len(memory), 1)
         if not len(memory):
             self.land(deadline, check)
@@ -213,7 +211,7 @@ class Group:
                 if len(self._flying) == IN_FLIGHT:
                     self._land_first(deadline, check)
                 with failures(what, None):
-                    work = self._group.broadcast([memory[start : start + step]], options)
+                    work = post(self._group, memory[start : start + step], place, timeout)
                 self._flying.append(_Message(work, what, done if start + step >= len(memory) else None))
 
     def land(self, deadline: Deadline, check: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from verl.checkpoint_engine.errors import IntegrityError
-from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, digest_pieces, verify
+from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, digest_pieces, named, verify
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
@@ -19,13 +19,13 @@ LAYOUT = Layout.of(
 )
 
 
-def plan() -> SyncPlan:
+def plan(block_nbytes: int = 128) -> SyncPlan:
     """Two ranks; the one tensor is split between them by rows, the other by columns. Pieces of 128 bytes."""
     held = [
         [Shard("rows", Box((0, 0), (4, 64))), Shard("columns", Box((0, 0), (8, 32)))],
         [Shard("rows", Box((4, 0), (8, 64))), Shard("columns", Box((0, 32), (8, 64)))],
     ]
-    return make_plan(LAYOUT, [ShardTable.of(LAYOUT, shards) for shards in held], block_nbytes=128)
+    return make_plan(LAYOUT, [ShardTable.of(LAYOUT, shards) for shards in held], block_nbytes=block_nbytes)
 
 
 @pytest.fixture
@@ -89,6 +89,9 @@ def test_much_damage_is_counted_and_the_first_pieces_named(region: np.ndarray):
     manifest = manifest_of(region)
     with pytest.raises(IntegrityError, match=r"^\[version 7, verify\] 8 of 8 pieces .*rows\[0:2"):
         verify(region ^ 1, manifest)
+    many = plan(block_nbytes=64)
+    assert named(many, range(10)).endswith("; and 2 more")
+    assert named(many, range(8)) == "; ".join(map(many.describe, range(8)))
 
 
 def test_the_gaps_between_tensors_do_not_matter():

@@ -170,6 +170,14 @@ def test_a_usual_sync_is_not_told():
     assert outlier(slow_stage(1.4, 1.0), USUAL) is None
 
 
+def test_a_sync_is_told_if_it_takes_twice_as_long_and_half_a_second_more():
+    assert outlier(slow_stage(2.5), USUAL) is None  # 3.3 s where 1.8 is usual
+    assert outlier(slow_stage(2.9), USUAL) is not None
+    quick = [replace(one, phase_s={"stage": 0.1}) for one in USUAL]
+    assert outlier(replace(slow_stage(0.5), phase_s={"stage": 0.5}), quick) is None
+    assert outlier(replace(slow_stage(0.7), phase_s={"stage": 0.7}), quick) is not None
+
+
 def test_few_syncs_do_not_say_what_is_usual():
     assert outlier(slow_stage(9.0), USUAL[: LEAST_KNOWN - 1]) is None
     assert outlier(slow_stage(9.0), USUAL[:LEAST_KNOWN]) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import resource
 import signal
@@ -13,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.free_ports import free_port
 from benchmarks.namespaces import Host
+from tests import forked
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, soon, spare_slot
 from tests.checkpoint_engine.test_namespaces import hosts_or_skip
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -234,12 +235,12 @@ async def test_what_the_manager_gives_up_ends_there(tmp_path: Path):
         assert_equal(replica.weights, weights(2))
 
 
-def _hold(host: Host, shm_dir: Path) -> None:
+def _hold(_: Connection, host: Host, shm_dir: Path) -> None:
     host.enter()
     asyncio.run(serve(host.address, PORT, KEY, shm_dir))
 
 
-def _push(host: Host, other: Host, shm_dir: Path) -> None:
+def _push(_: Connection, host: Host, other: Host, shm_dir: Path) -> None:
     host.enter()
 
     async def push() -> None:
@@ -254,7 +255,6 @@ def _push(host: Host, other: Host, shm_dir: Path) -> None:
     asyncio.run(push())
 
 
-@pytest.mark.job
 class Deaf:
     """A connection to a host that is gone: from a call on it takes nothing."""
 
@@ -284,25 +284,20 @@ async def test_giving_up_does_not_wait_for_a_host_that_takes_nothing():
 
 
 def test_nothing_but_a_network_is_needed_between_the_hosts(tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
     with hosts_or_skip(2) as hosts:
-        holding = context.Process(target=_hold, args=(hosts[1], tmp_path))
-        pushing = context.Process(target=_push, args=(hosts[0], hosts[1], tmp_path))
-        holding.start()
+        holding, _ = forked.start(_hold, hosts[1], tmp_path)
         try:
             assert soon(lambda: _listens(hosts[1]) or not holding.is_alive(), 600)
             before = hosts[1].received_nbytes
-            pushing.start()
+            pushing, _ = forked.start(_push, hosts[0], hosts[1], tmp_path)
             pushing.join(600)
             assert pushing.exitcode == 0
             moved = 2 * sum(tensor.nbytes for tensor in weights(0).values())
             assert hosts[1].received_nbytes - before > moved
             assert soon(lambda: arenas_in(tmp_path) == [])
         finally:
-            for process in (pushing, holding):
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+            holding.kill()
+            holding.join()
 
 
 def _listens(host: Host) -> bool:

@@ -20,7 +20,10 @@ from tests.http_server import http_server
 from verl.checkpoint_engine.engines.vllm.plugin import refusal_to_resume
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.memory.committed import open_to_activate
+from verl.checkpoint_engine.parameter_server.buffers import stored_tensors
+from verl.checkpoint_engine.parameter_server.checkpoint_directory import unchanged
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS
+from verl.checkpoint_engine.parameter_server.engine_receiver import IncomingWeights
 from verl.checkpoint_engine.parameter_server.writers import Ledger, Writer
 
 
@@ -56,15 +59,29 @@ class Worker:
             return
         try:
             self.ledger.require(info.get("writer"))
-            with open_to_activate(self._vllm.misleads or info["arena_path"], info["version"]) as (manifest, slot):
-                self.ledger.begin_load()
-                self._vllm.while_loading()
-                self.weights = {name: tensor.clone() for name, tensor in slot.tensors()}
-                self.ledger.loaded(info["load"], info["version"], manifest.digest)
+            self.weights, digest = self._read(info)
+            self.ledger.loaded(info["load"], info.get("version"), digest)
         except CheckpointEngineError:
             if self._is_last:
                 self.active = False
                 raise
+
+    def _read(self, info: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+        """From where the update says, and the digest of a version."""
+        if "socket_paths" in info:
+            path = list(info["socket_paths"].values())[self._rank]
+            self.ledger.begin_load()
+            with IncomingWeights(path, "cpu", info["timeout_s"]) as incoming:
+                self._vllm.while_loading()
+                return {name: tensor.clone() for name, tensor in incoming.tensors()}, ""
+        if "files" in info:
+            files = unchanged(info["files"])
+            self.ledger.begin_load()
+            return dict(stored_tensors(files)), ""
+        with open_to_activate(self._vllm.misleads or info["arena_path"], info["version"]) as (manifest, slot):
+            self.ledger.begin_load()
+            self._vllm.while_loading()
+            return {name: tensor.clone() for name, tensor in slot.tensors()}, manifest.digest
 
     def finish(self, _: Any) -> None:
         if not self.active:

@@ -19,20 +19,44 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
+from tests.checkpoint_engine.fakes import soon
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.http_server import http_server
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
 from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.parameter_server import ParameterServer, request_inference_to_update
+from verl.checkpoint_engine.parameter_server import (
+    ParameterServer,
+    buffers,
+    checkpoint_directory,
+    request_inference_to_update,
+)
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
 from verl.checkpoint_engine.parameter_server.http_server import Refused
 from verl.checkpoint_engine.update import main
 from verl.utils.builtin import make_tiny_model
 
 MODULE = "verl.checkpoint_engine.update"
 RPC = "/collective_rpc"
+KILLED = f"""
+import os, pathlib, signal, sys, threading
+from {buffers.__name__} import load_buffers
+from {checkpoint_directory.__name__} import states_of
+from {Endpoint.__module__} import Endpoint
+from {EngineLink.__module__} import EngineLink
+url, version, *names = sys.argv[1:]
+files = [*map(pathlib.Path, names)]
+(buffer,) = load_buffers(files=files, rank=0, world_size=1)
+link = EngineLink("cpu-0", 1, halves=0, lent=[buffer.shared.fd], timeout_s=300)
+sockets, more = {{"cpu-0": link.socket_path}}, {{"files": states_of(files)}}
+threading.Thread(target=Endpoint(url, timeout_s=300).update, args=(sockets, version), kwargs=more).start()
+link.offer(0, buffer.tensors if version == "whole" else buffer.tensors[:5])
+link.await_loaded(300)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""An update that gives a server a part of its tensors, or all of them, and is killed."""
 SMALL_BUCKETS = {"PS_MAX_BUCKET_SIZE_GB": str(80_000 / 2**30)}
 """Just enough for the largest tensor: the model has four times as many bytes, and layers span buckets."""
 
@@ -152,6 +176,16 @@ class TestAgainstVLLM:
         arguments = ["--checkpoint-path", str(model), "--endpoint", server.url, "--weight-version", "again"]
         assert main(arguments) == 0
         assert_serves(server, model, "again")
+
+    def test_one_that_is_killed_while_it_loads_leaves_a_server_with_its_files(
+        self, server: ServedVLLM, model: Path, second: Path
+    ):
+        files = [str(file) for file in sorted(second.glob("*.safetensors"))]
+        for version, given in (("part", files), ("whole", [str(model / "model.safetensors")])):
+            died = subprocess.run([sys.executable, "-c", KILLED, server.url, version, *given], timeout=600)
+            assert died.returncode == -signal.SIGKILL
+            assert soon(lambda version=version: server.version() == version)
+            assert_serves(server, second if version == "part" else model, version)
 
     def test_workers_load_for_a_script_of_checkpoint_engine_without_a_weight_transfer_config(
         self, server: ServedVLLM, second: Path

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import BackendUnavailable, CheckpointEngineError
-from .parameter_server.checkpoint_directory import checkpoint_files
+from .parameter_server.checkpoint_directory import State, checkpoint_files, states_of
 from .parameter_server.endpoints import Endpoint
 from .parameter_server.metas import load_metas, save_metas
 from .parameter_server.records import RankMetas
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-PAUSED = "an engine that had begun to load stays paused until an update succeeds"
+PAUSED = (
+    "an engine that had begun to load reads the files again: a process that stays behind sees to it. Where there are "
+    "none, with --load-metas-file, the engine stays paused until an update succeeds"
+)
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -45,8 +48,10 @@ def run(options: Options) -> None:
     endpoints = [Endpoint(url, timeout_s=options.timeout_s) for url in options.endpoints]
     name, metas = load_metas(options.load_metas_file) if options.load_metas_file else ("", {})
     files: list[Path] = []
+    states: dict[str, State] = {}
     if options.checkpoint_path is not None:
         files = checkpoint_files(options.checkpoint_path)
+        states = states_of(files)
         name = options.checkpoint_path.resolve().name
     tensors = tensors_of_metas(metas) if metas else tensors_of_files(files)
     if options.rank == 0:
@@ -62,14 +67,21 @@ def run(options: Options) -> None:
             server.register_checkpoint(name, files=split_files(files, options.world_size)[options.rank])
             server.gather_metas(name)
         for method in options.methods if endpoints else ():
-            _update(server, name, method, options, endpoints)
+            _update(server, name, method, options, endpoints, states)
             if method == "p2p" and not metas:
                 server.gather_metas(name)  # a meeting: ranks that are only read from stay until all have read
         if options.save_metas_file is not None:
             _hold(server, name, options)
 
 
-def _update(server: ParameterServer, name: str, method: str, options: Options, endpoints: Sequence[Endpoint]) -> None:
+def _update(
+    server: ParameterServer,
+    name: str,
+    method: str,
+    options: Options,
+    endpoints: Sequence[Endpoint],
+    states: Mapping[str, State],
+) -> None:
     version = options.weight_version or name
 
     def request(sockets: list[tuple[str, str]]) -> None:
@@ -77,7 +89,7 @@ def _update(server: ParameterServer, name: str, method: str, options: Options, e
         number, worker = divmod(options.rank, options.parallel_size)
         if worker == 0:
             own = sockets[number * options.parallel_size : (number + 1) * options.parallel_size]
-            endpoints[number].update(dict(own), version, pause_mode=options.pause_mode)
+            endpoints[number].update(dict(own), version, pause_mode=options.pause_mode, files=states)
 
     def num_loaded() -> int:
         return sum(event.kind == "load-end" for event in server.events)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,12 +14,14 @@ import msgspec
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.killed_publisher import weights_of
 from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
-from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher
+from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher, update
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
 from verl.checkpoint_engine.parameter_server.writers import Writer, order
@@ -132,6 +134,71 @@ def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: P
             assert process.wait() == -signal.SIGKILL
         assert soon(lambda: vllm.log[-1] != "/pause" and not vllm.paused and list(shm.glob("verl-*")) == [])
         assert vllm.version == "default"
+
+
+@contextmanager
+def killed_update(files: Path, ranks: int, amid: Callable[[], object] = lambda: None) -> Iterator[StandIn]:
+    """A server whose `update` out of `files` was killed, every process of it, while workers load. `amid`: called then,
+    when they are dead."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", update.__name__, "--checkpoint-path", str(files)]
+    with stand_in(ranks) as (vllm, url):
+        num_killed = []
+
+        def kill() -> None:
+            if not num_killed:
+                num_killed.append(1)
+                family = [process, *psutil.Process(process.pid).children(recursive=True)]
+                for one in family:
+                    one.kill()
+                psutil.wait_procs(family[1:])
+                amid()
+
+        vllm.while_loading = kill
+        arguments = ["--endpoint", url, "--inference-parallel-size", str(ranks), "--weight-version", "2"]
+        with subprocess.Popen([*command, *arguments]) as process:
+            assert process.wait() == -signal.SIGKILL
+        yield vllm
+
+
+def assert_loads_again(ranks: int, files: Path, shm: Path) -> None:
+    weights = {"w": torch.arange(24.0).view(8, 3), "empty": torch.ones(0, 3), "one": torch.tensor(2.0)}
+    parts = [dict(list(weights.items())[:1]), dict(list(weights.items())[1:])]
+    files.mkdir()
+    for number, part in enumerate(parts):
+        save_file(part, files / f"{number}.safetensors")
+    with killed_update(files, ranks) as vllm:
+        assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
+        assert vllm.version == "2"
+        assert vllm.weights.keys() == weights.keys()
+        assert all(torch.equal(vllm.weights[name], tensor) for name, tensor in weights.items())
+        assert vllm.holders == {None}
+
+
+def test_an_update_that_is_killed_while_it_loads_leaves_a_server_with_its_files(shm: Path, tmp_path: Path):
+    assert_loads_again(1, tmp_path / "files", shm)
+
+
+def test_an_update_of_two_ranks_that_is_killed_while_it_loads_leaves_a_server_with_its_files(shm: Path, tmp_path: Path):
+    assert_loads_again(2, tmp_path / "files", shm)
+
+
+@pytest.mark.parametrize("change", ["written anew", "gone"])
+def test_files_that_are_not_those_of_the_update_are_not_loaded_under_its_name(change: str, shm: Path, tmp_path: Path):
+    file = tmp_path / "files" / "model.safetensors"
+    file.parent.mkdir()
+    save_file({"w": torch.ones(8, 3)}, file)
+
+    def amid() -> None:
+        file.unlink()
+        if change == "written anew":
+            save_file({"w": torch.zeros(8, 3)}, file)
+
+    with killed_update(file.parent, 1, amid) as vllm:
+        assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert (vllm.version, vllm.paused) == ("default", True)
+        with pytest.raises(ActivationError, match="does not go on: a load of weights has begun and not ended"):
+            vllm.respond("/resume", None)
 
 
 def lose() -> None:

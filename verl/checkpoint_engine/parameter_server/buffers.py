@@ -90,6 +90,15 @@ def load_buffers(
     return buffers
 
 
+def stored_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of safetensors `files`, in memory of its own, read when it is asked for. Raises ConfigError."""
+    for stored in read_checkpoint(files):
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        for job in _jobs(tensor, stored, None):
+            job()
+        yield stored.name, tensor
+
+
 def _check_named(given: Mapping[str, torch.Tensor], stored: Mapping[str, CheckpointTensor]) -> None:
     problems = [f"{name}: is also in {stored[name].parts[0].path}" for name in given if name in stored]
     problems += [f"{name}: unknown dtype {t.dtype}" for name, t in given.items() if _dtype_name(t) not in ITEMSIZE]

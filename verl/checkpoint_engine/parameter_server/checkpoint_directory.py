@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,9 @@ from .safetensors_files import read_checkpoint
 
 INDEX = "model.safetensors.index.json"
 LONGEST_NAME_NBYTES = 255
+
+State = tuple[int, int]
+"""Of a file: how many bytes it has, and when it was last written to, in nanoseconds."""
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -42,6 +46,22 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if absent:
         raise ConfigError(f"{directory} lacks {len(absent)} of the tensors in {INDEX}: {', '.join(absent)}")
     return files
+
+
+def states_of(files: Iterable[Path]) -> dict[str, State]:
+    """By the absolute path of each. Raises ConfigError for one that is gone."""
+    try:
+        return {str(file.resolve()): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
+
+
+def unchanged(states: Mapping[str, State]) -> list[Path]:
+    """The files of `states`. Raises ConfigError for one that is gone, or was written to since."""
+    now = states_of(map(Path, states))
+    if other := [file for file, state in states.items() if now.get(file) != tuple(state)]:
+        raise ConfigError(f"not the files that they were when the update began: {listed(other)}")
+    return [Path(file) for file in states]
 
 
 def _is_file_name(name: str) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 from ..errors import ActivationError, CheckpointEngineError, ConfigError, TransportError
 from ..support import envs
 from ..support.package import PACKAGE
+from .checkpoint_directory import State
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from .rescue import Rescue
 from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own, require_whole
@@ -123,12 +124,21 @@ class Endpoint(HttpServer):
             ) from exc
         return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
 
-    def update(self, socket_paths: Mapping[str, str], version: str, *, pause_mode: str = "wait") -> None:
+    def update(
+        self,
+        socket_paths: Mapping[str, str],
+        version: str,
+        *,
+        pause_mode: str = "wait",
+        files: Mapping[str, State] | None = None,
+    ) -> None:
         """Make every worker load its weights from its socket, and serve them as `version`.
 
-        If this process is killed before workers load, the server continues with its old weights. Raises ConfigError if
-        it belongs to another publisher, ActivationError if the engine refuses. It then serves nothing: it holds a
-        mixture of weights and stays paused until an update succeeds.
+        If this process is killed before workers load, the server continues with its old weights. If it is killed, or
+        fails, while they do, a process that outlives it has them read `files`, which hold the same weights. Raises
+        ConfigError if the server belongs to another publisher, ActivationError if the engine refuses. Without `files`,
+        or if they were written to meanwhile, the server then serves nothing: it holds a mixture of weights and stays
+        paused until an update succeeds.
         """
         writer = Writer.here("update")
         rescue = Rescue(envs.shm_dir(), ANSWERS, writer)
@@ -137,7 +147,7 @@ class Endpoint(HttpServer):
             rescue.pausing(self.url, ENGINE)
             self.pause(pause_mode)
             info, load = {"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, secrets.token_hex(8)
-            rescue.loading(self.url, ENGINE, label=version, load=load)
+            rescue.loading(self.url, ENGINE, files=files, label=version, load=load)
             self.load(info, version, writer, load)
             self.resume()
             rescue.serving(self.url, ENGINE)

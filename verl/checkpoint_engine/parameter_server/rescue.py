@@ -1,7 +1,8 @@
 """What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
 
 A small process outlives it (`rescuing`). A server whose weights are whole resumes with them; one whose weights are torn
-loads the version again, whose memory is kept for that, if it is on this host. The process holds the claim of the writer
+loads the version again: from its memory, which is kept for that, if it is on this host, or from the files of a
+checkpoint, if they are as they were. The process holds the claim of the writer
 that ended meanwhile; a server that somebody else has claimed is left to that.
 """
 
@@ -20,6 +21,7 @@ import msgspec
 from ..memory.janitor import sweep
 from ..support.cleanup_process import CleanupProcess
 from . import rescuing
+from .checkpoint_directory import State
 from .writers import Writer
 
 PREFIX = "verl-rescue-"
@@ -53,19 +55,21 @@ class Rescue:
         engine: str,
         arena_path: str | None = None,
         version: int | None = None,
+        files: Mapping[str, State] | None = None,
         again: Again | None = None,
         **called: str,
     ) -> None:
-        """Version `version` of an arena of this host or another, or weights that go with this process: `called` has
-        their `label`, by which servers name them, and their `load`, by which workers do. `again`: for
-        servers whose ranks know no writers."""
+        """Version `version` of an arena of this host or another, or weights that go with this process and came from
+        `files`: `called` has their `label`, by which servers name them, and their `load`, by which workers do.
+        `again`: for servers whose ranks know no writers."""
         self._forget(url)
         arena = self._keep(url, Path(arena_path)) if arena_path is not None else None
         kept = str(arena) if arena is not None else None
         what: dict[str, Any] = {"label": str(version), "load": ""} | called
         if again is not None and version is not None:
             what |= again(kept, version)
-        self._tell(url, engine, state="loading", arena=kept, version=version, **what)
+        source = {"arena_path": kept, "version": version} if kept is not None else {"files": files} if files else None
+        self._tell(url, engine, state="loading", source=source, version=version, **what)
 
     def serving(self, url: str, engine: str) -> None:
         self._tell(url, engine, state="serving")

@@ -4,8 +4,9 @@ What is done with a server depends on what its workers say that they hold, once 
 
     the version that it was told to load     it says so, and serves it
     another whole one                        it serves that, as before
-    neither: it was killed while it loaded   it gets the version again, if the memory is on this host; else it stays
-                                             paused, and refuses to go on until somebody loads a version
+    neither: it was killed while it loaded   it gets the version again, if its memory is on this host, or the files
+                                             from which it came are as they were; else it stays paused, and refuses
+                                             to go on until somebody loads a version
 """
 
 import json
@@ -115,11 +116,11 @@ def ended(what: dict[str, Any], workers: list[dict[str, Any]], call: Call) -> bo
 
 
 def load(what: dict[str, Any], root: str, writer_id: str, look: Callable[[], list[dict[str, Any]]], call: Call) -> bool:
-    """Out of what is kept of the arena. Whether the server then serves that."""
-    if what.get("arena") is None:
+    """Out of what is kept of the arena, or of the files. Whether the server then serves that."""
+    if what.get("source") is None:
         return False
     call("/start_weight_update", {})
-    info = {"arena_path": what["arena"], "version": what["version"], "load": root, "writer": writer_id}
+    info = what["source"] | {"load": root, "writer": writer_id}
     try:
         call("/update_weights", {"update_info": info})
     finally:

@@ -2,7 +2,8 @@
 
 Runs inside every vLLM worker (one per rank, data-parallel ones included), with or without a trainer of ours. The update
 request is `{"arena_path": str, "version": int}`, the bytes being on this host already, or
-`{"socket_paths": {device id: path}}`, where a ParameterServer hands them over bucket by bucket. With `"since": int`,
+`{"socket_paths": {device id: path}}`, where a ParameterServer hands them over bucket by bucket, or `{"files": {path:
+[bytes, time]}}`, a checkpoint's safetensors files, which every worker reads. With `"since": int`,
 the version that every worker computes with, tensors that are the same are not loaded. Each rank maps the memory and
 feeds views of it to the model's own `load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a
 tensor, or its experts, and vLLM's post-processing of fused, packed and quantised layouts runs as for a checkpoint from
@@ -32,7 +33,8 @@ from ...compat.vllm_0_24 import configuration
 from ...errors import ActivationError, ConfigError, IntegrityError, TransportError
 from ...memory.committed import PinnedSlots, open_to_activate
 from ...memory.digest import Manifest
-from ...parameter_server.checkpoint_directory import checkpoint_files
+from ...parameter_server.buffers import stored_tensors
+from ...parameter_server.checkpoint_directory import State, checkpoint_files, unchanged
 from ...parameter_server.devices import device_id
 from ...parameter_server.engine_receiver import IncomingWeights
 from ...parameter_server.safetensors_files import read_checkpoint
@@ -70,6 +72,8 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
     """What every worker computes with, as far as the caller knows: what has not changed since may be kept."""
     socket_paths: dict[str, str] | None = None
     """By device id. On accelerators a worker takes that of its device, on CPU the one at its rank's place."""
+    files: dict[str, State] | None = None
+    """Of a checkpoint, as they have to be."""
     report_directory: str | None = None
     """Where each worker writes what it found when it looked whether it computes with the version."""
     timeout_s: float = 600.0
@@ -80,8 +84,9 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
     """What a worker answers to an `Order`, once all have loaded it."""
 
     def __post_init__(self) -> None:
-        if (self.arena_path is None) == (self.socket_paths is None) or (self.arena_path and self.version is None):
-            raise ValueError("an update names arena_path and version, or socket_paths")
+        sources = [source for source in (self.arena_path, self.socket_paths, self.files) if source is not None]
+        if len(sources) != 1 or (self.arena_path and self.version is None):
+            raise ValueError("an update names arena_path and version, or socket_paths, or files")
 
 
 class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateInfo]):
@@ -215,6 +220,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             with open_to_activate(update_info.arena_path, update_info.version, self._slots) as (manifest, slot):
                 self.load_version(slot.tensors, manifest, update_info.since)
                 return manifest.digest
+        elif update_info.files is not None:
+            self.load_files(update_info.files)
         return ""
 
     def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
@@ -232,6 +239,29 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             sources = self.load(weights, manifest.version)
         if sources is not None:
             self._loaded = Loaded.of(manifest, sources)
+
+    def load_files(self, states: Mapping[str, State]) -> None:
+        """The checkpoint of these files. Raises ConfigError, on all ranks, if they were written to since."""
+        why: ConfigError | None = None
+        files: list[Path] = []
+        try:
+            files = unchanged(states)
+        except ConfigError as exc:
+            why = exc
+        if not self._all_agree(why is None):
+            raise why or ConfigError("the files are not as they were on another rank")
+
+        def weights() -> Weights:
+            return stored_tensors(files)
+
+        self._require_all_taken(
+            {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in read_checkpoint(files)},
+            lambda sought: {name: digest_of(tensor) for name, tensor in weights() if name in sought},
+            None,
+        )
+        self.ledger.begin_load()
+        self._loaded = None
+        self.load(weights, None)
 
     def _load_changed(
         self, weights: Callable[[], Weights], manifest: Manifest, before: Loaded | None, since: int

@@ -89,7 +89,16 @@ def error_named(name: str) -> type[CheckpointEngineError]:
     return found if isinstance(found, type) and issubclass(found, CheckpointEngineError) else TransportError
 
 
-MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 """In code or data: no transport raises them, and they would only be made again."""
 
 

@@ -34,7 +34,9 @@ def test_integers_of_numpy_and_torch_are_versions(version: Any, shm: Path):
 
 
 @pytest.mark.parametrize(
-    "version", [-1, 2**63, 1.0, "1", None, True, np.float32(1), torch.tensor(1.5), torch.tensor([1, 2])]
+    "version",
+    [-1, 2**63, 1.0, "1", None, True, np.bool_(True), np.float32(1), torch.tensor(True), torch.tensor(1.5)]
+    + [torch.tensor([1, 2]), np.array([1]), np.uint64(2**63), float("nan")],
 )
 def test_what_is_no_version_is_refused_before_anything_happens(version: Any, shm: Path):
     with RecordedPublisher({"w": torch.ones(3)}) as publisher:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from verl.checkpoint_engine.errors import ConfigError
@@ -79,6 +84,48 @@ def test_a_mapping_may_have_other_tensors_under_its_names_later():
 def test_tensors_without_values_are_refused_by_name():
     with pytest.raises(ConfigError, match="no values: .*w"):
         ModelSource({"w": torch.empty(3, device="meta")})
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"w": np.ones(3)}, "'w': ndarray"),
+        ({"w": None}, "'w': NoneType"),
+        ({"w": {"inner": torch.ones(3)}}, "'w': dict"),
+        ({1: torch.ones(3)}, "1: Tensor"),
+        ({"": torch.ones(3)}, "'': Tensor"),
+        ({"w": torch.eye(3).to_sparse()}, "w is of the layout torch.sparse_coo, .*to_dense"),
+        ({"w": torch.eye(3).to_mkldnn()}, "w is of the layout torch._mkldnn"),
+        ({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}, "w is nested"),
+        ({"w": torch.ones(3, dtype=torch.complex64)}, "w is complex64, which is not sent. These are: .*bfloat16"),
+        ({"w": torch.ones(3, dtype=torch.uint16)}, "w is uint16, which is not sent"),
+        (nn.Sequential(nn.LazyLinear(3)), "0.weight has no values yet: call the model once"),
+    ],
+)
+def test_what_is_no_tensor_with_values_in_order_is_refused_by_name(found: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        ModelSource(found)
+
+
+def test_a_view_that_negates_is_sent_as_it_reads():
+    negated = torch._neg_view(torch.arange(4.0))
+    source = ModelSource({"w": negated})
+    (shard,) = source.shards()
+    assert sent(source)["w"].tolist() == [0, -1, -2, -3]
+    view = source.view(shard)
+    assert view is None or view.numpy().tolist() == [0, -1, -2, -3]
+
+
+def test_adapters_beside_their_matrices_are_refused_until_they_are_merged():
+    model = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.Linear(4, 4)))
+    source = ModelSource(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["first"], init_lora_weights=False))
+    for one in (source.refresh, lambda: ModelSource(adapted)):
+        with pytest.raises(ConfigError, match=r"adapters lie beside .*first. Push what merge_and_unload\(\) returns"):
+            one()
+    merged = adapted.merge_and_unload()
+    assert sent(ModelSource(merged)).keys() == {"first.weight", "first.bias", "second.weight", "second.bias"}
+    assert torch.equal(sent(ModelSource(merged))["first.weight"], merged.first.weight)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", "Tensor"])

@@ -15,7 +15,7 @@ from ..compat.torch import is_persistent
 from ..errors import ConfigError, PlanError
 from ..memory.publishing import copy_values
 from ..plan.layout import listed
-from ..plan.types import Box, Shard, TensorSpec
+from ..plan.types import ITEMSIZE, Box, Shard, TensorSpec
 from ..support.finite import extremes, named_extremes
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
@@ -47,10 +47,11 @@ class ModelSource:
         """See which tensors the model has now. Called on the thread that trains, on every rank; nothing is copied.
 
         A module that FSDP2 has gathered, as it leaves the root after a forward pass, is resharded: what is gathered is
-        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, and for tensors without values.
+        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, for adapters beside their matrices, and
+        for what is no tensor with values of its own, in order.
         """
         model = self._model
-        self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else dict(model)
+        self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else _mapped(model)
         if not self._tensors:
             raise ConfigError("there is nothing to publish: the model has no tensors")
         self._require_values()
@@ -63,6 +64,15 @@ class ModelSource:
     def _require_values(self) -> None:
         if empty := [name for name, tensor in self._tensors.items() if tensor.is_meta]:
             raise ConfigError(f"on the meta device there are no values: {listed(empty)}")
+        for name, tensor in self._tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ConfigError(f"{name} has no values yet: call the model once")
+            if tensor.layout != torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else f"of the layout {tensor.layout}"
+                raise ConfigError(f"{name} is {kind}, not a plain tensor: push its values in order (to_dense())")
+            if dtype not in ITEMSIZE:
+                raise ConfigError(f"{name} is {dtype}, which is not sent. These are: {', '.join(ITEMSIZE)}")
 
     def release(self) -> None:
         """Forget the tensors until the next `refresh`: the model may have let go of them."""
@@ -136,7 +146,15 @@ class ModelSource:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return local.detach().resolve_neg()  # a view that negates has the bits of what it is a view of
+
+
+def _mapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = dict(tensors)
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not name or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"named tensors are torch tensors under names, not {name!r}: {type(tensor).__name__}")
+    return found
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -146,12 +164,22 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             module.reshard()
     if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
         raise ConfigError("FSDP1 keeps parameters flat: shard with torch's fully_shard (FSDP2), or pass named tensors")
+    if adapted := [name for name, module in model.named_modules() if _is_adapted(module)]:
+        raise ConfigError(
+            f"adapters lie beside their matrices (PEFT), under names that no server has: {listed(adapted)}. Push what "
+            "merge_and_unload() returns, or named tensors"
+        )
     found: dict[str, torch.Tensor] = {_cleaned(name): parameter for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if is_persistent(module, name):
                 found[_cleaned(f"{prefix}.{name}" if prefix else name)] = buffer
     return found
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether it stands for a layer, which is inside of it, and adds to what that computes."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def _cleaned(name: str) -> str:

@@ -445,7 +445,8 @@ async def _release(replicas: Iterable[CheckedReplica]) -> None:
 def number_of(version: SupportsIndex) -> int:
     """Raises ConfigError for an invalid version number."""
     try:
-        number = None if isinstance(version, bool) else operator.index(version)
+        is_bool = isinstance(version, bool) or getattr(version, "dtype", None) == torch.bool
+        number = None if is_bool else operator.index(version)
     except (TypeError, ValueError, RuntimeError):  # torch, of a tensor that is no single number
         number = None
     if number is None or not 0 <= number < 2**63:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -331,10 +332,12 @@ def differs(source: str, mutated: str) -> bool:
         compile(text, "mutant", "exec")
         return ast.dump(tree)
 
-    try:
-        return program(source) != program(mutated)
-    except SyntaxError:
-        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SyntaxWarning)  # `is` with a literal: no fault that anybody makes
+        try:
+            return program(source) != program(mutated)
+        except SyntaxError:
+            return False
 
 
 def statement(source: str, line: int) -> tuple[int, ...]:
@@ -354,7 +357,8 @@ def statement(source: str, line: int) -> tuple[int, ...]:
 def reaching(mutant: Mutant, usual: dict[str, Usual], seconds: float) -> list[list[str]]:
     """The tests that run its lines, by file, quick files first; of long files the quick tests, as far as `seconds` go.
 
-    Lines that run as the module is imported are reached by all that run any of it.
+    Lines that run as the module is imported, and those of functions that numba compiles, are reached by all that run
+    any of it.
     """
     tests = [name for name, run in usual.items() if run.lines.get(mutant.file, set()) & set(mutant.lines)]
     if not tests:

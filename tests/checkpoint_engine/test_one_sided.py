@@ -375,7 +375,6 @@ LIBRARIES = [
     )
     for label, name, kwargs in (
         ("nixl", "nixl", {}),
-        ("nixl-one-thread", "nixl", {"num_threads": 1}),
         ("nixl-three-threads", "nixl", {"num_threads": 3}),
         ("nixl-tcp", "nixl", {"ucx_tls": "tcp"}),
         ("mooncake", "mooncake", {"host": "127.0.0.1"}),

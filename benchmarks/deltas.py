@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.applied import apply_s, in_slot
 from benchmarks.command import conduct, parse, progress
 from benchmarks.fleet import on_hosts
 from benchmarks.machine import require_memory
@@ -29,8 +29,7 @@ from benchmarks.namespaces import MAX_HOSTS, Host, joined_hosts
 from benchmarks.optimizer_steps import RecordedRank, record_versions
 from benchmarks.report import Panel, Report, medians, table
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter
-from verl.checkpoint_engine.memory.digest import PieceDigests
+from verl.checkpoint_engine.memory.delta import DeltaWriter
 from verl.checkpoint_engine.memory.packed import PackedRegion
 from verl.checkpoint_engine.memory.publishing import publish
 from verl.checkpoint_engine.plan.layout import Layout
@@ -96,25 +95,15 @@ def _measure_codec(directory: Path, repeats: int) -> dict[str, Any]:
     region, full = PackedRegion(plan, 0), PackedRegion(plan, 0)
     writer = DeltaWriter(plan, 0, region.nbytes)
     publish(source, region)
-    slots = [torch.zeros(layout.nbytes, dtype=torch.uint8).numpy() for _ in range(2)]
     samples = []
     for turn in range(repeats + 1):
-        _to_slot(plan, region, slots[turn % 2])
+        base = in_slot(plan, region)
         source.step()
         full_s = publish(source, full).seconds
         writer.begin()
         delta_s = publish(source, region, writer).seconds
         nbytes = writer.finish()
-        arrived = PieceDigests.none_of(len(plan))
-        deltas = Deltas.parse(plan, 0, writer.bytes[:nbytes])
-        applier = Applier(plan, slots[turn % 2], slots[1 - turn % 2], arrived)
-        start_s = time.perf_counter()
-        wrong = applier.apply([deltas], threads=1, stopped=lambda: False)
-        apply_s = time.perf_counter() - start_s
-        expected = torch.zeros(layout.nbytes, dtype=torch.uint8).numpy()
-        _to_slot(plan, region, expected)
-        if wrong or not (expected == slots[1 - turn % 2]).all():
-            raise ConfigError("what was applied is not what was published")
+        applied_s = apply_s(plan, base, writer.bytes[:nbytes], region, threads=1)
         if turn:
             changed = int(writer.changed.sum())
             samples.append(
@@ -125,18 +114,10 @@ def _measure_codec(directory: Path, repeats: int) -> dict[str, Any]:
                     "publish_full_gb_per_s": layout.payload_nbytes / full_s / 1e9,
                     "publish_delta_gb_per_s": layout.payload_nbytes / delta_s / 1e9,
                     "publish_delta_of_full": delta_s / full_s,
-                    "apply_gb_per_s": layout.payload_nbytes / apply_s / 1e9,
+                    "apply_gb_per_s": layout.payload_nbytes / applied_s / 1e9,
                 }
             )
     return medians(samples)
-
-
-def _to_slot(plan: Any, region: PackedRegion, slot: Any) -> None:
-    packed = region.bytes.numpy()
-    for (offset, nbytes, _, _), start in zip(
-        plan.extents.of(range(len(plan))), region.packing.offset.tolist(), strict=True
-    ):
-        slot[offset : offset + nbytes] = packed[start : start + nbytes]
 
 
 async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, repeats: int) -> dict[str, Any]:

@@ -20,15 +20,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.applied import apply_s, in_slot
 from benchmarks.command import conduct, parse, progress
 from benchmarks.report import Report, table
 from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
 from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.committed import PinnedSlots, open_to_activate
-from verl.checkpoint_engine.memory.delta import Applier, Deltas, DeltaWriter, warm_up
+from verl.checkpoint_engine.memory.delta import DeltaWriter, warm_up
 from verl.checkpoint_engine.memory.device_base import DeviceBase
 from verl.checkpoint_engine.memory.digest import Manifest, PieceDigests, UInt64s
 from verl.checkpoint_engine.memory.host_memory import pinned_memory
@@ -234,13 +234,13 @@ def _changes_published(
     measuring: Measuring, source: RowsOnDevice, plan: SyncPlan, fraction: float, *, on_device: bool
 ) -> dict[str, float]:
     region = PackedRegion(plan, 0)
-    writer, before = DeltaWriter(plan, 0, region.nbytes), torch.empty_like(region.bytes)
+    writer, before = DeltaWriter(plan, 0, region.nbytes), in_slot(plan, region)
     known = _digests(region, publish(source, region).digests)
     base = DeviceBase(region, measuring.device)
 
     def change() -> None:
         source.change(fraction)
-        before.copy_(region.bytes)
+        before[:] = in_slot(plan, region)
         writer.begin()
 
     def publish_changes() -> None:
@@ -253,27 +253,12 @@ def _changes_published(
     nbytes = writer.finish()
     _require_packed(region, source)
     if nbytes:
-        _require_applied(plan, region, before, writer.bytes[:nbytes])
+        apply_s(plan, before, writer.bytes[:nbytes], region, threads=memory_threads())
     return {
         "seconds": seconds,
         "compared_s": base.compared_s,
         "bits_per_change": 8 * nbytes / max(int(writer.changed.sum()), 1),
     }
-
-
-def _require_applied(plan: SyncPlan, region: PackedRegion, before: torch.Tensor, deltas: Any) -> None:
-    old, new = (np.zeros(plan.layout.nbytes, np.uint8) for _ in range(2))
-    expected = np.zeros(plan.layout.nbytes, np.uint8)
-    for packed, slot in ((before.numpy(), old), (region.bytes.numpy(), expected)):
-        for (offset, nbytes, _, _), start in zip(
-            plan.extents_of(0).of(range(len(plan))), region.packing.offset, strict=True
-        ):
-            slot[offset : offset + nbytes] = packed[start : start + nbytes]
-    arrived = PieceDigests.none_of(len(plan))
-    applier = Applier(plan, old, new, arrived)
-    wrong = applier.apply([Deltas.parse(plan, 0, deltas)], threads=memory_threads(), stopped=lambda: False)
-    if wrong or not (new == expected).all():
-        raise ValueError("what was applied is not what was published")
 
 
 def _require_packed(region: PackedRegion, source: RowsOnDevice) -> None:

@@ -65,6 +65,7 @@ class FirstFailure:
     def __init__(self) -> None:
         self.error: CheckpointEngineError | None = None
         self.stop = threading.Event()
+        """Ends reads: when it is set, nothing that is read is of use any more."""
         self._actions: list[Callable[[str], None]] = []
         self._over = False
         self._lock = threading.Lock()

@@ -87,7 +87,7 @@ class Roster:
         self._thread.start()
         with self._in_haste():
             while not self.session:
-                self._raise_failure()
+                self.check()
                 if deadline.passed:
                     absent = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in self._came)
                     came = ", ".join(f"rank {rank}" for rank in sorted(self._came)) or "none"
@@ -122,7 +122,8 @@ class Roster:
 
     def check(self) -> None:
         """Raises the failure of another rank, if there is one."""
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, error: CheckpointEngineError, *, origin: bool) -> CheckpointEngineError:
         """Tell everybody. Returns the error that this call ends with: the same on all ranks, where it can be.
@@ -179,10 +180,6 @@ class Roster:
         """Let go of the error, whose traceback leads back here. After `leave`."""
         self._failure = None
         self.on_failure = lambda error: None
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _left_to_hear(self, origin: bool) -> bool:
         """Whether waiting may still bring a better explanation than one's own, or has to let it be written."""

@@ -10,7 +10,6 @@ server.unregister_checkpoint("step-17")
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -191,11 +190,9 @@ class ParameterServer:
         if self.rank not in receivers:
             return None
         name, held = checkpoint_name, self._holdings[checkpoint_name]
-        events, stop = Events(self.rank), threading.Event()
-        self._events = events
+        events = self._events = Events(self.rank)
         self._device.make_current()
         with self._calls.begin(receivers, timeout_s=_seconds(timeout)) as together:
-            together.failure.then(lambda _: stop.set())
             size, order = agree(
                 together,
                 name=name,
@@ -213,7 +210,7 @@ class ParameterServer:
                 own_incarnation=held.incarnation,
                 reader=self._reader,
                 deadline=together.own_deadline,
-                stop=stop,
+                stop=together.failure.stop,
             )
             Transfer(
                 rank=self.rank,

@@ -27,7 +27,7 @@ from ..config import CheckpointEngineConfig
 from ..errors import CheckpointEngineError, TransportError, error_named
 from ..plan.encoded import unpacked
 from ..sync.members import NodePort, methods_of
-from .reports import CLAIM, MAKE, RELEASE, TAKE
+from .reports import METHODS_BY_CALL, Reports
 
 NONCE_NBYTES: Final = 32
 PROOF_NBYTES: Final = 32
@@ -98,10 +98,7 @@ def _signature_of(method: Callable[..., Any]) -> Signature:
 
 METHODS: dict[str, Signature] = {
     OPEN: Signature([int, CheckpointEngineConfig, str], type(None)),
-    MAKE: Signature([], str),
-    TAKE: Signature([str], dict[int, bytes]),
-    CLAIM: Signature([str, str], str),
-    RELEASE: Signature([str], type(None)),
+    **{call: _signature_of(getattr(Reports, name)) for call, name in METHODS_BY_CALL.items()},
     **{name: _signature_of(getattr(NodePort, name)) for name in sorted(methods_of(NodePort))},
 }
 """All that may be called, by name."""

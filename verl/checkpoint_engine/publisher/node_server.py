@@ -15,7 +15,7 @@ from ..errors import TransportError
 from ..plan.encoded import unpacked
 from ..sync.rollout_node import RolloutNode
 from .node_link import HANDSHAKE_S, METHODS, OPEN, Answer, Call, Cancel, Failure, Link, let_in
-from .reports import CLAIM, MAKE, RELEASE, TAKE, ReportsHere
+from .reports import METHODS_BY_CALL, ReportsHere
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +106,8 @@ class HeldNode:
             return self._open(*arguments)
         if call.method == "close":
             return await self._close_node()
-        if call.method == MAKE:
-            return await self._reports.make()
-        if call.method == TAKE:
-            return await self._reports.take(*arguments)
-        if call.method == CLAIM:
-            return await self._reports.claim(*arguments)
-        if call.method == RELEASE:
-            return await self._reports.release(*arguments)
+        if call.method in METHODS_BY_CALL:
+            return await getattr(self._reports, METHODS_BY_CALL[call.method])(*arguments)
         if self._node is None:
             raise TransportError("nothing has been opened")
         return await getattr(self._node, call.method)(*arguments)

@@ -15,6 +15,8 @@ from .host_claims import HostClaims
 PREFIX = "sglang-reports-"
 MAKE, TAKE, CLAIM, RELEASE = "make_reports", "take_reports", "claim", "release"
 """What a process that holds nodes is asked for."""
+METHODS_BY_CALL = {MAKE: "make", TAKE: "take", CLAIM: "claim", RELEASE: "release"}
+"""Of `Reports`."""
 
 
 class Reports(Protocol):

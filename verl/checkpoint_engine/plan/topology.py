@@ -16,26 +16,27 @@ MAX_LANES = 8
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`audience[sender]` are the names of the members that receive the sender's pieces."""
+    """`audience[sender]` are the names of the members that receive the sender's pieces.
+
+    Nodes that have an audience pass a version on. Those to which trainer ranks send divide the version among
+    themselves, and each node gets the rest from the one node whose audience it is in.
+    """
 
     trainers: tuple[Member, ...]
     nodes: tuple[Member, ...]
     audience: dict[str, tuple[str, ...]]
-    passed_on: bool = False
-    """Nodes serve other nodes. Those to which trainer ranks send divide the version among themselves, and each node
-    gets the rest from the one node whose audience it is in."""
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Where `passed_on`: the nodes that read from trainer ranks, each its part of a version."""
+        """Where nodes pass a version on: those that read from trainer ranks, each its part of a version."""
         return self.audience[self.trainers[0].name]
 
     def is_alone(self, node: str) -> bool:
-        """Where `passed_on`: whether `node` neither serves another node nor reads from one."""
+        """Where nodes pass a version on: whether `node` neither serves another node nor reads from one."""
         return not self.audience.get(node) and self.before(node) is None
 
     def before(self, node: str) -> Member | None:
-        """Where `passed_on`: whom `node` reads what it does not get from trainer ranks."""
+        """Where nodes pass a version on: from whom `node` reads what it does not get from trainer ranks."""
         return next((other for other in self.nodes if node in self.audience.get(other.name, ())), None)
 
     @property
@@ -131,7 +132,7 @@ def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
     head = tuple(node.name for node in ordered[:1])
     audience = {trainer.name: head for trainer in trainers}
     audience |= {node.name: (after.name,) for node, after in pairwise(ordered)}
-    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
+    return Topology(tuple(trainers), tuple(ordered), audience)
 
 
 def tree(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
@@ -140,7 +141,7 @@ def tree(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
     names = [node.name for node in ordered]
     audience = {trainer.name: tuple(names[:1]) for trainer in trainers}
     audience |= {name: tuple(names[2 * place + 1 : 2 * place + 3]) for place, name in enumerate(names)}
-    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
+    return Topology(tuple(trainers), tuple(ordered), audience)
 
 
 def p2p_broadcast(
@@ -158,7 +159,7 @@ def p2p_broadcast(
     audience |= {node.name: (after.name,) for node, after in pairwise(ordered)}
     if len(receivers) > 1:
         audience[ordered[-1].name] = (ordered[0].name,)
-    return Topology(tuple(trainers), tuple(ordered), audience, passed_on=True)
+    return Topology(tuple(trainers), tuple(ordered), audience)
 
 
 def best_of(topologies: Sequence[str], *, trainer_hosts: Collection[str], node_hosts: Collection[str]) -> str:

@@ -43,26 +43,20 @@ class Options:
 def parse(arguments: Sequence[str] | None, description: str | None, program: str) -> Options:
     """`program`: what help calls it. Raises ConfigError for what cannot work, SystemExit for what cannot be read."""
     parser = _parser(description, program)
-    given = parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
     try:
         rank, world_size = envs.rank() or 0, envs.world_size() or 1
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
-    method = given.update_method or ("p2p" if given.load_metas_file else "broadcast")
+    method = given.pop("update_method") or ("p2p" if given["load_metas_file"] else "broadcast")
     options = Options(
-        checkpoint_path=given.checkpoint_path,
-        endpoints=tuple(given.endpoint),
+        endpoints=tuple(given.pop("endpoint")),
         methods=("broadcast", "p2p") if method == "all" else (method,),
-        parallel_size=given.inference_parallel_size,
-        save_metas_file=given.save_metas_file,
-        load_metas_file=given.load_metas_file,
-        weight_version=given.weight_version,
-        pause_mode=given.pause_mode,
-        hold_s=given.hold_seconds,
-        skip_model_check=given.skip_model_check,
-        timeout_s=given.timeout_s,
+        parallel_size=given.pop("inference_parallel_size"),
+        hold_s=given.pop("hold_seconds"),
         rank=rank,
         world_size=world_size,
+        **given,
     )
     _check(options)
     return options

@@ -1,11 +1,14 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.engine.totals import sums_of
 from verl.workers.losses import LossTotals, agg_loss, register_policy_loss
 from verl.workers.losses.correction import KEPT
 
@@ -128,6 +131,50 @@ def test_a_rank_without_a_token_tells_zero_under_the_names_of_all(loss_type, thr
     assert float(nothing) == 0.0
     assert {name: float(value) for name, value in of_other.items()} == dict.fromkeys(of_one, 0.0)
     assert len(of_one) > 40
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a host would wait for if tensors were on a device: numbers of them, copies, and their selections by a
+    mask. What comes from a copy to the host alone is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self._on_host = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = [tensor for tensor in inputs if id(tensor) not in self._on_host]
+        copies = function is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+        selects = function in (torch.ops.aten.index.Tensor, torch.ops.aten.nonzero.default)
+        if on_device and (copies or selects or function is torch.ops.aten._local_scalar_dense.default):
+            self.count += 1
+        result = function(*args, **kwargs)
+        if copies or not on_device:
+            self._on_host |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@pytest.mark.parametrize(("loss_type", "own"), [("ppo_clip", 3), ("reinforce", 1)])
+def test_all_that_a_correction_in_the_update_tells_is_waited_for_once(loss_type, own):
+    options = {"rollout_is": "token", "rollout_is_batch_normalize": True, "loss_type": loss_type}
+    rejecting = {"rollout_rs": "token_k3,seq_sum_k1", "rollout_rs_threshold": "0.2,0.5_2.0"}
+    data, log_prob = batch()
+    totals = LossTotals.of(data.batch["response_mask"])
+    loss = ActorLoss(config("vanilla"), RolloutCorrectionConfig(**options, **rejecting))
+    with Waits() as waits:
+        _, metrics = loss(log_prob.detach(), None, data, totals)
+    assert len(metrics) > 40
+    assert waits.count == 1 + own  # of the policy loss itself
+
+
+def test_sums_over_micro_batches_are_waited_for_once():
+    shares = [{"a": torch.tensor(0.1 * step), "b": torch.tensor([2]), "c": 0.5} for step in range(20)]
+    with Waits() as waits:
+        sums = sums_of(shares)
+    assert sums == pytest.approx({"a": 19.0, "b": 40.0, "c": 10.0})
+    assert waits.count == 0  # beside `tolist`, once for each kind, which is not seen here
 
 
 def test_reinforce_weighs_the_plain_policy_gradient_without_a_clip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,11 +74,10 @@ class ActorLoss:
         """
         batch = tensors_of(micro_batch)
         mask, weights = learned_from(batch), batch.get("rollout_is_weights", None)
-        of_correction: dict[str, float | torch.Tensor] = {}
+        correction: Corrected | None = None
         if self._correction is not None:
-            mask, weights, of_correction = corrected(
-                log_prob.detach(), batch["old_log_probs"], mask, self._correction, totals
-            )
+            correction = corrected(log_prob.detach(), batch["old_log_probs"], mask, self._correction, totals)
+            mask, weights = correction.mask, correction.weights
         with within_mini_batch(totals):
             result = self._policy_loss(
                 old_log_prob=batch["old_log_probs"],
@@ -99,9 +98,9 @@ class ActorLoss:
         if not self._takes_totals:
             share = float(batch["response_mask"].sum()) / max(totals.num_tokens, 1.0)
             metrics = {name: value * share for name, value in metrics.items()}
-        elif self._correction is not None:
-            metrics = _of_kept(metrics, batch["response_mask"], mask)
-        return loss, metrics | of_correction, mask
+        elif correction is not None:
+            metrics = correction.of_kept(metrics)
+        return loss, metrics | ({} if correction is None else correction.metrics), mask
 
 
 def _reinforce(
@@ -114,10 +113,20 @@ def _weighs(correction: RolloutCorrectionConfig) -> bool:
     return correction.loss_type == "reinforce"
 
 
-def _of_kept(metrics: Mapping[str, Any], response_mask: torch.Tensor, kept: torch.Tensor) -> dict[str, Any]:
-    """Sums over the tokens that are kept, divided by all, as means over those that are kept."""
-    factor = response_mask.sum().item() / max(kept.sum().item(), 1.0)
-    return {name: value * factor for name, value in metrics.items()}
+class Corrected(NamedTuple):
+    mask: torch.Tensor
+    """[B, R]: the tokens to learn from, of the dtype of `response_mask`."""
+    weights: torch.Tensor | None
+    metrics: dict[str, float | torch.Tensor]
+    """Shares of the mini-batch's."""
+    learned: float
+    """So many tokens are in the mask,"""
+    written: float
+    """and so many were there."""
+
+    def of_kept(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Sums over the tokens that are kept, divided by all, as means over those that are kept."""
+        return {name: value * self.written / max(self.learned, 1.0) for name, value in metrics.items()}
 
 
 def corrected(
@@ -126,13 +135,17 @@ def corrected(
     response_mask: torch.Tensor,
     config: RolloutCorrectionConfig,
     totals: LossTotals,
-) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float | torch.Tensor]]:
-    """(tokens to learn from, their weights, shares of metrics) of the policy as it is against the rollout engine's.
+) -> Corrected:
+    """What the policy as it is, against the rollout engine's, leaves to learn from.
 
     PPO's ratio is the importance weight already: only the plain policy gradient has weights of its own. What is told of
-    this micro-batch alone, extremes among it, counts as much as its tokens do in the mini-batch.
+    this micro-batch alone, extremes among it, counts as much as its tokens do in the mini-batch. All of it, up to 60
+    numbers, is computed on the host from one copy: on the device each would be waited for.
     """
-    mask = response_mask.bool()
+    device, dtype = response_mask.device, log_prob.dtype
+    inputs = (log_prob, rollout_log_prob.to(dtype), response_mask.to(dtype))
+    log_prob, rollout_log_prob, written = torch.stack(inputs).to("cpu", copy=True)
+    mask = written.bool()
     told = mask if mask.any() else torch.ones_like(mask)  # of nothing the same names: ranks add up what they tell
     log_prob, rollout_log_prob = (torch.where(mask, each, 0.0) for each in (log_prob, rollout_log_prob))
     log_ratio = log_prob - rollout_log_prob
@@ -149,7 +162,13 @@ def corrected(
         changed = (kept != mask).any(-1).sum().item()
         metrics["rollout_corr/rollout_rs_masked_fraction"] = token_share((~kept).float(), mask, totals)
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = changed / max(totals.num_sequences, 1.0)
-    return kept.to(response_mask.dtype), weights if _weighs(config) else None, metrics
+    return Corrected(
+        mask=kept.to(device, response_mask.dtype),
+        weights=weights.to(device) if weights is not None and _weighs(config) else None,
+        metrics=metrics,
+        learned=kept.sum().item(),
+        written=mask.sum().item(),
+    )
 
 
 def compute_policy_loss_bypass_mode(
@@ -174,10 +193,10 @@ def compute_policy_loss_bypass_mode(
     if correction is None:
         correction = _in_verls_place(config)
     totals = totals_in_force(response_mask)
-    mask, weights, metrics = corrected(log_prob.detach(), old_log_prob, response_mask, correction, totals)
+    found = corrected(log_prob.detach(), old_log_prob, response_mask, correction, totals)
     with within_mini_batch(totals):
         if _weighs(correction):
-            given = (old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights)
+            given = (old_log_prob, log_prob, advantages, found.mask, loss_agg_mode, config, found.weights)
             loss, of_policy = compute_policy_loss_reinforce(*given)
         else:
             mode = "vanilla" if config is None else config.policy_loss.loss_mode
@@ -185,12 +204,12 @@ def compute_policy_loss_bypass_mode(
                 old_log_prob=old_log_prob,
                 log_prob=log_prob,
                 advantages=advantages,
-                response_mask=mask,
+                response_mask=found.mask,
                 loss_agg_mode=loss_agg_mode,
                 config=config,
                 rollout_is_weights=None,
             )
-    return loss, {**_of_kept(of_policy, response_mask, mask), **metrics}
+    return loss, {**found.of_kept(of_policy), **found.metrics}
 
 
 def _in_verls_place(config: Any) -> RolloutCorrectionConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,27 @@ def global_totals(data: DataProto) -> LossTotals:
     totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
     dist.all_reduce(totals)
     return LossTotals(num_tokens=float(totals[0]), num_sequences=float(totals[1]))
+
+
+def sums_of(shares: Iterable[Mapping[str, float | torch.Tensor]]) -> dict[str, float]:
+    """Each name's sum over the micro-batches of this rank.
+
+    Tensors come with one copy, at the end: each that is asked for by itself would wait for its device.
+    """
+    sums: dict[str, float] = {}
+    alike: defaultdict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for share in shares:
+        for name, value in share.items():
+            sums.setdefault(name, 0.0)
+            if isinstance(value, torch.Tensor):
+                alike[value.device, value.dtype].append((name, value.detach().reshape(())))
+            else:
+                sums[name] += float(value)
+    for named in alike.values():
+        copied = torch.stack([value for _, value in named]).tolist()
+        for (name, _), number in zip(named, copied, strict=True):
+            sums[name] += number
+    return sums
 
 
 def sum_over_ranks(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -29,7 +29,7 @@ from verl.workers.engine.micro_batches import partition, sequence_lengths, seque
 from verl.workers.engine.schedule import learning_rate
 from verl.workers.engine.snapshots import Places, State, copy_into
 from verl.workers.engine.tensors import as_in_checkpoint, named_parameters
-from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks
+from verl.workers.engine.totals import global_totals, largest_count, sum_over_ranks, sums_of
 from verl.workers.engine.training_state import StateWriter, write_now
 from verl.workers.hf.dropout import train
 from verl.workers.hf.packing import keeps_sequences_apart
@@ -153,7 +153,7 @@ class FSDPEngine:
         train(model, drops=self._model_config.drops)
         totals = global_totals(data)
         data, _ = gather_rows(data, self._sharers.group)
-        sums: dict[str, float] = {}
+        shares: list[dict[str, float | torch.Tensor]] = []
         for indices in self._micro_batches(data, limits):
             micro_batch = self._take(data, indices)
             log_prob, entropy = self._forward(micro_batch, temperature, calculate_entropy)
@@ -161,9 +161,9 @@ class FSDPEngine:
                 loss, metrics = loss_fn(log_prob, entropy, micro_batch, totals)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             torch.autograd.backward(loss * dist.get_world_size())
-            for name, value in {**metrics, "loss": loss.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value) / self._sharers.size  # each of them has all of it
+            shares.append({**metrics, "loss": loss.detach()})
         grad_norm = self._optimizer_step()
+        sums = {name: value / self._sharers.size for name, value in sums_of(shares).items()}  # each has all of it
         return sum_over_ranks(sums) | {"grad_norm": grad_norm, "skipped_steps": float(not math.isfinite(grad_norm))}
 
     def step_lr(self) -> float:

@@ -15,7 +15,7 @@ from verl.workers.engine.megatron.forward import PackedBatch
 from verl.workers.engine.megatron.library import parallel_state, schedules
 from verl.workers.engine.megatron.routing import RouterReplay
 from verl.workers.engine.micro_batches import partition, sequence_widths, split_to_count
-from verl.workers.engine.totals import largest_count, sum_over_ranks
+from verl.workers.engine.totals import largest_count, sum_over_ranks, sums_of
 
 if TYPE_CHECKING:
     from verl.workers.engine.micro_batches import MicroBatchLimits
@@ -94,10 +94,7 @@ def micro_batches_of(data: DataProto, limits: MicroBatchLimits) -> list[list[int
 
 def metrics_of(shares: list[dict[str, Any]]) -> dict[str, float]:
     """Their sums over micro-batches and data-parallel ranks, on all ranks; `shares` are the last stage's."""
-    sums: dict[str, float] = {}
-    for share in shares:
-        for name, value in share.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+    sums = sums_of(shares)
     if not parallel_state.is_pipeline_last_stage():
         return groups.record_from_last_stage(None)
     return groups.record_from_last_stage(sum_over_ranks(sums, parallel_state.get_data_parallel_group()))

@@ -26,6 +26,7 @@ OWN_NAMES = {
     "`timing_s/start_profile`, `timing_s/stop_profile`": ("timing_s/start_profile", "timing_s/stop_profile"),
 }
 """What verl tells and we do not, by the name of the difference."""
+RATES = ("actor/lr", "critic/lr")
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "perf/mfu/")
 SHARED = {
     "data.train_batch_size": 4,
@@ -34,15 +35,25 @@ SHARED = {
     "actor_rollout_ref.actor.optim.lr": 1e-3,
 }
 GRPO = {**SHARED, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+SCHEDULED = {"lr_scheduler_type": "cosine", "total_training_steps": 4, "min_lr_ratio": 0.1, "betas": [0.8, 0.95]}
+DECAYED = {"weight_decay": 100.0, **SCHEDULED}  # a tenth of every parameter, norms and biases too, in each update
 PPO = {
     **SHARED,
     "algorithm.adv_estimator": "gae",
     "critic.optim.lr": 1e-3,
+    **{
+        f"{role}.optim.{name}": value
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name, value in DECAYED.items()
+    },
     "critic.ppo_mini_batch_size": 2,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
     "actor_rollout_ref.actor.entropy_coeff": 0.01,
     "trainer.balance_batch": False,  # of mini-batches, it matters which sequences they have
 }
+CLIP = 0.05
+OF_VERL = {"critic.enable": True, "actor_rollout_ref.actor.optim.clip_grad": CLIP, "critic.optim.clip_grad": CLIP}
+OF_OURS = {"actor_rollout_ref.actor.grad_clip": CLIP, "critic.grad_clip": CLIP}
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -75,8 +86,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]
     policy, critic = (tmp_path_factory.mktemp(name) for name in ("policy", "critic"))
     _write_models(policy, critic)
     given = {"policy": str(policy), "critic": str(critic), "batches": [batch(0), batch(1)]}
-    verls = computed("take_steps.py", {**given, "runs": [GRPO, {**PPO, "critic.enable": True}]}, VERL)
-    options = [[f"{key}={value}" for key, value in run.items()] for run in (GRPO, PPO)]
+    verls = computed("take_steps.py", {**given, "runs": [GRPO, PPO | OF_VERL]}, VERL)
+    options = [[f"{key}={value}" for key, value in run.items()] for run in (GRPO, PPO | OF_OURS)]
     return verls, computed("take_our_steps.py", {**given, "runs": options}, OURS)
 
 
@@ -107,7 +118,15 @@ def test_what_verl_logs_and_we_do_not_is_listed_with_the_reason(both: Any) -> No
 def test_a_metric_of_a_step_that_has_verls_name_has_its_value(both: Any, run: int) -> None:
     """In the second step, too, which has what the first has learned. All is computed in float32 on both sides."""
     for verls, ours in zip(both[0][run], both[1][run], strict=True):
-        shared = {name for name in verls.keys() & ours.keys() if not name.startswith(MEASURED)}
+        shared = {name for name in verls.keys() & ours.keys() if not name.startswith((*MEASURED, *RATES))}
         assert len(shared) > 50
         told = {name: ours[name] for name in shared}
         assert told == pytest.approx({name: verls[name] for name in shared}, rel=1e-3, abs=5e-5)
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_which_step_a_learning_rate_is_told_of_is_listed_with_the_reason(both: Any, name: str) -> None:
+    assert differences()["`actor/lr`, `critic/lr`"]["why"]
+    verls, ours = ([step[name] for step in of_run[1]] for of_run in both)
+    assert ours == pytest.approx([1e-3, verls[0]])
+    assert verls[1] < verls[0] < 1e-3

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from inspect import iscoroutinefunction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,9 +18,6 @@ from unittest.mock import patch
 
 from benchmarks.namespaces import Host
 from verl.checkpoint_engine.errors import TransportError
-
-LEAVES_WITHIN_S = 10.0
-"""When its pipe is closed; then a process is killed."""
 
 IMPORTS = ["benchmarks.fleet", "benchmarks.parameter_server", "benchmarks.peers", "benchmarks.raw"]
 
@@ -29,8 +27,12 @@ class Member:
 
     Coroutines run there at once, side by side. Other methods run one after the other on a thread of their own, as a
     trainer trains while the calls of a sync are answered. Here every method is a coroutine; `call` and `submit` are for
-    those who have no loop. All raise what the method raises, and TransportError when the process is gone.
+    those who have no loop. All raise what the method raises, and TransportError when the process is gone. A coroutine
+    whose call is cancelled is cancelled there.
     """
+
+    leaves_within_s = 10.0
+    """When it is told to end; then it is killed."""
 
     def __init__(
         self,
@@ -67,25 +69,32 @@ class Member:
         pid: int = self._process.pid
         return pid
 
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        number = next(self._numbers)
-        self._answers[number] = answer
+    def submit(self, method: str, *arguments: Any, **options: Any) -> Future[Any]:
+        return self._submit(next(self._numbers), method, arguments, options)
+
+    def _submit(self, number: int, *call: Any) -> Future[Any]:
+        answer = self._answers[number] = Future()
         try:
-            self._pipe.send((number, method, arguments))
+            self._pipe.send((number, *call))
         except OSError as exc:
             raise TransportError("its process is gone", member=self.name) from exc
         return answer
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return self.submit(method, *arguments).result()
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.submit(method, *arguments, **options).result()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
 
-        async def call(*arguments: Any) -> Any:
-            return await asyncio.wrap_future(self.submit(method, *arguments))
+        async def call(*arguments: Any, **options: Any) -> Any:
+            number = next(self._numbers)
+            try:
+                return await asyncio.wrap_future(self._submit(number, method, arguments, options))
+            except asyncio.CancelledError:
+                with suppress(OSError):
+                    self._pipe.send((number, None, (), {}))
+                raise
 
         return call
 
@@ -115,10 +124,10 @@ class Member:
         """Idempotent."""
         with suppress(OSError):
             self._pipe.send(None)
-        self._process.join(LEAVES_WITHIN_S)
+        self._process.join(self.leaves_within_s)
         if self._process.is_alive():
             self._process.kill()
-        self._reader.join(LEAVES_WITHIN_S)
+        self._reader.join(self.leaves_within_s)
         self._pipe.close()
 
 
@@ -130,34 +139,38 @@ def _serve(pipe: Connection, make: Callable[[], object], host: Host | None) -> N
 
 async def _answer_all(pipe: Connection, member: object) -> None:
     """Until the other end says goodbye or closes. What libraries have left running does not hold the process up."""
-    trains = ThreadPoolExecutor(1, thread_name_prefix="trains")
+    trains, reads = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("trains", "reads"))
+    calls: dict[int, asyncio.Task[None]] = {}
+    loop = asyncio.get_running_loop()
 
-    async def answer(number: int, name: str, arguments: tuple[Any, ...]) -> None:
-        result, error = None, None
+    async def answer(number: int, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
             method = getattr(member, name)
             if iscoroutinefunction(method):
-                result = await method(*arguments)
+                result = await method(*arguments, **options)
             else:
-                result = await asyncio.get_running_loop().run_in_executor(trains, method, *arguments)
+                result = await loop.run_in_executor(trains, partial(method, *arguments, **options))
+            pipe.send((number, result, None))
         except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
-            error = exc
-        pipe.send((number, result, error))
+            pipe.send((number, None, exc))  # and is not kept here: it holds what its traceback holds
+        finally:
+            del calls[number]
 
-    calls = set()
-    while (call := await asyncio.to_thread(_received, pipe)) is not None:
-        task = asyncio.create_task(answer(*call))
-        calls.add(task)
-        task.add_done_callback(calls.discard)
+    while (call := await loop.run_in_executor(reads, _received, pipe)) is not None:
+        number, name, *rest = call
+        if name is not None:
+            calls[number] = asyncio.create_task(answer(number, name, *rest))
+        elif number in calls:
+            calls[number].cancel()
     os._exit(0)
 
 
-def _received(pipe: Connection) -> tuple[int, str, tuple[Any, ...]] | None:
+def _received(pipe: Connection) -> Any:
+    """A number, the name of a method (None: that call is cancelled) and its arguments; None: goodbye."""
     try:
-        call: tuple[int, str, tuple[Any, ...]] | None = pipe.recv()
-    except EOFError:
+        return pipe.recv()
+    except (EOFError, OSError):
         return None
-    return call
 
 
 @contextmanager

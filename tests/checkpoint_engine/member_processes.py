@@ -9,14 +9,14 @@ import asyncio
 import ctypes
 import os
 import signal
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.processes import Member
 from tests import forked
 from tests.checkpoint_engine.fakes import (
     RecordingReplica,
@@ -27,7 +27,6 @@ from tests.checkpoint_engine.fakes import (
     send_signal,
 )
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.errors import TransportError
 from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
@@ -207,111 +206,26 @@ class SpoiledFlight:
         return done
 
 
-def serve(pipe: Connection, member_class: type, arguments: tuple[Any, ...]) -> None:
-    """A member's process: answer calls, several at a time, until the pipe closes."""
+def _made(member_class: type, arguments: tuple[Any, ...]) -> object:
     torch.set_num_threads(1)
-    member = member_class(*arguments)
-    running: dict[int, asyncio.Task[None]] = {}
-
-    async def answer(number: int, method: str, values: tuple[Any, ...]) -> None:
-        try:
-            pipe.send((number, await getattr(member, method)(*values), None))
-        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
-            pipe.send((number, None, exc))
-        finally:
-            del running[number]
-
-    async def listen() -> None:
-        loop, closed = asyncio.get_running_loop(), asyncio.Event()
-
-        def take(message: tuple[int, str | None, tuple[Any, ...]]) -> None:
-            number, method, values = message
-            if method is not None:
-                running[number] = loop.create_task(answer(number, method, values))
-            elif number in running:
-                running[number].cancel()
-
-        def read() -> None:
-            try:
-                while True:
-                    loop.call_soon_threadsafe(take, pipe.recv())
-            except (EOFError, OSError):
-                loop.call_soon_threadsafe(closed.set)
-
-        threading.Thread(target=read, daemon=True).start()
-        await closed.wait()
-
-    asyncio.run(listen())
-    os._exit(0)
+    return member_class(*arguments)
 
 
 # --- in the test ------------------------------------------------------------------------------------------------------
 
 
-class MemberProcess:
-    """A port to a member in a process of its own; every method of the member can be awaited."""
+class MemberProcess(Member):
+    """A port to `member_class(*arguments)` in a process of its own; every method of it can be awaited."""
+
+    leaves_within_s = 5.0
 
     def __init__(self, name: str, member_class: type, *arguments: Any) -> None:
-        self.name = name
-        self._process, self._pipe = forked.start(serve, member_class, arguments, name=name)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._next = 0
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pipe.fileno(), self._receive)
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        async def call(*values: Any) -> Any:
-            self._next += 1
-            number = self._next
-            self._waiting[number] = self._loop.create_future()
-            try:
-                self._pipe.send((number, method, values))
-                return await self._waiting[number]
-            except OSError as exc:
-                raise self._gone() from exc
-            except asyncio.CancelledError:
-                if not self._pipe.closed:
-                    self._pipe.send((number, None, ()))
-                raise
-            finally:
-                del self._waiting[number]
-
-        return call
-
-    def _receive(self) -> None:
-        try:
-            number, result, error = self._pipe.recv()
-        except (EOFError, OSError):
-            self._hang_up()
-            return
-        future = self._waiting.get(number)
-        if future is None or future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def _hang_up(self) -> None:
-        if self._pipe.closed:
-            return
-        self._loop.remove_reader(self._pipe.fileno())
-        self._pipe.close()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(self._gone())
-
-    def _gone(self) -> TransportError:
-        return TransportError("its process is gone", member=self.name)
+        forked.start_server()
+        super().__init__(name, partial(_made, member_class, arguments))
 
     @property
     def is_alive(self) -> bool:
-        if self._pipe.closed:  # which the kernel does a moment before the process counts as ended
+        if not self._reader.is_alive():  # the kernel closes the pipe a moment before the process counts as ended
             self._process.join(60)
         return self._process.is_alive()
 
@@ -322,11 +236,7 @@ class MemberProcess:
             self._process.join(60)
 
     async def end(self) -> None:
-        self._hang_up()
-        await asyncio.to_thread(self._process.join, 5)
-        if self._process.is_alive():
-            self.signal(signal.SIGKILL)
-        self._process.close()
+        await asyncio.to_thread(super().end)
 
 
 class ProcessFleet:

@@ -9,9 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.free_ports import free_port
+from benchmarks.processes import Member
 from tests import forked
 from tests.checkpoint_engine.member_processes import resources
 from tests.checkpoint_engine.parameter_server.link_process import link_sockets
@@ -201,46 +201,19 @@ class Rank:
         time.sleep(PATIENCE_S)
 
 
-def serve(pipe: Connection, arguments: tuple[Any, ...]) -> None:
-    """Answer calls until the pipe closes."""
-    rank: Rank | None = None
-    while True:
-        try:
-            method, values, options = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            if rank is None:
-                rank = Rank(*arguments)
-            pipe.send((getattr(rank, method)(*values, **options), None))
-        except Exception as exc:  # noqa: BLE001 - whatever it is belongs to the caller
-            pipe.send((None, exc))
-
-
 # --- in the test ------------------------------------------------------------------------------------------------------
 
 
-class RankProcess:
-    """One rank; calls return futures and are answered in order."""
+class RankProcess(Member):
+    """One rank; `submit` returns futures, which are answered in order."""
 
     def __init__(self, rank: int, world_size: int, master: str | None, **options: Any) -> None:
         self.rank = rank
-        self._process, self._pipe = forked.start(serve, (rank, world_size, master, options), name=f"rank-{rank}")
-        self._thread = ThreadPoolExecutor(1)
-
-    def call(self, method: str, *values: Any, **options: Any) -> Future[Any]:
-        def ask() -> Any:
-            self._pipe.send((method, values, options))
-            result, error = self._pipe.recv()
-            if error is not None:
-                raise error
-            return result
-
-        return self._thread.submit(ask)
+        forked.start_server()
+        super().__init__(f"rank-{rank}", partial(Rank, rank, world_size, master, options))
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     @property
     def is_alive(self) -> bool:
@@ -248,9 +221,7 @@ class RankProcess:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join()
-        self._thread.shutdown()
-        self._pipe.close()
+        super().end()
 
 
 class World:
@@ -263,7 +234,7 @@ class World:
     def all(self, method: str, *values: Any, only: Sequence[int] | None = None, **options: Any) -> list[Any]:
         """What every rank answers, or the exception that it raises."""
         chosen = [rank for rank in self.ranks if only is None or rank.rank in only]
-        futures = [rank.call(method, *values, **options) for rank in chosen]
+        futures = [rank.submit(method, *values, **options) for rank in chosen]
         return [future.exception() or future.result() for future in futures]
 
     def end(self) -> None:

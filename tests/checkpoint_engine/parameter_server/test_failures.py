@@ -62,7 +62,7 @@ def at_rest(world: World) -> list[dict[str, int]]:
 
 def behaviours(world: World, failing: dict[int, str], **options: Any) -> list[Any]:
     """What each rank's update ends with, when some engines misbehave."""
-    futures = [rank.call("update", "one", engine=failing.get(rank.rank, "loads"), **options) for rank in world.ranks]
+    futures = [rank.submit("update", "one", engine=failing.get(rank.rank, "loads"), **options) for rank in world.ranks]
     return [future.exception(timeout=PATIENCE_S) for future in futures]
 
 
@@ -102,7 +102,7 @@ def test_an_engine_that_never_comes_is_named_at_the_deadline():
         assert "the engine has not connected" in str(ends[1])
         # A rank that stops answers nothing, and is named by the one that waits.
         futures = [
-            rank.call("update", "one", engine=engine, within_s=AWAITED_S)
+            rank.submit("update", "one", engine=engine, within_s=AWAITED_S)
             for rank, engine in zip(world.ranks, ("loads", "stalls"), strict=True)
         ]
         with pytest.raises(TransportError, match="rank 1"):
@@ -122,9 +122,9 @@ def test_a_rank_that_is_killed_ends_the_update_on_the_others(doomed: int):
     try:
         world.all("register", "one", 1)
         world.all("gather", "one")
-        before = [rank.call("resources").result() for rank in others]
+        before = [rank.call("resources") for rank in others]
         futures = {
-            rank.rank: rank.call("update", "one", engine="dies" if rank.rank == doomed else "loads")
+            rank.rank: rank.submit("update", "one", engine="dies" if rank.rank == doomed else "loads")
             for rank in world.ranks
         }
         for rank in others:
@@ -132,8 +132,8 @@ def test_a_rank_that_is_killed_ends_the_update_on_the_others(doomed: int):
                 futures[rank.rank].result(timeout=PATIENCE_S)
             assert not isinstance(raised.value, TransportTimeout)  # noticed, not waited for
         for rank, allowed in zip(others, before, strict=True):
-            assert rank.call("resources").result()["links"] == 0
-            assert soon(lambda r=rank, b=allowed: r.call("resources").result()["mapped"] == b["mapped"], PATIENCE_S)
+            assert rank.call("resources")["links"] == 0
+            assert soon(lambda r=rank, b=allowed: r.call("resources")["mapped"] == b["mapped"], PATIENCE_S)
     finally:
         world.end()
 
@@ -143,13 +143,13 @@ def test_an_owner_that_was_killed_is_named_by_its_address(tmp_path: Path):
     owner, joiner = RankProcess(0, 1, None), RankProcess(0, 1, None)
     try:
         for method, *values in (("register", "mine", 1), ("gather", "mine"), ("save", tmp_path / "metas", "mine")):
-            owner.call(method, *values).result()
-        joiner.call("load", tmp_path / "metas").result()
-        joiner.call("update", "mine", [0]).result()
+            owner.call(method, *values)
+        joiner.call("load", tmp_path / "metas")
+        joiner.call("update", "mine", [0])
         owner.send_signal(signal.SIGKILL)
         with pytest.raises(TransportError, match=r"reading from the P2P store at [\d.]+:\d+"):
-            joiner.call("update", "mine", [0]).result(timeout=PATIENCE_S)
-        assert joiner.call("resources").result()["links"] == 0
+            joiner.submit("update", "mine", [0]).result(timeout=PATIENCE_S)
+        assert joiner.call("resources")["links"] == 0
     finally:
         owner.end()
         joiner.end()
@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_come_is_named_and_is_welcome_later():
         world.all("register", "one", 1)
         world.all("gather", "one")
         with pytest.raises(TransportTimeout, match=r"rank 1 not here within 12.0 s; here: rank 0"):
-            world.ranks[0].call("update", "one", within_s=12.0).result(timeout=PATIENCE_S)
+            world.ranks[0].submit("update", "one", within_s=12.0).result(timeout=PATIENCE_S)
         assert behaviours(world, {}) == [None, None]
     finally:
         world.end()

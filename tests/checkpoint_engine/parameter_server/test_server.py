@@ -75,7 +75,7 @@ def test_owners_broadcast_from_where_their_buckets_lie_and_fetch_nothing(world: 
 
 def test_p2p_brings_all_parts_to_some_ranks_and_the_others_return_at_once(world: World):
     # Rank 0 is told first, and answers before anybody else has been asked.
-    assert world.ranks[0].call("update", "one", [1, 2]).result(timeout=60) is None
+    assert world.ranks[0].submit("update", "one", [1, 2]).result(timeout=60) is None
     made = reports(world.all("update", "one", [2, 1], only=[1, 2]))
     assert world.all("wrong", 1, [0, 1], only=[1, 2]) == [[], []]
     assert [report.mode for report in made] == ["p2p", "p2p"]
@@ -102,18 +102,18 @@ def test_a_late_joiner_of_another_job_pulls_what_it_never_saw(world: World, save
     """It has rank 0 in its own job; so has an owner in theirs."""
     joiner = RankProcess(0, 1, None)
     try:
-        assert joiner.call("load", saved).result() == "one"
-        report = joiner.call("update", "one", [0]).result()
-        assert joiner.call("wrong", 1, [0, 1]).result() == []
+        assert joiner.call("load", saved) == "one"
+        report = joiner.call("update", "one", [0])
+        assert joiner.call("wrong", 1, [0, 1]) == []
         assert report.ranks == (0,)
         # What the owners let go of is not taken for what they hold next, though it is in the same memory.
         reports(world.all("unregister", "one", only=[0, 1]))
         reports(world.all("register", "two", 2, only=[0, 1]))
         with pytest.raises(TransportError, match=r"rank \d at .* no longer holds the memory of the gathered metas"):
-            joiner.call("update", "one", [0]).result()
+            joiner.call("update", "one", [0])
         reports(world.all("unregister", "two", only=[0, 1]))
         with pytest.raises(TransportError, match="reading from the P2P store at .*no longer|no longer holds"):
-            joiner.call("update", "one", [0]).result()
+            joiner.call("update", "one", [0])
     finally:
         joiner.end()
         reports(world.all("register", "one", 1, only=[0, 1]))
@@ -180,7 +180,7 @@ def test_a_name_that_was_not_gathered_is_refused_everywhere(world: World):
 
 
 def test_ranks_that_disagree_say_how(world: World):
-    futures = [world.ranks[0].call("gather", "one"), *(world.ranks[rank].call("gather", "two") for rank in (1, 2))]
+    futures = [world.ranks[0].submit("gather", "one"), *(world.ranks[rank].submit("gather", "two") for rank in (1, 2))]
     for future in futures:
         with pytest.raises(ConfigError, match="rank 0 gathers the metas of checkpoint 'one', rank 1 'two'"):
             future.result()
@@ -189,12 +189,12 @@ def test_ranks_that_disagree_say_how(world: World):
 def test_groups_that_were_connected_ahead_are_kept(world: World):
     world.all("connect", [0, 2])
     reports(world.all("update", "one", [0, 2], only=[0, 2]))  # and the memory for its buckets
-    before = world.ranks[0].call("resources").result()
+    before = world.ranks[0].call("resources")
     for _ in range(2):
         reports(world.all("update", "one", [0, 2], only=[0, 2]))
 
     def after() -> dict[str, int]:
-        return world.ranks[0].call("resources").result()
+        return world.ranks[0].call("resources")
 
     assert soon(lambda: (after()["links"], after()["mapped"]) == (0, before["mapped"]))
     assert soon(lambda: after()["sockets"] <= before["sockets"] + 4)  # the P2P store's connections stay
@@ -203,12 +203,12 @@ def test_groups_that_were_connected_ahead_are_kept(world: World):
 def test_a_rank_alone_needs_nobody():
     alone = RankProcess(0, 1, None, auto_pg=True)
     try:
-        alone.call("register", "mine", 3).result()
-        alone.call("gather", "mine").result()
-        alone.call("update", "mine").result()
-        assert alone.call("wrong", 3, [0]).result() == []
-        alone.call("close").result()
-        assert alone.call("resources").result()["mapped"] == 0
+        alone.call("register", "mine", 3)
+        alone.call("gather", "mine")
+        alone.call("update", "mine")
+        assert alone.call("wrong", 3, [0]) == []
+        alone.call("close")
+        assert alone.call("resources")["mapped"] == 0
     finally:
         alone.end()
 

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from tests.checkpoint_engine.fakes import arenas_in, soon
 from tests.checkpoint_engine.publisher.recorded import RecordedPublisher
 from tests.checkpoint_engine.stand_in_vllm import stand_in
-from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
+from verl.checkpoint_engine import CheckpointEngineError, ConfigError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.memory.janitor import Janitor
 from verl.checkpoint_engine.parameter_server.rescue import PREFIX
 
@@ -182,6 +183,48 @@ def test_closing_gives_up_a_push_whose_server_hangs(step: str, shm: Path):
     publisher.close()
     assert pending.done()
     assert arenas_in(shm) == []
+
+
+class Hurried(WeightPublisher):
+    """Whose clock is past the end of every wait of `close`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.waits_s: list[float] = []
+        super().__init__(*arguments)
+
+    def _ends_within(self, timeout_s: float, work: Future[Any]) -> bool:
+        self.waits_s.append(timeout_s)
+        return super()._ends_within(0, work)
+
+
+@pytest.mark.parametrize(
+    "silent_at", ["/get_world_size", "/collective_rpc", "/pause", "/update_weights", "/finish_weight_update", "/resume"]
+)
+def test_what_closing_waits_for_is_less_than_five_seconds_whatever_a_server_does_not_answer(silent_at: str, shm: Path):
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def hang(path: str) -> None:
+        if path == silent_at:
+            asked.set()
+            goes_on.wait()
+
+    with stand_in(1) as (vllm, url):
+        vllm.before = hang
+        publisher = Hurried({"w": torch.ones(3)}, [url])
+        pushing = threading.Thread(target=lambda: suppressed(publisher.push_async(1).result), daemon=True)
+        pushing.start()
+        assert asked.wait(60)
+        publisher.close()
+        assert 0 < sum(publisher.waits_s) <= 4
+        assert not goes_on.is_set()
+        goes_on.set()
+        pushing.join()
+        assert soon(lambda: not vllm.paused and list(shm.glob(f"{PREFIX}*")) == [])
+
+
+def suppressed(work: Callable[[], object]) -> None:
+    with suppress(CheckpointEngineError, asyncio.CancelledError):
+        work()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

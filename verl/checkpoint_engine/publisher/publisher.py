@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 from typing import Any, Protocol, Self, SupportsIndex
 
 import torch
@@ -28,7 +26,6 @@ from ..errors import (
     ActivationError,
     CheckpointEngineError,
     ConfigError,
-    PlanError,
     SyncAborted,
     TransportError,
     as_ours,
@@ -37,18 +34,15 @@ from ..parameter_server.endpoints import ANSWERS
 from ..parameter_server.http_server import require_url
 from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import LEASE_S, Writer
-from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..ports import Replica
 from ..support import envs
 from ..support.loop_thread import LoopThread
 from ..sync.manager import CheckpointEngineManager
-from ..sync.members import Holding
-from ..sync.trainer_rank import TrainerRank
 from .endpoint_replica import EndpointReplica
 from .hosts import Hosts
 from .model_source import ModelSource
-from .ranks import Ended, Ranks, rank_and_size
+from .ranks import Ended, PublishingRank, Ranks, rank_and_size
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +195,7 @@ class WeightPublisher:
         self._give_up_pending()
         if self._manager is not None:
             closing = self._loop.start(self._let_go(self._manager))
-            wait([closing], ENDS_WITHIN_S)
+            self._ends_within(ENDS_WITHIN_S, closing)
             self._loop.cancel(closing)
             self._hosts.close()
             self._rescue.close()
@@ -219,8 +213,12 @@ class WeightPublisher:
             self._await_pending()
             return
         for _ in range(2):
-            if self._pending is not None and not wait([self._pending], ENDS_WITHIN_S / 2).done:
+            if self._pending is not None and not self._ends_within(ENDS_WITHIN_S / 2, self._pending):
                 self._loop.cancel_all()
+
+    def _ends_within(self, timeout_s: float, work: Future[Any]) -> bool:
+        """All that rank 0 waits for when it closes, but for what it has cancelled."""
+        return bool(wait([work], timeout_s).done)
 
     def _begin(self, version: SupportsIndex) -> int:
         """The number of the push that begins. Raises ConfigError if this is closed; what else is wrong is found out by
@@ -391,67 +389,12 @@ class WeightPublisher:
         self.close()
 
 
-class PublishingRank(TrainerRank):
-    """Reads the model's tensors again for every push; reports the start and the end of the copy."""
-
-    def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
-        super().__init__(index, source, config)
-        self.has_begun = Event()
-        self._model, self._pushes = source, -1
-        self._refused: CheckpointEngineError | None = None
-
-    def look(self, version: SupportsIndex) -> int:
-        """Read the model's tensors, to push them as `version`; its number. Called by the thread that trains.
-
-        `require_looked` raises its errors, so that the other ranks, which wait for this one, get them, too.
-        """
-        self._pushes, self._refused = -1, None
-        try:
-            self._pushes = number_of(version)
-            self._model.refresh()
-        except CheckpointEngineError as exc:
-            self._refused = exc
-        except Exception as exc:  # noqa: BLE001 - rank 0 tells it to everybody
-            self._refused = PlanError(f"the model cannot be read: {type(exc).__name__}: {exc}", member=self.name)
-        return self._pushes
-
-    def require_looked(self) -> None:
-        if self._refused is not None:
-            raise self._refused
-
-    def _describe(self) -> Holding:
-        self.require_looked()
-        return super()._describe()
-
-    async def publish(
-        self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
-    ) -> None:
-        if version != self._pushes:
-            raise ConfigError(
-                f"this rank pushes version {self._pushes}, and rank 0 version {version}", member=self.name
-            )
-        await super().publish(version, slots, waits, deltas)
-        self.has_begun.set()
-
-
 async def _release(replicas: Iterable[CheckedReplica]) -> None:
     """Those that do not answer find out by themselves."""
     outcomes = await asyncio.gather(*(replica.release() for replica in replicas), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             logger.info("a server is not released: %s", outcome)
-
-
-def number_of(version: SupportsIndex) -> int:
-    """Raises ConfigError for an invalid version number."""
-    try:
-        is_bool = isinstance(version, bool) or getattr(version, "dtype", None) == torch.bool
-        number = None if is_bool else operator.index(version)
-    except (TypeError, ValueError, RuntimeError):  # torch, of a tensor that is no single number
-        number = None
-    if number is None or not 0 <= number < 2**63:
-        raise ConfigError(f"version={version!r} is no integer of 0 to 2**63 - 1")
-    return number
 
 
 def urls_of(endpoints: Sequence[str] | Path) -> list[str]:

@@ -1,26 +1,32 @@
 """The ranks of a `torchrun` as members of a sync that rank 0 manages.
 
 What the manager asks of the ranks at one time is one round: rank 0 broadcasts it, every rank does its part, and rank 0
-gathers what came out. The last round tells everybody how the push ended. A process group of its own (gloo) carries
-them, so that a push may go on while the ranks train.
+gathers what came out, also what a rank has found wrong before it. The last round tells everybody how the push ended. A
+process group of its own (gloo) carries them, so that a push may go on while the ranks train.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import operator
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from threading import Event
+from typing import Any, SupportsIndex, cast
 
+import torch
 import torch.distributed as dist
 
-from ..errors import TransportError, as_ours
+from ..config import CheckpointEngineConfig
+from ..errors import CheckpointEngineError, ConfigError, PlanError, TransportError, as_ours
+from ..plan.delta_choice import DeltaRequest
 from ..plan.types import SyncReport
 from ..support.loop_thread import LoopThread
-from ..sync.members import TrainerPort, methods_of
+from ..sync.members import Holding, TrainerPort, methods_of
 from ..sync.trainer_rank import TrainerRank
+from .model_source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,49 @@ def rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+class PublishingRank(TrainerRank):
+    """Reads the model's tensors again for every push; reports the start and the end of the copy."""
+
+    def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
+        super().__init__(index, source, config)
+        self.has_begun = Event()
+        self._model, self._pushes = source, -1
+        self._refused: CheckpointEngineError | None = None
+
+    def look(self, version: SupportsIndex) -> int:
+        """Read the model's tensors, to push them as `version`; its number. Called by the thread that trains.
+
+        `require_looked` raises its errors, so that the other ranks, which wait for this one, get them, too.
+        """
+        self._pushes, self._refused = -1, None
+        try:
+            self._pushes = number_of(version)
+            self._model.refresh()
+        except CheckpointEngineError as exc:
+            self._refused = exc
+        except Exception as exc:  # noqa: BLE001 - rank 0 tells it to everybody
+            self._refused = PlanError(f"the model cannot be read: {type(exc).__name__}: {exc}", member=self.name)
+        return self._pushes
+
+    def require_looked(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+
+    def _describe(self) -> Holding:
+        self.require_looked()
+        return super()._describe()
+
+    async def publish(
+        self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
+    ) -> None:
+        if version != self._pushes:
+            raise ConfigError(
+                f"this rank pushes version {self._pushes}, and rank 0 version {version}", member=self.name
+            )
+        await super().publish(version, slots, waits, deltas)
+        self.has_begun.set()
 
 
 class Ranks:
@@ -172,6 +221,18 @@ def _asks(method: str) -> Callable[..., Awaitable[Any]]:
 
 for _method in methods_of(TrainerPort):
     setattr(_Port, _method, _asks(_method))
+
+
+def number_of(version: SupportsIndex) -> int:
+    """Raises ConfigError for an invalid version number."""
+    try:
+        is_bool = isinstance(version, bool) or getattr(version, "dtype", None) == torch.bool
+        number = None if is_bool else operator.index(version)
+    except (TypeError, ValueError, RuntimeError):  # torch, of a tensor that is no single number
+        number = None
+    if number is None or not 0 <= number < 2**63:
+        raise ConfigError(f"version={version!r} is no integer of 0 to 2**63 - 1")
+    return number
 
 
 async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -362,6 +362,9 @@ ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size"
         ({"custom_weight_loader": []}, {}, f"cannot take our weights: start it with {FLAG}"),
         ({"tp_size": None}, {}, "does not report its number of ranks"),
         ({"dp_size": 2}, {}, "runs with dp_size=2, and needs 1"),
+        ({"enable_lora": True}, {}, "serves LoRA adapters, .* start it without --enable-lora"),
+        ({"enable_lora": None, "lora_paths": ["one=/models/one"]}, {}, "serves LoRA adapters"),
+        ({"enable_eplb": True}, {}, "moves experts between ranks: start it without --enable-eplb"),
         ({}, {"pause_mode": "wait"}, "pause_mode=wait: .* needs keep or abort"),
     ],
 )

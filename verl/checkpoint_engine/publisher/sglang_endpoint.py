@@ -76,6 +76,14 @@ class SGLangEndpoint(HttpServer):
             raise ConfigError(f"the SGLang at {self.url} cannot take our weights: start it with {FLAG}")
         if several := [name for name in ("dp_size", "pp_size") if about.get(name, 1) != 1]:
             raise ConfigError(f"the SGLang at {self.url} runs with {several[0]}={about[several[0]]}, and needs 1")
+        serves_adapters = about.get("enable_lora")
+        if serves_adapters or (serves_adapters is None and about.get("lora_paths")):
+            raise ConfigError(
+                f"the SGLang at {self.url} serves LoRA adapters, under whose layers names are others: start it without "
+                "--enable-lora and --lora-paths"
+            )
+        if about.get("enable_eplb"):
+            raise ConfigError(f"the SGLang at {self.url} moves experts between ranks: start it without --enable-eplb")
         self._ranks = about["tp_size"]
         return {}
 

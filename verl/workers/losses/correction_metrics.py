@@ -34,11 +34,7 @@ def weight_metrics(
         "max": extremes.max(),
         "ratio_fraction_high": (ratios > upper).float().mean(),
         "ratio_fraction_low": (ratios < low).float().mean(),
-        "seq_mean": of_sequences.mean(),
-        "seq_std": of_sequences.std() if len(of_sequences) > 1 else of_sequences.new_zeros(()),
-        "seq_min": of_sequences.min(),
-        "seq_max": of_sequences.max(),
-        "seq_max_deviation": (of_sequences - 1.0).abs().max(),
+        **_of_sequences(of_sequences, usual=1.0),
         "seq_fraction_high": (mean_ratios > upper).float().mean(),
         "seq_fraction_low": (mean_ratios < low).float().mean(),
     }
@@ -46,7 +42,7 @@ def weight_metrics(
         figures["oob_ratio"] = ((ratio < lower) | (ratio > upper))[mask].float().mean()
     if config.rollout_is_batch_normalize:
         figures["batch_norm_factor"] = bounded(ratios, config).mean()
-    return {f"rollout_corr/rollout_is_{name}": value.item() for name, value in figures.items()}
+    return _named("rollout_corr/rollout_is_", figures)
 
 
 def rejection_metrics(
@@ -70,18 +66,14 @@ def rejection_metrics(
         "max": tokens.max(),
         "fraction_high": (bounded_values > high).float().mean(),
         "fraction_low": (bounded_values < low).float().mean(),
-        "seq_mean": of_sequences.mean(),
-        "seq_std": of_sequences.std() if len(of_sequences) > 1 else of_sequences.new_zeros(()),
-        "seq_min": of_sequences.min(),
-        "seq_max": of_sequences.max(),
-        "seq_max_deviation": of_sequences.abs().max(),
+        **_of_sequences(of_sequences, usual=0.0),
         "seq_fraction_high": (of_sequences > high).float().mean(),
         "masked_fraction": outside.sum() / mask.sum(),
         "seq_masked_fraction": outside.any(-1)[sequences].float().mean(),
     }
     if lower is not None:
         figures["seq_fraction_low"] = (of_sequences < low).float().mean()
-    return {f"rollout_corr/rollout_rs_{name}_{figure}": value.item() for figure, value in figures.items()}
+    return _named(f"rollout_corr/rollout_rs_{name}_", figures)
 
 
 @torch.no_grad()
@@ -110,4 +102,20 @@ def off_policy_metrics(
         "log_ppl_diff_min": difference.min(),
         "ppl_ratio": clamped(difference).exp().mean(),
     }
-    return {f"rollout_corr/{name}": value.item() for name, value in metrics.items()}
+    return _named("rollout_corr/", metrics)
+
+
+def _of_sequences(means: torch.Tensor, usual: float) -> dict[str, torch.Tensor]:
+    return {
+        "seq_mean": means.mean(),
+        "seq_std": means.std() if len(means) > 1 else means.new_zeros(()),
+        "seq_min": means.min(),
+        "seq_max": means.max(),
+        "seq_max_deviation": (means - usual).abs().max(),
+    }
+
+
+def _named(prefix: str, figures: dict[str, torch.Tensor]) -> dict[str, float]:
+    """All of them come from a device at once: each alone would wait for what the device has still to do."""
+    values = torch.stack([value.float() for value in figures.values()]).tolist()
+    return {f"{prefix}{name}": value for name, value in zip(figures, values, strict=True)}

@@ -131,6 +131,19 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def written_by(
+    warm: WarmWorkers, module: str, *arguments: object, code: int = 0, spawns: bool = False, **environment: str
+) -> str:
+    """What `python -m module arguments`, such a fork, writes. Raises AssertionError if its exit code is not `code`."""
+    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with tempfile.NamedTemporaryFile("w") as file:
+        environment = os.environ | quiet | environment
+        process = Fork(warm, module, [*map(str, arguments)], env=environment, stdout=file, stderr=file, spawns=spawns)
+        ended, written = process.end(Path(file.name)), Path(file.name).read_text()
+    assert ended == code, written
+    return written
+
+
 def lighten_ray() -> None:
     """In a process that is about to start a Ray: with workers of ours, and with agents that observe nothing."""
     from ray._private import ray_constants, utils

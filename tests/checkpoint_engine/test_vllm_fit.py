@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint_engine.fit_process import Checkpoint
 from tests.models.architectures import ARCHITECTURES, write_checkpoint
-from tests.warm_workers import Fork, WarmWorkers
+from tests.warm_workers import WarmWorkers, written_by
 from verl.checkpoint_engine import ActivationError
 from verl.utils.builtin import make_tiny_model
 
@@ -96,16 +95,10 @@ def shapes_of(model: Path) -> Checkpoint:
 def assert_told(
     model: Path, damaged: dict[str, tuple[Checkpoint, list[str]]], tmp_path: Path, warm: WarmWorkers
 ) -> None:
-    checkpoints, answered = tmp_path / "checkpoints.json", tmp_path / "answered"
+    checkpoints = tmp_path / "checkpoints.json"
     checkpoints.write_text(json.dumps([checkpoint for checkpoint, _ in damaged.values()]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    with answered.open("w") as output:
-        arguments = [str(model), str(checkpoints)]
-        process = Fork(
-            warm, "tests.checkpoint_engine.fit_process", arguments, env=environment, stdout=output, stderr=output
-        )
-    assert process.end(answered) == 0, answered.read_text()
-    answers: list[str | None] = json.loads(answered.read_text().splitlines()[-1])
+    written = written_by(warm, "tests.checkpoint_engine.fit_process", model, checkpoints)
+    answers: list[str | None] = json.loads(written.splitlines()[-1])
     assert len(answers) == len(damaged)
     for (case, (_, expected)), answer in zip(damaged.items(), answers, strict=True):
         found = answer.partition(" problems: ")[2].split("; ") if answer else []

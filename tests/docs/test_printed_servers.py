@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.docs.printed import printed
-from tests.warm_workers import Fork, WarmWorkers
+from tests.warm_workers import WarmWorkers, written_by
 
 SERVERS = [one for one in printed() if re.search(r"vllm\.entrypoints|\bvllm serve", one.text)]
 
@@ -24,10 +24,6 @@ def test_every_printed_server_has_what_vllm_for_cpus_needs():
 
 def test_vllm_understands_every_printed_server(warm: WarmWorkers, tmp_path: Path):
     (tmp_path / "servers.json").write_text(json.dumps([server.words[3:] for server in SERVERS]))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    out, said = tmp_path / "out", tmp_path / "said"
-    with out.open("wb") as stdout, said.open("wb") as stderr:
-        arguments = [str(tmp_path / "servers.json")]
-        parser = Fork(warm, "tests.docs.vllm_parser", arguments, env=environment, stdout=stdout, stderr=stderr)
-        assert parser.end(said) == 0, said.read_text()
-    assert out.read_text().splitlines() == ["MODEL 0.5"] * len(SERVERS)
+    path = os.pathsep.join(path for path in sys.path if path)
+    written = written_by(warm, "tests.docs.vllm_parser", tmp_path / "servers.json", PYTHONPATH=path)
+    assert written.splitlines()[-len(SERVERS) :] == ["MODEL 0.5"] * len(SERVERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +33,9 @@ def go_on() -> None:
     pass
 
 
-def failing_after(seconds: float) -> Callable[[], None]:
-    end = time.monotonic() + seconds
-
+def failing_once(happened: Callable[[], bool]) -> Callable[[], None]:
     def check() -> None:
-        if time.monotonic() > end:
+        if happened():
             raise TransportError("somebody else failed")
 
     return check
@@ -105,7 +103,7 @@ def test_a_rank_that_says_nothing_once_connected_keeps_nobody_from_failing(
 ):
     silent = threads.submit(connect, store, 1, Silent)
     with pytest.raises(TransportError, match="somebody else failed"):
-        connect(store, 0, check=failing_after(2.0))
+        connect(store, 0, check=failing_once(silent.done))
     late = silent.result()
     Group.greet(late, DEVICE, Deadline(TIMEOUT_S), go_on)  # or gloo waits 155 s for the connections
     late.close()
@@ -113,7 +111,8 @@ def test_a_rank_that_says_nothing_once_connected_keeps_nobody_from_failing(
 
 def test_a_rank_that_tells_nothing_keeps_nobody_who_gathers_from_failing(store: TCPStore, threads: ThreadPoolExecutor):
     ours, theirs = [made.result() for made in [threads.submit(connect, store, rank) for rank in RANKS]]
+    looks = itertools.count()
     with pytest.raises(TransportError, match="somebody else failed"):
-        ours.all_gather(b"metas", DEVICE, Deadline(TIMEOUT_S), failing_after(1.0))
+        ours.all_gather(b"metas", DEVICE, Deadline(TIMEOUT_S), failing_once(lambda: next(looks) > 3))
     ours.close()
     theirs.close()

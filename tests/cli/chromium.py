@@ -7,13 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from yarl import URL
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
 
 
-def browse(page: Path, profile: Path, *arguments: str, width: int, height: int = 900, dark: bool = False) -> str:
-    """What Chromium writes to stdout about `page`."""
+def browse(page: Path | URL, profile: Path, *arguments: str, width: int, height: int = 900, dark: bool = False) -> str:
+    """What Chromium writes to stdout about `page`: of a file when it has nothing more to do, of a server, which may
+    always have more to say, after 4 s."""
     assert PROGRAM is not None
     scheme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
@@ -25,11 +27,11 @@ def browse(page: Path, profile: Path, *arguments: str, width: int, height: int =
             "--hide-scrollbars",
             f"--user-data-dir={profile}",
             f"--window-size={width},{height}",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--virtual-time-budget=10000",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            "--virtual-time-budget=10000" if isinstance(page, Path) else "--timeout=4000",
             *scheme,
             *arguments,
-            page.as_uri(),
+            page.as_uri() if isinstance(page, Path) else str(page),
         ],
         capture_output=True,
         text=True,

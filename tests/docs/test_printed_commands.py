@@ -124,6 +124,10 @@ def compose(module: str, words: list[str]) -> None:
     validate(load_config(overrides, **where))
 
 
+async def no_longer_than_it_starts(*_: object) -> None:
+    """In the place of a server that goes on until Ctrl-C."""
+
+
 @of("verl-sync")
 def test_a_subcommand_takes_the_words(command: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     _, name, *arguments = command.words
@@ -131,8 +135,9 @@ def test_a_subcommand_takes_the_words(command: Printed, monkeypatch: pytest.Monk
         assert CliRunner().invoke(cli, ["--help"]).exit_code == 0
     elif name in COMMANDS:
         monkeypatch.chdir(tmp_path)
-        for directory in ("DIR", "checkpoints/verl_sync/default"):
+        for directory in ("DIR", "OTHER", "checkpoints/verl_sync/default"):
             write_run(tmp_path / directory)
+        monkeypatch.setattr("verl.cli.watch.served", no_longer_than_it_starts)
         done = CliRunner().invoke(cli, [name, *arguments])
         assert done.exit_code == 0, done.output
     elif name == "completion":

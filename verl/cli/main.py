@@ -77,6 +77,7 @@ MODULES = {
 """Subcommands that take all of what follows them as it is, `--help` too."""
 COMMANDS = {
     "report": ("verl.cli.report", "One HTML file of a run, or of several side by side."),
+    "watch": ("verl.cli.watch", "Follow a run: the page of `report`, live, or lines."),
     "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),
 }
 """Subcommands that are a `click.Command` called `command` in their module. What is said of them here is their help's

@@ -16,6 +16,7 @@ from verl.cli.run_files import read_run, write_beside
 from verl.cli.samples import decoder, read_samples, sample_directories
 
 SCRIPTS = ("basics.js", "charts.js", "timeline.js", "tables.js", "main.js")
+LIVE = "live.js"
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -79,13 +80,17 @@ def command(
     click.echo(f"{output}: {'; '.join(counted)}")
 
 
-def page(data: dict[str, Any]) -> str:
-    """`data` is the only part that comes from a run; nothing in it can end the script element that holds it."""
+def page(data: dict[str, Any], *, live: bool = False) -> str:
+    """`data` is the only part that comes from a run; nothing in it can end the script element that holds it.
+
+    `live`: of a server that says when it has changed."""
     files = resources.files("verl.cli") / "page"
+    scripts = (*SCRIPTS, LIVE) if live else SCRIPTS
     parts = {
         "title": _escaped(str(data["name"])),
         "style": (files / "report.css").read_text(encoding="utf-8"),
-        "script": "\n".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "script": "\n".join((files / name).read_text(encoding="utf-8") for name in scripts),
+        "connect": "'self'" if live else "'none'",
         "data": json.dumps(json.loads(records.encoded(data)), separators=(",", ":"))
         .replace("<", "\\u003c")
         .replace("&", "\\u0026"),

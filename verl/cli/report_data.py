@@ -64,7 +64,7 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
         "name": run.name,
         "began_s": drawn.began_s,
         "took_s": stop_ns / 1e9,
-        "about": list(_about(run)),
+        "about": list(about(run)),
         "held_out": _held_out(run.metrics),
         "tiles": list(_tiles(run, found)),
         "metrics": {
@@ -98,7 +98,7 @@ def comparison_data(runs: Sequence[RunFiles], samples: Sequence[Sequence[Mapping
             for name, run, own in zip(names, runs, series, strict=True)
         ],
         "about": _side_by_side(
-            ({key: value for key, value in _about(run) if key != "command"} for run in runs), only_differing=False
+            ({key: value for key, value in about(run) if key != "command"} for run in runs), only_differing=False
         ),
         "settings": _side_by_side((run.settings for run in runs), only_differing=True),
         "metrics": {"steps": steps, "series": {}, "saved": [], "first": _first(together), "large": _large(together)},
@@ -169,7 +169,7 @@ def _held_out(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, fl
     return [(source, values[0][1], values[-1][1], values[-1][0]) for source, values in of.items()]
 
 
-def _about(run: RunFiles) -> Iterator[tuple[str, str]]:
+def about(run: RunFiles) -> Iterator[tuple[str, str]]:
     """What was run, by the record of its last start."""
     if not run.starts:
         return

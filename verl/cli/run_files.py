@@ -21,6 +21,8 @@ from verl.utils.timing import TIMELINE_FILE, Span
 
 METRICS_FILE = "metrics.jsonl"
 REPORTS_FILE = "sync_reports.jsonl"
+WATCHED = (METRICS_FILE, REPORTS_FILE, TIMELINE_FILE, RUNS_FILE)
+"""Files that grow with a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,8 @@ def read_run(directory: Path) -> RunFiles:
         _require_moments(directory, spans, reports)
     except (OSError, ValueError) as exc:  # msgspec's errors are of the second kind
         raise click.ClickException(str(exc)) from exc
-    if not metrics and not reports and not spans:
-        raise click.ClickException(
-            f"{directory} has no run: there is neither {METRICS_FILE} nor {REPORTS_FILE} nor {TIMELINE_FILE}"
-        )
+    if not metrics and not reports and not spans and not starts:
+        raise click.ClickException(f"{directory} has no run: there is none of {', '.join(WATCHED)}")
     return RunFiles(
         directory=directory, metrics=metrics, reports=reports, spans=spans, starts=starts, settings=settings
     )
@@ -91,7 +91,7 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def write_beside(run: RunFiles, output: Path, text: str) -> None:
     """Whoever may read the run may read `output`, nobody else: it holds the same. Raises click.ClickException."""
-    known = [run.directory / name for name in (METRICS_FILE, REPORTS_FILE, TIMELINE_FILE)]
+    known = [run.directory / name for name in WATCHED]
     mode = next(path.stat().st_mode for path in known if path.exists()) & 0o644
     partial = output.with_name(f".{output.name}.partial")
     try:

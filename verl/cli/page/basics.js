@@ -1,6 +1,6 @@
 "use strict";
 // Everything shown comes from files of a run: it becomes text nodes, never markup.
-const RUN = JSON.parse(document.getElementById("run").textContent);
+let RUN = JSON.parse(document.getElementById("run").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 window.addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
 

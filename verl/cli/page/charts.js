@@ -140,8 +140,10 @@ function metricsSection() {
 function axisBar() {
   const change = () => redraw.forEach((each) => each());
   const smooth = el("select", { "aria-label": "smoothing" }, [1, 5, 20, 100].map((count) => el("option", { value: count }, count === 1 ? "as measured" : `mean of ${count} steps`)));
+  smooth.value = axis.smooth;
   smooth.addEventListener("change", () => { axis.smooth = Number(smooth.value); change(); });
   const along = el("select", { "aria-label": "axis" }, el("option", { value: "steps" }, "over steps"), el("option", { value: "hours" }, "over time"));
+  along.value = axis.hours ? "hours" : "steps";
   along.addEventListener("change", () => { axis.hours = along.value === "hours"; change(); });
   return el("div", { class: "bar" }, smooth, (RUN.metrics.seconds || []).length ? along : null);
 }

@@ -54,22 +54,28 @@ function memorySection() {
     ({ name, values: RUN.metrics.series[metric], fill: `--c${(index % 8) + 1}` }))))));
 }
 
-head();
 let view = null;
-if (RUN.runs) {
+
+// The whole page, of what RUN holds now.
+function render() {
+  for (const id of ["main", "contents"]) document.getElementById(id).replaceChildren();
+  redraw.length = repaint.length = 0;
+  head();
   aboutSection();
-  metricsSection();
-  answersSection();
-} else {
-  aboutSection();
-  tiles();
-  metricsSection();
-  breakdownSection();
-  view = timelineSection();
-  incidentsSection();
-  memorySection();
-  syncsSection(view);
-  samplesSection();
+  if (RUN.runs) {
+    metricsSection();
+    answersSection();
+  } else {
+    tiles();
+    metricsSection();
+    breakdownSection();
+    view = timelineSection();
+    incidentsSection();
+    memorySection();
+    syncsSection(view);
+    samplesSection();
+  }
+  drawAll();
+  document.documentElement.dataset.ready = "true";
 }
-drawAll();
-document.documentElement.dataset.ready = "true";
+render();

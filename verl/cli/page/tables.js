@@ -14,7 +14,8 @@ const COLUMNS = [
   ["trainer blocked", (sync) => sync.trainer_blocked_s, (sync) => seconds(sync.trainer_blocked_s)],
   ["paused", (sync) => sync.paused_s, (sync) => seconds(sync.paused_s)],
   ["retries", (sync) => sync.retries, (sync) => String(sync.retries)],
-].filter(([name]) => name !== "slowest" || (RUN.syncs || []).some((sync) => sync.slowest));
+];
+const columns = () => COLUMNS.filter(([name]) => name !== "slowest" || RUN.syncs.some((sync) => sync.slowest));
 const LEFT = ["outcome", "phases", "slowest"];
 
 function phaseBar(sync) {
@@ -37,7 +38,7 @@ function syncsSection(view) {
     more.textContent = `all ${rows.length} syncs`;
   };
   more.addEventListener("click", () => { shown = rows.length; fill(); });
-  const heads = COLUMNS.map(([name, key]) => {
+  const heads = columns().map(([name, key]) => {
     const sort = () => {
       sorted = [name, sorted[0] === name ? -sorted[1] : -1];
       const order = (one, two) => (key(one) < key(two) ? -1 : key(one) > key(two) ? 1 : 0);
@@ -51,13 +52,13 @@ function syncsSection(view) {
 }
 
 function syncRow(sync, view) {
-  const cells = COLUMNS.map(([name, , text]) => el("td", { class: LEFT.includes(name) ? "left" : null }, text(sync)));
+  const cells = columns().map(([name, , text]) => el("td", { class: LEFT.includes(name) ? "left" : null }, text(sync)));
   const row = el("tr", { class: "row", tabindex: 0, "aria-expanded": "false" }, cells);
   const open = () => {
     const below = row.nextElementSibling;
     row.setAttribute("aria-expanded", String(!(below && below.classList.contains("more"))));
     if (below && below.classList.contains("more")) below.remove();
-    else row.after(el("tr", { class: "more" }, el("td", { colspan: COLUMNS.length }, syncDetails(sync, view))));
+    else row.after(el("tr", { class: "more" }, el("td", { colspan: columns().length }, syncDetails(sync, view))));
   };
   row.addEventListener("click", open);
   row.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } });

@@ -86,6 +86,7 @@ def _own_directory(job: Job, given: PPOConfig) -> Iterator[None]:
             job.output_dir,
             given,
             overview=list(lines(job.config, job.device, job.total_steps, job.resume_from)),
+            total_steps=job.total_steps,
             resumed_from=job.resume_from,
             tokenizer=job.config.actor_rollout_ref.model.tokenizer_path or job.model_path,
         )

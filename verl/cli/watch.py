@@ -1,0 +1,185 @@
+"""`verl-sync watch`: a run while it goes on, as a page that follows it or as lines in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from aiohttp import web
+from rich.console import Console
+
+from verl.checkpoint_engine.support import records
+from verl.checkpoint_engine.support.console import is_live
+from verl.cli.incidents import incidents
+from verl.cli.look import SETTINGS, Command
+from verl.cli.report import DIRECTORY, page
+from verl.cli.report_data import about, report_data
+from verl.cli.run_files import WATCHED, RunFiles, read_run
+from verl.cli.samples import decoder, read_samples, sample_directories
+from verl.trainer.output_lock import NAME as RUNNING
+from verl.utils.console import step_line
+
+SECONDS = 1.0
+"""Between two looks at the files of a run."""
+SAMPLED_STEPS, SAMPLES = 5, 8
+ALIVE_SECONDS = 15.0
+"""Without a change a page hears that its server is still there."""
+
+
+@click.command(cls=Command, context_settings=SETTINGS)
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--text", is_flag=True, help="Lines in this terminal instead of a page; ends with the run.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port of the page; default: any that is free.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address at which the page is served. Whoever has the printed link may read the run.",
+)
+def command(directory: Path, text: bool, port: int, host: str) -> None:
+    """Follow a run: the page of `report`, live, or lines.
+
+    DIR is the output directory of a run that goes on, or of one that is over. The page follows the run's files; its
+    link has a token, without which the server answers nobody. Ctrl-C ends the server, and leaves the run alone.
+    """
+    run = read_run(directory)
+    if text:
+        for line in _lines(run, lambda: read_run(directory), wait=lambda: time.sleep(SECONDS)):
+            click.echo(line)
+        return
+    asyncio.run(served(Watched(directory), host, port))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The files of a run at one moment: their sizes and times."""
+
+    stamp: tuple[Any, ...]
+    data: bytes
+    """As `report_data` gives them, in JSON."""
+
+
+@dataclass
+class Watched:
+    """The data of a run's page, read again when its files have changed. One page's worth is kept."""
+
+    directory: Path
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    _seen: Seen | None = None
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Another one when a file of the run has changed."""
+        paths = [self.directory / name for name in (*WATCHED, RUNNING)]
+        paths += [path for each in sample_directories(self.directory) for path in sorted(each.glob("*.jsonl"))[-1:]]
+        found = ((path, path.stat()) for path in paths if path.exists())
+        return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
+
+    def data(self) -> bytes:
+        stamp = self.stamp()
+        if self._seen is None or self._seen.stamp != stamp:
+            run = read_run(self.directory)
+            decode = decoder(None, run)
+            directories = sample_directories(self.directory)
+            shown = read_samples(directories, steps=SAMPLED_STEPS, per_step=SAMPLES, decode=decode)
+            data = report_data(run, shown) | {"decoded": decode is not None, "goes_on": _goes_on(run)}
+            self._seen = Seen(stamp=stamp, data=records.encoded(data | {"token": self.token}))
+        return self._seen.data
+
+
+def application(watched: Watched) -> web.Application:
+    """Serves the page at `/`, its data at `/data`, and at `/events` says when they have changed. Each of them only to
+    who has the token."""
+
+    def guarded(answer: Callable[[web.Request], Any]) -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if not hmac.compare_digest(request.query.get("token", "").encode(), watched.token.encode()):
+                raise web.HTTPForbidden(text="this link needs the token that verl-sync watch has printed\n")
+            found: web.StreamResponse = await answer(request)
+            return found
+
+        return handle
+
+    async def show(_: web.Request) -> web.Response:
+        text = page(json.loads(await asyncio.to_thread(watched.data)), live=True)
+        return web.Response(text=text, content_type="text/html", headers={"Referrer-Policy": "no-referrer"})
+
+    async def data(_: web.Request) -> web.Response:
+        return web.Response(body=await asyncio.to_thread(watched.data), content_type="application/json")
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        last, heard = await asyncio.to_thread(watched.stamp), time.monotonic()
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await stream.prepare(request)
+        while True:
+            await asyncio.sleep(SECONDS)
+            now = await asyncio.to_thread(watched.stamp)
+            if now != last:
+                await stream.write(b"data: changed\n\n")
+            elif time.monotonic() - heard > ALIVE_SECONDS:
+                await stream.write(b": still here\n\n")
+            else:
+                continue
+            last, heard = now, time.monotonic()
+
+    app = web.Application()
+    app.add_routes([web.get(path, guarded(each)) for path, each in (("/", show), ("/data", data), ("/events", events))])
+    return app
+
+
+async def served(watched: Watched, host: str, port: int) -> None:
+    """Until the task is cancelled. Raises click.ClickException if the port is taken."""
+    runner = web.AppRunner(application(watched), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError as exc:
+        raise click.ClickException(f"--host {host} --port {port}: {exc.strerror}") from exc
+    served = runner.addresses[0]
+    name = f"[{served[0]}]" if ":" in served[0] else served[0]
+    click.echo(f"http://{name}:{served[1]}/?token={watched.token}")
+    click.echo(f"follows {watched.directory}; Ctrl-C ends this, not the run", err=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def _lines(run: RunFiles, read: Callable[[], RunFiles], wait: Callable[[], None]) -> Iterator[str]:
+    """What the run is, its steps so far, and each one that comes, until the run is over."""
+    console = Console(file=sys.stdout)
+    width = console.width if is_live(console) else 80
+    yield from (f"{name}: {text}" for name, text in about(run))
+    told_steps, told_incidents, total = 0, 0, _total(run)
+    while True:
+        goes_on = _goes_on(run)
+        for record in run.metrics[told_steps:]:
+            measured = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+            yield from step_line(measured, int(measured.get("step", 0)), total, width).splitlines()
+        found = incidents(run.reports, run.metrics)
+        yield from (f"step {one.step}: {one.what}: {one.text}" for one in found[told_incidents:])
+        told_steps, told_incidents = len(run.metrics), len(found)
+        if not goes_on:
+            yield "the run is over"
+            return
+        wait()
+        run = read()
+
+
+def _goes_on(run: RunFiles) -> bool:
+    """A run that was killed leaves its mark; a page says how long nothing has changed."""
+    return (run.directory / RUNNING).exists()
+
+
+def _total(run: RunFiles) -> int | None:
+    steps = run.starts[-1].get("total_steps") if run.starts else None
+    return steps if isinstance(steps, int) else None

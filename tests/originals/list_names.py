@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import inspect
 import json
 import sys
@@ -33,6 +34,20 @@ def sources() -> list[str]:
     return [word for word in words if len(word.split()) == 1 and has_rule(word)]
 
 
+MODULES = [f"verl.trainer.ppo.{name}" for name in ("ray_trainer", "metric_utils", "reward", "utils")]
+
+
+def names_of_trainer() -> list[str]:
+    """`module.name` of what these modules have of the trainer's, made there or imported."""
+    return [
+        f"{module}.{name}"
+        for module in MODULES
+        for name, found in vars(importlib.import_module(module)).items()
+        if callable(found) and not name.startswith("_")
+        if getattr(found, "__module__", "").startswith("verl.trainer.ppo.")
+    ]
+
+
 def has_rule(source: str) -> bool:
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -46,5 +61,5 @@ def has_rule(source: str) -> bool:
 
 if __name__ == "__main__":
     json.load(sys.stdin)
-    names = {**REGISTRIES, "data sources": sources()}
+    names = {**REGISTRIES, "data sources": sources(), "names of the trainer": names_of_trainer()}
     sys.stdout.write("\n" + json.dumps({kind: sorted(map(str, found)) for kind, found in names.items()}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -79,3 +80,20 @@ def test_every_name_that_verl_has_registered_is_taken_or_refused_with_what_to_sa
     expected = {each: said for each, said in REFUSED.items() if each[0] == kind}
     assert refused.keys() == expected.keys()
     assert [each for each, said in expected.items() if said not in refused[each]] == []
+
+
+def test_every_name_that_recipes_import_from_verls_trainer_is_here_or_told_what_to_write_instead(
+    names: dict[str, list[str]],
+) -> None:
+    assert len(names["names of the trainer"]) > 40
+    told, missing = [], []
+    for module, _, name in (name.rpartition(".") for name in names["names of the trainer"]):
+        try:
+            getattr(importlib.import_module(module), name)
+        except ImportError as exc:
+            told.append(str(exc))
+        except AttributeError:
+            missing.append(f"{module}.{name}")
+    assert missing == []
+    assert all(text.startswith("verl's ") for text in told)
+    assert len(told) < len(names["names of the trainer"])

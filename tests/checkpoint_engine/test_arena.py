@@ -12,15 +12,16 @@ import torch
 
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.full_disk import no_file_larger_than
-from verl.checkpoint_engine.errors import ConfigError, IntegrityError
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, IntegrityError
 from verl.checkpoint_engine.memory.arena import NodeArena
-from verl.checkpoint_engine.memory.committed import committed_version, open_committed, read_committed
+from verl.checkpoint_engine.memory.committed import committed_digest, committed_version, open_committed, read_committed
 from verl.checkpoint_engine.memory.digest import Manifest, digest_pieces
 from verl.checkpoint_engine.memory.slot import SlotView
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.sync_plan import make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.publisher.committed import require_digest
 
 LAYOUT = Layout.of(
     [TensorSpec(name="w", shape=(64, 32), dtype="float32"), TensorSpec(name="b", shape=(3,), dtype="bfloat16")]
@@ -202,6 +203,16 @@ def test_a_byte_that_flips_after_commit_is_found_and_named(arena: NodeArena):
         file.write(b"\xff")
     with pytest.raises(IntegrityError, match=r"w\[32:64, 0:32\] \(bytes 4096\.\.8192, from trainer-0\)"):
         arena.reverify(1)
+
+
+def test_what_an_engine_says_that_it_has_loaded_is_held_against_what_was_committed(arena: NodeArena, tmp_path: Path):
+    commit(arena, 3)
+    digest = committed_digest(str(arena.directory), 3)
+    assert digest
+    require_digest(str(arena.directory), 3, digest)
+    require_digest(str(tmp_path / "on another host"), 3, "anything")
+    with pytest.raises(ActivationError, match=f"other weights as version 3 .*anything, not {digest}"):
+        require_digest(str(arena.directory), 3, "anything")
 
 
 def test_a_manifest_of_another_version_is_not_committed(arena: NodeArena):

@@ -116,7 +116,7 @@ def tell(
     kept = RESULTS / f"{package.replace('/', '.')}-{options.seed}.json"
     kept.write_text(json.dumps({"mutants": found, "seconds": seconds}, indent=1))
     print(f"all of it: {kept.relative_to(ROOT)}")
-    if not options.no_page:
+    if found and not options.no_page:
         write_page(package, options.seed, found, seconds)
 
 

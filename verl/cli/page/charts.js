@@ -87,15 +87,16 @@ function curves(title, numbers, lines, width, height, hours) {
   return picture;
 }
 
-// Where a value is missing the curve is broken.
+// Where a value is missing the curve is broken, unless it is measured now and then only, as held-out rewards are.
 function unbroken(steps, values) {
   const parts = [[]];
-  const sparse = values.filter((value) => value !== null).length < values.length / 2; // as held-out rewards are
   values.forEach((value, index) => {
     if (value !== null) parts[parts.length - 1].push([steps[index], value]);
-    else if (!sparse && parts[parts.length - 1].length) parts.push([]);
+    else if (parts[parts.length - 1].length) parts.push([]);
   });
-  return parts.filter((part) => part.length);
+  const found = parts.filter((part) => part.length);
+  const count = found.reduce((sum, part) => sum + part.length, 0);
+  return found.length > 1 && found.length - 1 >= count / 4 ? [found.flat()] : found;
 }
 
 function drawAxes(picture, x, y, { range: [first, last], values, width, height, hours }) {

@@ -19,7 +19,7 @@ import torch
 from tests.checkpoint_engine.check_process import FORGETFUL
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import wait_until_gone
-from tests.warm_workers import Fork, WarmWorkers
+from tests.warm_workers import Fork, WarmWorkers, written_by
 from verl.checkpoint_engine.certify import Certificate, Step, _changed, main, table
 from verl.utils.builtin import make_tiny_model
 
@@ -44,26 +44,16 @@ def temporary() -> Iterator[Path]:
 @pytest.mark.vllm
 def test_a_model_that_vllm_serves_right_is_certified(tmp_path, temporary: Path, warm: WarmWorkers):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe")
-    answer, printed = tmp_path / "answer.json", tmp_path / "printed"
-    with printed.open("w") as output:
-        arguments = ["--model", str(model), "--dtype", "bfloat16", "--backend", "gloo", "--json", str(answer)]
-        process = Fork(
-            warm,
-            "verl.checkpoint_engine.certify",
-            arguments,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-            stdout=output,
-            stderr=output,
-            spawns=True,
-        )
-    assert process.end(printed) == 0, printed.read_text()
+    answer = tmp_path / "answer.json"
+    arguments = ["--model", model, "--dtype", "bfloat16", "--backend", "gloo", "--json", answer]
+    written = written_by(warm, "verl.checkpoint_engine.certify", *arguments, spawns=True, TMPDIR=str(temporary))
     assert list(temporary.glob("vllm*")) == []
     found = json.loads(answer.read_text())
     assert found["passed"]
     assert [step["before"] for step in found["steps"]] == ["dummy weights", "the model's weights", "other weights"]
     assert all(step["tensors"] > 10 and step["tokens"] == 36 for step in found["steps"])
     assert all(step["different"] == {} and step["wrong_tokens"] == [] for step in found["steps"])
-    assert "certified: the engine computes with what the files say" in printed.read_text()
+    assert "certified: the engine computes with what the files say" in written
 
 
 STAGES = {
@@ -115,19 +105,9 @@ def test_a_model_whose_loader_forgets_a_copy_is_not(tmp_path, warm: WarmWorkers)
     model = make_tiny_model(tmp_path / "model", "llama")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": [FORGETFUL]}))
-    printed = tmp_path / "printed"
-    with printed.open("w") as output:
-        process = Fork(
-            warm,
-            "tests.checkpoint_engine.certify_process",
-            ["--model", str(model)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-        )
-    assert process.end(printed) == 1, printed.read_text()
-    assert "model.packed" in printed.read_text()
-    assert printed.read_text().rstrip().endswith("NOT certified")
+    written = written_by(warm, "tests.checkpoint_engine.certify_process", "--model", model, code=1)
+    assert "model.packed" in written
+    assert written.rstrip().endswith("NOT certified")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint_engine.check_process import Tried
 from tests.float8 import FLOAT8_ON_CPU, NEEDS_FLOAT8
-from tests.warm_workers import PATIENCE_S, Fork, WarmWorkers
+from tests.warm_workers import PATIENCE_S, WarmWorkers, written_by
 from verl.checkpoint_engine.engines.vllm.reports import take_reports, write_report
 from verl.checkpoint_engine.errors import IntegrityError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
@@ -26,14 +25,9 @@ def tried(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Activa
     models = [make_tiny_model(directory / "model", "llama")]
     if FLOAT8_ON_CPU:
         models.append(make_tiny_model(directory / "quantizable", "llama", hidden_size=256, dtype="bfloat16"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    answered = directory / "answered"
-    with answered.open("w") as output:
-        program, arguments = "tests.checkpoint_engine.check_process", [*map(str, models)]
-        process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
-    assert process.end(answered) == 0, answered.read_text()
+    written = written_by(warm, "tests.checkpoint_engine.check_process", *models)
     cases: Activations = {}
-    for one in json.loads(answered.read_text().splitlines()[-1]):
+    for one in json.loads(written.splitlines()[-1]):
         cases.setdefault(one["case"], []).append(Tried(**one))
     return cases
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
 
 from tests.checkpoint_engine.kept_process import FLOAT8, REFRESHING, STEPS, Activated
 from tests.float8 import FLOAT8_ON_CPU
-from tests.warm_workers import Fork, WarmWorkers
+from tests.warm_workers import WarmWorkers, written_by
 from verl.checkpoint_engine.engines.vllm.unchanged import Kept, kept
 from verl.utils.builtin import make_tiny_model
 
@@ -29,13 +28,8 @@ def told(tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> tuple[l
     if FLOAT8_ON_CPU:
         models.append(make_tiny_model(base / FLOAT8, "qwen3_moe", hidden_size=256, dtype="bfloat16"))
     (base / "shm").mkdir()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    answered, arguments = base / "answered", [str(base / "shm"), *map(str, models)]
-    with answered.open("w") as output:
-        program = "tests.checkpoint_engine.kept_process"
-        process = Fork(warm, program, arguments, env=environment, stdout=output, stderr=output)
-    assert process.end(answered) == 0, answered.read_text()
-    found, heads = json.loads(answered.read_text().splitlines()[-1])
+    written = written_by(warm, "tests.checkpoint_engine.kept_process", base / "shm", *models)
+    found, heads = json.loads(written.splitlines()[-1])
     return found, heads
 
 

@@ -36,6 +36,9 @@ PACKS = "fsdp2"
 """The strategy that is tried with packed sequences; another one has a row for each."""
 NEIGHBOURHOODS = ((0, 1, 2, 3), (3, 2, 0), (2, 1))
 """Rows of `padded_batch` that share a micro-batch: each is beside others, and elsewhere."""
+OFFSETS = (0, 5)
+"""Columns of padding in front of a batch. At the second one the same neighbours are in the other order, so that
+sequences which share a row begin elsewhere in it, too."""
 SHORTEST = 1
 """Of those rows."""
 DECODED = ((NUM_PROMPT, NUM_RESPONSE), (2, 2 * NUM_RESPONSE), (WINDOW - 1, 4))
@@ -159,6 +162,18 @@ def padded_batch() -> DataProto:
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
         }
     )
+
+
+def placed(data: DataProto, rows: Sequence[int], offset: int) -> tuple[DataProto, list[int]]:
+    """Rows of `data` at one of `OFFSETS`, and which rows they are, in their order."""
+    rows = list(rows) if offset == 0 else list(reversed(rows))
+    chosen = data[rows]
+    padding = {"prompts": 256, "input_ids": 256, "attention_mask": 0, "position_ids": 0}
+    tensors = {
+        name: torch.nn.functional.pad(tensor, (offset, 0), value=padding[name]) if name in padding else tensor
+        for name, tensor in chosen.batch.items()
+    }
+    return DataProto.from_dict(tensors=tensors), rows
 
 
 def gradients(engine: FSDPEngine, data: DataProto) -> Tensors:

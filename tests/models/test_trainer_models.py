@@ -7,6 +7,7 @@ docs/models.md of a run of this file.
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -92,8 +93,9 @@ def test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_padded
     if built is not None:
         data = cases.padded_batch()
         expected = cases.reference_log_probs(references(cell[1]), data)
-        for rows in map(list, cases.NEIGHBOURHOODS):
-            found = cases.log_probs(built.engine, data[rows])
+        for neighbours, offset in product(cases.NEIGHBOURHOODS, cases.OFFSETS):
+            together, rows = cases.placed(data, neighbours, offset)
+            found = cases.log_probs(built.engine, together)
             assert (found - expected[rows]).abs().amax(1).tolist() == pytest.approx([0.0] * len(rows), abs=1e-4)
 
 
@@ -127,11 +129,15 @@ def test_an_export_has_the_tensors_of_the_source_and_transformers_loads_them_all
 
 
 def test_gradients_of_one_micro_batch_are_those_row_by_row_tensor_by_tensor(built, cell, references):
-    """The last property of a cell: it changes the weights."""
+    """The last property of a cell: it changes the weights, and what the optimizer remembers."""
     if built is not None:
         data = cases.padded_batch()
         expected = cases.reference_gradients(references(cell[1]), data)
-        assert cases.other_gradients(cases.gradients(built.engine, data), expected) == {}
+        weights = {name: tensor.clone() for name, tensor in built.engine.snapshot().items()}
+        for offset in cases.OFFSETS:
+            placed, _ = cases.placed(data, range(len(data)), offset)
+            assert cases.other_gradients(cases.gradients(built.engine, placed), expected) == {}
+            built.engine.restore(weights)
 
 
 def test_gradients_of_the_right_norm_that_are_others_are_told():

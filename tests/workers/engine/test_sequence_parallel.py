@@ -238,7 +238,7 @@ def test_models_that_see_some_of_their_tokens_are_shared_as_transformers_compute
 def assert_right_or_refused(ranks, tried, path, refusal):
     write_checkpoint(tried, path)
     data = cases.padded_batch()
-    neighbourhoods = [data[[2, 0, 3, 1]], data]
+    neighbourhoods = [data[[2, 0, 3, 1]], cases.placed(data, [2, 0, 3, 1], cases.OFFSETS[1])[0], data]
     outcomes = ranks.run(shared_by_two, 2, path, neighbourhoods)
     if refusal is not None:
         assert all(refusal in outcome for outcome in outcomes)

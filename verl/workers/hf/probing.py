@@ -245,7 +245,7 @@ class Probe:
             self.model.set_attn_implementation(SHARED)
         else:
             attend_sequences_apart(self.model)
-        if self._differs(_packed, NEIGHBOURHOODS):
+        if self._differs(packed, NEIGHBOURHOODS):
             return self._not_further(Way.ROWS, f"a sequence changes in {name} with its place in a row")
         return Finding(Way.PACKED)
 
@@ -287,7 +287,7 @@ def in_rows(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]
     return [row[: len(sequence)] for row, sequence in zip(logits, sequences, strict=True)]
 
 
-def _packed(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def packed(model: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     given = row_inputs(model, torch.cat(list(sequences))[None], positions, lengths)

@@ -83,3 +83,26 @@ def test_a_config_of_another_model_than_the_weights_names_the_tensors(model_dir,
         return
     with pytest.raises(ConfigError, match=message):
         fit(model_dir)
+
+
+def changed(directory, **fields):
+    config = json.loads((directory / "config.json").read_text()) | fields
+    (directory / "config.json").write_text(json.dumps(config))
+    return HFModelConfig(path=str(directory))
+
+
+def test_what_transformers_refuses_in_a_configuration_is_told_in_one_line(tmp_path):
+    write_checkpoint(ARCHITECTURES["phi3"], tmp_path)
+    said = (
+        r"config\.json cannot be loaded: .*`rope_parameters`'s type field must be one of \['longrope'\], got dynamic$"
+    )
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_hf_config(changed(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_value_that_transformers_refuses_is_told_with_its_key(model_dir):
+    said = r"model\.override_config\.hidden_size='abc': .* expected int, got str"
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_hf_config(HFModelConfig(path=str(model_dir), override_config={"hidden_size": "abc"}))
+    assert "\n" not in str(refused.value)

@@ -98,8 +98,8 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
 def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     """The model's Hugging Face config with `override_config` applied, after `external_lib` has been imported.
 
-    Raises ConfigError for an architecture that transformers does not know, a library that cannot be imported, and a
-    field that the config does not have.
+    Raises ConfigError for an architecture that transformers does not know, what it refuses in a configuration, a
+    library that cannot be imported, and a field that the config does not have.
     """
     from transformers import AutoConfig
 
@@ -111,8 +111,8 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     directory = resolve_model_path(model.path, need_tokenizer=model.tokenizer_path is None)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {exc}") from exc
+    except Exception as exc:  # a class of configurations may raise anything
+        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {' '.join(str(exc).split())}") from exc
     override(config, model.override_config, f"{MODEL_KEY}.override_config")
     return config
 
@@ -153,7 +153,10 @@ def require_vocabulary(
 
 
 def override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
-    """Set `fields`, which `key` names, of `config` and of the configurations in it. Raises ConfigError for others."""
+    """Set `fields`, which `key` names, of `config` and of the configurations in it.
+
+    Raises ConfigError for others, and for values that transformers refuses.
+    """
     known = config.to_dict()
     for name, value in fields.items():
         if name == ATTENTION:
@@ -164,7 +167,10 @@ def override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> N
         if isinstance(value, Mapping) and hasattr(nested, "to_dict"):
             override(nested, value, f"{key}.{name}")
         else:
-            setattr(config, name, value)
+            try:
+                setattr(config, name, value)
+            except Exception as exc:
+                raise ConfigError(f"{key}.{name}={value!r}: {' '.join(str(exc).split())}") from exc
 
 
 def _require_tokenizer(directory: Path, key: str, remedy: str = "") -> None:
